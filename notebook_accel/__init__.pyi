@@ -27,30 +27,34 @@ from .notebook.run_list import last_run as last_run
 from .notebook.run_list import runs as runs
 from .training.accelerator import Accelerator as Accelerator
 from .training.collectives import broadcast as broadcast
+from .training.collectives.operations import gather_object as gather_object
 from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data import DataLoaderShard as DataLoaderShard
 from .training.data import skip_first_batches as skip_first_batches
 from .training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
-from .training.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from .training.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from .training.memory import find_executable_batch_size as find_executable_batch_size
-from .training.operations import gather_object as gather_object
-from .training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-from .training.parallelism import ParallelismConfig as ParallelismConfig
-from .training.scheduler import AcceleratedScheduler as AcceleratedScheduler
-from .training.seeding import set_seed as set_seed
-from .training.seeding import synchronize_rng_states as synchronize_rng_states
-from .training.settings import AutocastKwargs as AutocastKwargs
-from .training.settings import DDPCommunicationHookType as DDPCommunicationHookType
-from .training.settings import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from .training.settings import DistributedType as DistributedType
-from .training.settings import GradientAccumulationPlugin as GradientAccumulationPlugin
-from .training.settings import GradScalerKwargs as GradScalerKwargs
-from .training.settings import InitProcessGroupKwargs as InitProcessGroupKwargs
-from .training.settings import ProfileKwargs as ProfileKwargs
-from .training.settings import ProjectConfiguration as ProjectConfiguration
+from .training.processes.memory import find_executable_batch_size as find_executable_batch_size
+from .training.processes.seeding import set_seed as set_seed
+from .training.processes.seeding import synchronize_rng_states as synchronize_rng_states
+from .training.settings.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from .training.settings.fsdp_plugin import (
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
+from .training.settings.handlers import AutocastKwargs as AutocastKwargs
+from .training.settings.handlers import DDPCommunicationHookType as DDPCommunicationHookType
+from .training.settings.handlers import (
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+)
+from .training.settings.handlers import DistributedType as DistributedType
+from .training.settings.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
+from .training.settings.handlers import GradScalerKwargs as GradScalerKwargs
+from .training.settings.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from .training.settings.handlers import ProfileKwargs as ProfileKwargs
+from .training.settings.handlers import ProjectConfiguration as ProjectConfiguration
+from .training.settings.parallelism import ParallelismConfig as ParallelismConfig
 from .training.state import AcceleratorState as AcceleratorState
-from .training.state import GradientState as GradientState
 from .training.state import PartialState as PartialState
+from .training.stepping.gradient_state import GradientState as GradientState
+from .training.stepping.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from .training.stepping.scheduler import AcceleratedScheduler as AcceleratedScheduler
 
 __version__: str

@@ -18,13 +18,13 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from notebook_accel.training import topology
+from notebook_accel.training.processes import topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
-    from notebook_accel.training.topology import Topology
+    from notebook_accel.training.processes.topology import Topology
 
 __all__ = ["Missing", "door", "open_below"]
 

@@ -1,7 +1,7 @@
 """Door: ``accelerate.logging`` under our name, with what it has imported there."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.logs import MultiProcessAdapter, get_logger
+from notebook_accel.training.processes.logs import MultiProcessAdapter, get_logger
 
 from .state import *
 

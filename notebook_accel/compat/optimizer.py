@@ -1,7 +1,7 @@
 """Door: ``accelerate.optimizer`` under our name, with what it has imported there."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
 from .state import *
 from .utils import *

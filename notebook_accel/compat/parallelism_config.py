@@ -1,7 +1,7 @@
 """Door: ``accelerate.parallelism_config`` under our name, with what it has imported there."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.parallelism import ParallelismConfig
+from notebook_accel.training.settings.parallelism import ParallelismConfig
 
 from .utils import *
 

@@ -1,7 +1,7 @@
 """Door: ``accelerate.scheduler`` under our name, with what it has imported there."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 
 from .state import *
 

@@ -1,13 +1,9 @@
 """Door: ``accelerate.state`` under our name, with what it has imported there."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.settings import DistributedType
-from notebook_accel.training.state import (
-    AcceleratorState,
-    GradientState,
-    PartialState,
-    is_initialized,
-)
+from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.state import AcceleratorState, PartialState, is_initialized
+from notebook_accel.training.stepping.gradient_state import GradientState
 
 from .utils import *
 

@@ -489,7 +489,7 @@ class CountDevices(Message, frozen=True, kw_only=True):
 
 
 class Devices(Message, frozen=True, kw_only=True):
-    """The accelerators: the fields of ``Inventory`` in training/devices.py.
+    """The accelerators: the fields of ``Inventory`` in training/processes/devices.py.
 
     ``error`` says why they could not be counted; "" where they could.
     """

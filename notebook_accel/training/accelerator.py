@@ -20,28 +20,23 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
-from notebook_accel.training import collectives, devices
-from notebook_accel.training.accumulation import Window
+from notebook_accel.training import collectives
 from notebook_accel.training.checkpoint import Checkpoints
-from notebook_accel.training.checkpoint.weights import save_object
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
-from notebook_accel.training.float8 import AORecipeKwargs
-from notebook_accel.training.notices import notice_once
-from notebook_accel.training.optimizer import inner_optimizer
-from notebook_accel.training.plan import (
+from notebook_accel.training.files.weights import save_object
+from notebook_accel.training.precision.float8 import AORecipeKwargs
+from notebook_accel.training.preparing.plan import (
     check_rng_types,
     make_plan,
     refuse_unbuilt,
     resolve_loaders,
     resolve_project,
 )
-from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
-from notebook_accel.training.process_group import close_process_group
-from notebook_accel.training.processes import ProcessView
-from notebook_accel.training.profiling import profile
-from notebook_accel.training.progress import progress
-from notebook_accel.training.settings import (
+from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
+from notebook_accel.training.processes import ProcessView, devices
+from notebook_accel.training.processes.process_group import close_process_group
+from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     DistributedType,
@@ -53,11 +48,17 @@ from notebook_accel.training.settings import (
     as_steps,
     pick_handler,
 )
-from notebook_accel.training.state import AcceleratorState, GradientState, newest_settings
+from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.state import AcceleratorState, newest_settings
+from notebook_accel.training.stepping.accumulation import Window
+from notebook_accel.training.stepping.gradient_state import GradientState
+from notebook_accel.training.stepping.optimizer import inner_optimizer
+from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
 from notebook_accel.training.tracking.base import BlankTracker
+from notebook_accel.training.tracking.profiling import profile
+from notebook_accel.training.tracking.progress import progress
 from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.view import Tracking
-from notebook_accel.training.uneven_inputs import join_uneven_inputs
 
 if TYPE_CHECKING:
     import os
@@ -67,15 +68,15 @@ if TYPE_CHECKING:
     from torch.profiler import profile as Profiler  # noqa: N812
     from torch.utils.data import DataLoader
 
-    from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
     from notebook_accel.training.data.config import DataLoaderConfiguration
-    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-    from notebook_accel.training.parallelism import ParallelismConfig
-    from notebook_accel.training.settings import (
+    from notebook_accel.training.models.compiling import DynamoBackend, TorchDynamoPlugin
+    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
+    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.settings.handlers import (
         GradientAccumulationPlugin,
         ProjectConfiguration,
     )
+    from notebook_accel.training.settings.parallelism import ParallelismConfig
     from notebook_accel.training.strategies import Strategy
 
     Path_ = str | os.PathLike[str]
@@ -87,9 +88,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from notebook_accel.training.checkpoint.start import Start
-    from notebook_accel.training.data_group import DataGroup
-    from notebook_accel.training.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.scheduler import AcceleratedScheduler
+    from notebook_accel.training.collectives.data_group import DataGroup
+    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
     from notebook_accel.training.tracking.base import GeneralTracker
 
 __all__ = ["Accelerator"]

@@ -22,7 +22,7 @@ from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.notebook import doctor as notebook_doctor
 from notebook_accel.notebook.doctor import Diagnosis
-from notebook_accel.training import devices
+from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

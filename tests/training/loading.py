@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.data_group import DataGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,8 @@ from notebook_accel import (
     WorkerError,
     notebook_launcher,
 )
-from notebook_accel.training.checkpoint import background, pieces
+from notebook_accel.training.checkpoint import background
+from notebook_accel.training.files import pieces
 from tests.training.harness import run_ranks
 from tests.training.meshes import LAYOUTS, accelerator_for, data, loss_of, make
 from tests.training.single import fresh_rank  # noqa: F401

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.checkpoint import atomic
+from notebook_accel.training.files import atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from notebook_accel.training.blueprint import blueprint_of, fill
 from notebook_accel.training.models import AutocastForward
+from notebook_accel.training.models.blueprint import blueprint_of, fill
 
 
 class Reader(nn.Module):

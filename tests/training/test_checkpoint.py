@@ -31,8 +31,9 @@ from notebook_accel import (
     NotebookAccelError,
     ProjectConfiguration,
 )
-from notebook_accel.training.checkpoint import atomic, training_progress, weights
-from notebook_accel.training.random_states import get_random_states, set_random_states
+from notebook_accel.training.checkpoint import training_progress
+from notebook_accel.training.files import atomic, weights
+from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, PartialState, WorkerError, notebook_launcher
 from notebook_accel.training import collectives
-from notebook_accel.training.agreement import DistributedOperationException
 from notebook_accel.training.collectives import (
     broadcast,
     broadcast_object_list,
@@ -26,13 +25,14 @@ from notebook_accel.training.collectives import (
     reduce,
     split_between,
 )
-from notebook_accel.training.data.gathering import gather_for_metrics
-from notebook_accel.training.nested import (
+from notebook_accel.training.collectives.agreement import DistributedOperationException
+from notebook_accel.training.collectives.nested import (
     convert_to_fp32,
     find_batch_size,
     recursively_apply,
     send_to_device,
 )
+from notebook_accel.training.data.gathering import gather_for_metrics
 from tests.training.harness import RankError, run_ranks
 from tests.training.loading import prepare
 

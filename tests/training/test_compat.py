@@ -21,7 +21,7 @@ from tests.training.single import be, fresh_rank  # noqa: F401
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from notebook_accel.training.logs import MultiProcessAdapter
+    from notebook_accel.training.processes.logs import MultiProcessAdapter
 
 
 def test_paths_of_users_lead_to_our_own_objects() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from notebook_accel import Accelerator, utils
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.compiling import (
+from notebook_accel.training.models import uncompiled
+from notebook_accel.training.models.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,
     compile_in_place,
@@ -24,7 +25,6 @@ from notebook_accel.training.compiling import (
     has_compiled_regions,
     is_compiled_module,
 )
-from notebook_accel.training.models import uncompiled
 from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, MESHES, check_weights, train, twin
 from tests.training.single import fresh_rank  # noqa: F401

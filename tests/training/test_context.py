@@ -23,7 +23,10 @@ from notebook_accel import (
     GradScalerKwargs,
     notebook_launcher,
 )
-from notebook_accel.training.parallelism import ParallelismConfig, TorchContextParallelConfig
+from notebook_accel.training.settings.parallelism import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+)
 from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS, check_weights
 from tests.training.single import fresh_rank  # noqa: F401

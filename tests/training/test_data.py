@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import devices
 from notebook_accel.training.data import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -25,6 +24,7 @@ from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.data.streams import IterableDatasetShard
+from notebook_accel.training.processes import devices
 from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training import deepspeed_plugin
-from notebook_accel.training.accumulation import Accumulation, resolve_plugin
-from notebook_accel.training.checkpoint import zero as zero_files
-from notebook_accel.training.prepare import _batch_sizes
-from notebook_accel.training.settings import GradientAccumulationPlugin
+from notebook_accel.training.files import zero as zero_files
+from notebook_accel.training.preparing.prepare import _batch_sizes
+from notebook_accel.training.settings import deepspeed_plugin
+from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
+from notebook_accel.training.stepping.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.strategies import deepspeed
 from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
 from notebook_accel.training.strategies.request import ModelToPrepare

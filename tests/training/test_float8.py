@@ -16,7 +16,8 @@ from notebook_accel import (
     ParallelismConfig,
     utils,
 )
-from notebook_accel.training import float8, topology
+from notebook_accel.training.precision import float8
+from notebook_accel.training.processes import topology
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 

@@ -35,7 +35,7 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from notebook_accel.training.parallelism import fit_sizes
+from notebook_accel.training.settings.parallelism import fit_sizes
 from notebook_accel.training.strategies import fsdp
 from notebook_accel.training.strategies.fsdp import checkpoint_activations, choose_modules, units
 from tests.training.single import fresh_rank  # noqa: F401

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from notebook_accel import PartialState
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import gather_object, num_ranks, this_rank
+from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data import (
     DataLoaderDispatcher,
     active_loaders,
@@ -22,8 +23,7 @@ from notebook_accel.training.data import (
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.rounds import RoundDivider
-from notebook_accel.training.data_group import DataGroup
-from notebook_accel.training.seeding import set_seed
+from notebook_accel.training.processes.seeding import set_seed
 from tests.training.harness import run_ranks
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from notebook_accel.training.data import skip_first_batches
-from notebook_accel.training.seeding import set_seed
+from notebook_accel.training.processes.seeding import set_seed
 from tests.training.loading import Stream, lists, numbers, prepare
 
 if TYPE_CHECKING:

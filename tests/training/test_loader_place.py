@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.launch import rank as ranks
-from notebook_accel.training.accumulation import Accumulation
 from notebook_accel.training.data import SkipDataLoader, active_loaders, skip_first_batches
-from notebook_accel.training.seeding import set_seed
-from notebook_accel.training.settings import GradientAccumulationPlugin
+from notebook_accel.training.processes.seeding import set_seed
+from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
+from notebook_accel.training.stepping.accumulation import Accumulation
 from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from notebook_accel import (
     notebook_launcher,
     utils,
 )
-from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.strategies import dtensors
 from notebook_accel.training.strategies.mesh import MeshParallel
 from notebook_accel.training.strategies.recipe import fill_empty

@@ -20,7 +20,7 @@ from notebook_accel import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
 )
-from notebook_accel.training.accumulation import Accumulation, Window
+from notebook_accel.training.stepping.accumulation import Accumulation, Window
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]

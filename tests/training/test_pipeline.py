@@ -17,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
 from notebook_accel.training import collectives
-from notebook_accel.training.seeding import set_seed
-from notebook_accel.training.settings import GradientAccumulationPlugin
+from notebook_accel.training.processes.seeding import set_seed
+from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.strategies.blocks import balance
 from notebook_accel.training.strategies.given import has_parts
 from tests.training.harness import run_ranks

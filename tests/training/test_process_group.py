@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel import Accelerator, notebook_launcher
-from notebook_accel.training import process_group
+from notebook_accel.training.processes import process_group
 from notebook_accel.training.state import PartialState
 from tests.ports import free_port
 from tests.training.harness import run_ranks

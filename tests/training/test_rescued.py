@@ -25,8 +25,8 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
-from notebook_accel.training.blueprint import blueprint_of
-from notebook_accel.training.rescue import RankPart, TensorPiece
+from notebook_accel.training.models.blueprint import blueprint_of
+from notebook_accel.training.preparing.rescue import RankPart, TensorPiece
 from tests.engines.processes import eventually
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 

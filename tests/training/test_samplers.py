@@ -13,10 +13,10 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     SeedableRandomSampler,
-    ShortRound,
     SkipBatchSampler,
 )
 from notebook_accel.training.data.streams import IterableDatasetShard
+from notebook_accel.training.stepping.active_loaders import ShortRound
 from tests.training.loading import LISTS, TABLE, read
 
 

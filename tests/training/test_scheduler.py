@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 from notebook_accel import AcceleratedScheduler, Accelerator, GradientAccumulationPlugin
-from notebook_accel.training.accumulation import Accumulation
-from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.stepping.accumulation import Accumulation
 from tests.training.single import fresh_rank  # noqa: F401
 
 

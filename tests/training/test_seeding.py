@@ -12,20 +12,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel.training.accelerator import Accelerator
-from notebook_accel.training.checkpoint.staging import HostCopies
 from notebook_accel.training.collectives import this_rank
 from notebook_accel.training.data import DataLoaderShard
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import _lay_out, _Slot
 from notebook_accel.training.data.samplers import SeedableRandomSampler
-from notebook_accel.training.random_states import (
+from notebook_accel.training.files.staging import HostCopies
+from notebook_accel.training.preparing.rescue import TensorPiece, _put_together
+from notebook_accel.training.processes.random_states import (
     as_plain,
     note_random_states,
     random_states_unchanged_since,
     set_random_states,
 )
-from notebook_accel.training.rescue import TensorPiece, _put_together
-from notebook_accel.training.seeding import (
+from notebook_accel.training.processes.seeding import (
     new_generator,
     set_seed,
     synchronize_rng_state,

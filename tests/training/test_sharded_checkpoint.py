@@ -26,8 +26,8 @@ from notebook_accel import (
     NotebookAccelError,
     ParallelismConfig,
 )
-from notebook_accel.training.checkpoint import sharded
 from notebook_accel.training.checkpoint.start import find_damage
+from notebook_accel.training.files import sharded
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,

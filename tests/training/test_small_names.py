@@ -18,8 +18,8 @@ import notebook_accel
 from notebook_accel import ConfigError, utils
 from notebook_accel.training.data import DataLoaderShard, active_loaders
 from notebook_accel.training.data.samplers import BatchSamplerShard
-from notebook_accel.training.optimizer import AcceleratedOptimizer
-from notebook_accel.training.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from tests.training.single import fresh_rank  # noqa: F401
 
 

@@ -28,9 +28,9 @@ from notebook_accel import (
     InitProcessGroupKwargs,
     PartialState,
 )
-from notebook_accel.training import devices, topology
-from notebook_accel.training.compiling import DynamoBackend
-from notebook_accel.training.process_group import close_process_group
+from notebook_accel.training.models.compiling import DynamoBackend
+from notebook_accel.training.processes import devices, topology
+from notebook_accel.training.processes.process_group import close_process_group
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError
-from notebook_accel.training.checkpoint import state_files
+from notebook_accel.training.files import state_files
 from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:

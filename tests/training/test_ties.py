@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import torch
 
-from notebook_accel.training.ties import retie_parameters, tied_names
+from notebook_accel.training.models.ties import retie_parameters, tied_names
 
 
 def test_tied_weights_are_found_and_tied_again() -> None:

@@ -2,46 +2,14 @@
 
 from notebook_accel.compat import _accelerate
 from notebook_accel.config import write_basic_config
-from notebook_accel.training.agreement import DistributedOperationException
-from notebook_accel.training.checkpoint.file_names import *
 from notebook_accel.training.checkpoint.merge import merge_fsdp_weights
 from notebook_accel.training.collectives import (
     CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,
 )
-from notebook_accel.training.compiling import (
-    DynamoBackend,
-    TorchDynamoPlugin,
-    compile_regions,
-    has_compiled_regions,
-    is_compiled_module,
-)
-from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.deepspeed_config import HfDeepSpeedConfig
-from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
-from notebook_accel.training.devices import set_numa_affinity
-from notebook_accel.training.devices import set_numa_affinity as override_numa_affinity
-from notebook_accel.training.environment import (
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-)
-from notebook_accel.training.float8 import (
-    AORecipeKwargs,
-    convert_model_to_fp8_ao,
-    filter_linear_layers,
-    find_first_last_linear_layers,
-)
-from notebook_accel.training.fsdp_functions import *
-from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.logs import get_logger
-from notebook_accel.training.memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    release_memory,
-)
-from notebook_accel.training.memory import is_out_of_memory as should_reduce_batch_size
-from notebook_accel.training.nested import (
+from notebook_accel.training.collectives.agreement import DistributedOperationException
+from notebook_accel.training.collectives.nested import (
     convert_to_fp32,
     find_batch_size,
     honor_type,
@@ -50,24 +18,49 @@ from notebook_accel.training.nested import (
     recursively_apply,
     send_to_device,
 )
-from notebook_accel.training.operations import *
-from notebook_accel.training.optimizer import AcceleratedOptimizer
-from notebook_accel.training.parallelism import (
-    ParallelismConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
+from notebook_accel.training.collectives.operations import *
+from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.files.file_names import *
+from notebook_accel.training.files.saving import load, save
+from notebook_accel.training.functions.fsdp_functions import *
+from notebook_accel.training.models.compiling import (
+    DynamoBackend,
+    TorchDynamoPlugin,
+    compile_regions,
+    has_compiled_regions,
+    is_compiled_module,
 )
-from notebook_accel.training.placeholders import DummyOptim, DummyScheduler
-from notebook_accel.training.prepare import extract_model_from_parallel
-from notebook_accel.training.saving import load, save
-from notebook_accel.training.scheduler import AcceleratedScheduler
-from notebook_accel.training.seeding import (
+from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
+from notebook_accel.training.precision.float8 import (
+    AORecipeKwargs,
+    convert_model_to_fp8_ao,
+    filter_linear_layers,
+    find_first_last_linear_layers,
+)
+from notebook_accel.training.preparing.prepare import extract_model_from_parallel
+from notebook_accel.training.processes.devices import set_numa_affinity
+from notebook_accel.training.processes.devices import set_numa_affinity as override_numa_affinity
+from notebook_accel.training.processes.logs import get_logger
+from notebook_accel.training.processes.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+)
+from notebook_accel.training.processes.memory import is_out_of_memory as should_reduce_batch_size
+from notebook_accel.training.processes.seeding import (
     set_seed,
     synchronize_rng_state,
     synchronize_rng_states,
 )
-from notebook_accel.training.settings import (
+from notebook_accel.training.processes.topology import barrier as wait_for_everyone
+from notebook_accel.training.settings.deepspeed_config import HfDeepSpeedConfig
+from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.settings.environment import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+)
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -83,18 +76,25 @@ from notebook_accel.training.settings import (
     ProjectConfiguration,
     RNGType,
 )
+from notebook_accel.training.settings.parallelism import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from notebook_accel.training.state import (
     AcceleratorState,
     PartialState,
     get_active_deepspeed_plugin,
 )
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     GatheredParameters,
 )
-from notebook_accel.training.topology import barrier as wait_for_everyone
 
 from .tqdm import *
 

@@ -1,3 +1,3 @@
 """Door: ``accelerate.utils.tqdm`` under our name."""
 
-from notebook_accel.training.progress import tqdm
+from notebook_accel.training.tracking.progress import tqdm

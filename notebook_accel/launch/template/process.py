@@ -265,5 +265,5 @@ def _answer_devices(channel: Channel, environment: dict[str, str], template: int
     processes.die_with_parent(template)
     os.environ.clear()
     os.environ.update(environment)
-    found = import_module("notebook_accel.training.devices").inventory()
+    found = import_module("notebook_accel.training.processes.devices").inventory()
     channel.send(wire.Devices(**asdict(found)))

@@ -182,7 +182,7 @@ def _shown(data: dict[str, Any]) -> ShownValue:
 
 
 # What every cell finds from the start; an accelerator is made for the first cell that uses one.
-_TRAINING = "notebook_accel.training.cell_names"
+_TRAINING = "notebook_accel.training.functions.cell_names"
 _AT_ONCE = ("rank", "world_size", "device")
 _ACCELERATOR = "accelerator"
 
@@ -243,7 +243,7 @@ class Namespace:
             function: what is called in the place of a cell.
         """
         if renews_group:
-            for line in import_module("notebook_accel.training.renewal").renew_group():
+            for line in import_module("notebook_accel.training.processes.renewal").renew_group():
                 rank.current().notice(line)
         mentions = [*mentions, *globals_used(function, self._names)]
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):

@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.checkpoint.atomic import Partial, complete_version
 from notebook_accel.training.checkpoint.background import Pending, make_writer
 from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
@@ -23,31 +22,32 @@ from notebook_accel.training.checkpoint.folders import (
 )
 from notebook_accel.training.checkpoint.joint_save import JointSave, describe
 from notebook_accel.training.checkpoint.parts import PreparedParts
-from notebook_accel.training.checkpoint.pieces import (
+from notebook_accel.training.checkpoint.start import (
+    Start,
+    candidates,
+    find_damage,
+)
+from notebook_accel.training.checkpoint.training_progress import TrainingProgress
+from notebook_accel.training.collectives import broadcast_object_list, gather_object
+from notebook_accel.training.files.atomic import Partial, complete_version
+from notebook_accel.training.files.pieces import (
     Piece,
     complete,
     state_file,
     write_one_by_one,
     write_prepared,
 )
-from notebook_accel.training.checkpoint.start import (
-    Start,
-    candidates,
-    find_damage,
-)
-from notebook_accel.training.checkpoint.state_files import on_host, read_state
-from notebook_accel.training.checkpoint.training_progress import TrainingProgress
-from notebook_accel.training.checkpoint.weights import numbered, save_model
-from notebook_accel.training.collectives import broadcast_object_list, gather_object
-from notebook_accel.training.notices import notice, notice_once
+from notebook_accel.training.files.state_files import on_host, read_state
+from notebook_accel.training.files.weights import numbered, save_model
+from notebook_accel.training.settings.notices import notice, notice_once
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from notebook_accel.training.prepare import Preparation
-    from notebook_accel.training.settings import ProjectConfiguration
+    from notebook_accel.training.preparing.prepare import Preparation
+    from notebook_accel.training.settings.handlers import ProjectConfiguration
 
 __all__ = ["Checkpoints"]
 

@@ -35,14 +35,14 @@ import torch
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint.joint_save import describe
-from notebook_accel.training.checkpoint.staging import HostCopies
-from notebook_accel.training.notices import notice
+from notebook_accel.training.files.staging import HostCopies
+from notebook_accel.training.settings.notices import notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from notebook_accel.training.checkpoint.joint_save import JointSave
-    from notebook_accel.training.checkpoint.pieces import Piece
+    from notebook_accel.training.files.pieces import Piece
 
 __all__ = ["Pending", "Writer", "make_writer"]
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.checkpoint.atomic import say_who_else_saves
+from notebook_accel.training.files.atomic import say_who_else_saves
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    from notebook_accel.training.settings import ProjectConfiguration
+    from notebook_accel.training.settings.handlers import ProjectConfiguration
 
 __all__ = [
     "CUSTOM",

@@ -27,13 +27,13 @@ from torch.distributed import distributed_c10d
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.checkpoint.atomic import Partial
 from notebook_accel.training.checkpoint.folders import is_ours
+from notebook_accel.training.files.atomic import Partial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from notebook_accel.training.topology import Topology
+    from notebook_accel.training.processes.topology import Topology
 
 __all__ = ["JointSave", "describe"]
 

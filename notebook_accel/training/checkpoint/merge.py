@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training import topology
-from notebook_accel.training.checkpoint.atomic import complete_version
-from notebook_accel.training.checkpoint.file_names import (
+from notebook_accel.training.checkpoint.folders import describe_folder, resolved
+from notebook_accel.training.checkpoint.joint_save import describe
+from notebook_accel.training.collectives import broadcast_object_list
+from notebook_accel.training.files.atomic import complete_version
+from notebook_accel.training.files.file_names import (
     FSDP_MODEL_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_NAME,
 )
-from notebook_accel.training.checkpoint.folders import describe_folder, resolved
-from notebook_accel.training.checkpoint.joint_save import describe
-from notebook_accel.training.checkpoint.weights import save_object
-from notebook_accel.training.collectives import broadcast_object_list
+from notebook_accel.training.files.weights import save_object
+from notebook_accel.training.processes import topology
 
 if TYPE_CHECKING:
     import os
@@ -97,7 +97,7 @@ def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
     # Imported here: torch's distributed checkpoints take 0.3 s.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from notebook_accel.training.checkpoint.sharded import read_index, read_parts
+    from notebook_accel.training.files.sharded import read_index, read_parts
 
     metadata = read_index(folder)
     stored = metadata.state_dict_metadata

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.checkpoint import zero
-from notebook_accel.training.checkpoint.pieces import Piece, state_file
-from notebook_accel.training.checkpoint.state_files import on_host, read_state
-from notebook_accel.training.checkpoint.weights import (
+from notebook_accel.training.files import zero
+from notebook_accel.training.files.pieces import Piece, state_file
+from notebook_accel.training.files.state_files import on_host, read_state
+from notebook_accel.training.files.weights import (
     load_weights,
     numbered,
     save_weights,
@@ -97,7 +97,7 @@ class PreparedParts:
             return
         if self.strategy.saves_shards:
             # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
-            from notebook_accel.training.checkpoint import sharded
+            from notebook_accel.training.files import sharded
 
             for index, state in enumerate(weights):
                 yield sharded.model_piece(state, index)
@@ -148,7 +148,7 @@ class PreparedParts:
         self, model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
     ) -> None:
         if (folder / f"pytorch_model_fsdp_{index}").is_dir():
-            from notebook_accel.training.checkpoint import sharded
+            from notebook_accel.training.files import sharded
 
             sharded.read_model(model, folder, index, options, strict=strict)
             return
@@ -163,7 +163,7 @@ class PreparedParts:
         self, optimizer: Optimizer, folder: Path, index: int, options: dict[str, Any]
     ) -> None:
         if (folder / f"optimizer_{index}").is_dir():
-            from notebook_accel.training.checkpoint import sharded
+            from notebook_accel.training.files import sharded
 
             names = sharded.names_of(self.models)
             sharded.read_optimizer(optimizer, names, folder, index, on_host(options))

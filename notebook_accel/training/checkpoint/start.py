@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.checkpoint.atomic import complete_version
 from notebook_accel.training.checkpoint.folders import NUMBERED, entries, holds_state, is_ours
-from notebook_accel.training.checkpoint.state_files import check_regular, explain, read_state
+from notebook_accel.training.files.atomic import complete_version
+from notebook_accel.training.files.state_files import check_regular, explain, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -204,7 +204,7 @@ _OLD_PICKLE = b"\x80"
 
 def _find_missing_parts(folder: Path) -> str | None:
     # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
-    from notebook_accel.training.checkpoint import sharded
+    from notebook_accel.training.files import sharded
 
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     for name, size in sharded.sizes_of_files(folder).items():

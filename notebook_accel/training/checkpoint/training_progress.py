@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.checkpoint.pieces import Piece, state_file
 from notebook_accel.training.checkpoint.start import (
     Start,
     as_plain,
@@ -26,18 +25,19 @@ from notebook_accel.training.checkpoint.start import (
     read_random_states,
     read_start,
 )
-from notebook_accel.training.checkpoint.state_files import explain, read_state
-from notebook_accel.training.checkpoint.weights import numbered
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.notices import notice, notice_once
-from notebook_accel.training.random_states import as_plain as as_plain_states
-from notebook_accel.training.random_states import get_random_states, set_random_states
+from notebook_accel.training.files.pieces import Piece, state_file
+from notebook_accel.training.files.state_files import explain, read_state
+from notebook_accel.training.files.weights import numbered
+from notebook_accel.training.processes.random_states import as_plain as as_plain_states
+from notebook_accel.training.processes.random_states import get_random_states, set_random_states
+from notebook_accel.training.settings.notices import notice, notice_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from notebook_accel.training.prepare import Preparation
+    from notebook_accel.training.preparing.prepare import Preparation
 
 __all__ = ["TrainingProgress"]
 

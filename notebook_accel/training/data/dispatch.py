@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from notebook_accel.training import topology
 from notebook_accel.training.collectives import (
     as_bytes,
     broadcast_object_list,
@@ -30,18 +29,19 @@ from notebook_accel.training.collectives import (
     this_rank,
     transport_device,
 )
+from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import RankShare, Round, RoundDivider
 from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
-from notebook_accel.training.nested import recursively_apply
-from notebook_accel.training.seeding import synchronize_rng_state
+from notebook_accel.training.processes import topology
+from notebook_accel.training.processes.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from notebook_accel.training.data.active import Position
+    from notebook_accel.training.stepping.active_loaders import Position
 
 __all__ = ["DataLoaderDispatcher"]
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training.agreement import require_agreement
 from notebook_accel.training.collectives import (
     compares,
     gather,
@@ -21,9 +20,10 @@ from notebook_accel.training.collectives import (
     gather_ragged,
     num_ranks,
 )
-from notebook_accel.training.data.active import Position, active_loaders
-from notebook_accel.training.nested import honor_type, is_namedtuple, leaves, rebuild
-from notebook_accel.training.nested import recursively_apply as apply_to_tensors
+from notebook_accel.training.collectives.agreement import require_agreement
+from notebook_accel.training.collectives.nested import honor_type, is_namedtuple, leaves, rebuild
+from notebook_accel.training.collectives.nested import recursively_apply as apply_to_tensors
+from notebook_accel.training.stepping.active_loaders import Position, active_loaders
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -11,8 +11,8 @@ runs it. From the samples to the loop::
       -> the loop
 
 Reading one batch ahead of the loop tells, while the loop has the last batch, that it is the last
-(:class:`~notebook_accel.training.data.active.Position`). What a pass costs beyond torch's own is a
-few attribute reads a batch: whatever can be decided as the pass begins is decided there.
+(``Position``). What a pass costs beyond torch's own is a few attribute reads a batch: whatever can
+be decided as the pass begins is decided there.
 
 How it goes on in the middle of an epoch::
 
@@ -38,13 +38,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
-from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
+from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.collectives.nested import find_batch_size
 from notebook_accel.training.data.replay import IndexSource, replayed, skip
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     RoundBatch,
     SeedableRandomSampler,
-    ShortRound,
     SkipBatchSampler,
     get_sampler,
     length_of,
@@ -54,18 +54,22 @@ from notebook_accel.training.data.samplers import (
 from notebook_accel.training.data.streams import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.transfer import make_transfer
 from notebook_accel.training.data.wrapping import LoaderAround, new_loader
-from notebook_accel.training.data_group import DataGroup
-from notebook_accel.training.nested import find_batch_size
-from notebook_accel.training.random_states import as_plain
-from notebook_accel.training.seeding import new_generator, synchronize_rng_state
+from notebook_accel.training.processes.random_states import as_plain
+from notebook_accel.training.processes.seeding import new_generator, synchronize_rng_state
+from notebook_accel.training.stepping.active_loaders import (
+    LoaderProgress,
+    Position,
+    ShortRound,
+    active_loaders,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from notebook_accel.training.accumulation import Accumulation
-    from notebook_accel.training.state import GradientState
+    from notebook_accel.training.stepping.accumulation import Accumulation
+    from notebook_accel.training.stepping.gradient_state import GradientState
 
 __all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader"]
 
@@ -242,7 +246,7 @@ class PreparedLoader(LoaderAround):
     def gradient_state(self) -> GradientState:
         """Where the training stands in its gradient accumulation and its loader."""
         # Imported here: the state asks which loader is read.
-        from notebook_accel.training.state import GradientState
+        from notebook_accel.training.stepping.gradient_state import GradientState
 
         return GradientState(accumulation=self._accumulation)
 

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from notebook_accel.training.data.samplers import length_of
-from notebook_accel.training.random_states import (
+from notebook_accel.training.processes.random_states import (
     note_random_states,
     random_states_unchanged_since,
     set_random_states,
@@ -44,7 +44,7 @@ from notebook_accel.training.random_states import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from notebook_accel.training.data.active import Position
+    from notebook_accel.training.stepping.active_loaders import Position
 
 __all__ = ["IndexSource", "replayed", "skip"]
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.data.samplers import ShortRound
-from notebook_accel.training.nested import find_batch_size, honor_type, leaves, rebuild
+from notebook_accel.training.collectives.nested import find_batch_size, honor_type, leaves, rebuild
+from notebook_accel.training.stepping.active_loaders import ShortRound
 
 __all__ = ["RankShare", "Round", "RoundDivider", "count_rows", "join_rows", "slice_rows"]
 

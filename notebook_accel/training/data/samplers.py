@@ -36,11 +36,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import broadcast_object_list
-from notebook_accel.training.seeding import new_generator
+from notebook_accel.training.processes.seeding import new_generator
+from notebook_accel.training.stepping.active_loaders import ShortRound
 
 __all__ = [
     "BatchSamplerShard",
-    "ShortRound",
     "RoundBatch",
     "SeedableRandomSampler",
     "ShardPass",
@@ -56,24 +56,6 @@ __all__ = [
     "samplers_of",
     "share_of",
 ]
-
-
-class ShortRound(NamedTuple):
-    """The sample counts of a round that lacks samples, or may lack some.
-
-    That is the last round of a pass, or a short one before it.
-    """
-
-    num_samples: int
-    """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
-    known."""
-
-    batch_size: int | None
-    """Samples in this rank's batch, repeated ones included; 0 where the rank gets none of the
-    round, None where that is not known."""
-
-    num_own_samples: int
-    """Samples in this rank's batch that are not repeated."""
 
 
 class RoundBatch(NamedTuple):

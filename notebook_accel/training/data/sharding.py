@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import topology
+from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.loaders import DataLoaderShard, LoaderOptions, PreparedLoader
@@ -34,9 +34,9 @@ from notebook_accel.training.data.samplers import (
 from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.data.streams import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.wrapping import as_stateful, copied
-from notebook_accel.training.data_group import DataGroup
-from notebook_accel.training.notices import notice_once
-from notebook_accel.training.seeding import new_generator
+from notebook_accel.training.processes import topology
+from notebook_accel.training.processes.seeding import new_generator
+from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import SkipBatchSampler
 from notebook_accel.training.data.wrapping import LoaderAround, copied, new_loader
-from notebook_accel.training.settings import as_steps
+from notebook_accel.training.settings.handlers import as_steps
 
 __all__ = ["SkipDataLoader", "skip_first_batches"]
 

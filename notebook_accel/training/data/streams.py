@@ -21,12 +21,12 @@ from torch.utils.data import IterableDataset
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import (
     RoundBatch,
-    ShortRound,
     fill_up,
     length_of,
     length_or_none,
     share_of,
 )
+from notebook_accel.training.stepping.active_loaders import ShortRound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

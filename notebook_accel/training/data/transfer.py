@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from notebook_accel.training import devices
-from notebook_accel.training.nested import leaves, send_to_device
+from notebook_accel.training.collectives.nested import leaves, send_to_device
+from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import devices, topology
-from notebook_accel.training.compiling import compile_model
-from notebook_accel.training.data_group import DataGroup
-from notebook_accel.training.loss_scaling import LossScaling
-from notebook_accel.training.optimizer import AcceleratedOptimizer
-from notebook_accel.training.scheduler import AcceleratedScheduler
+from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.models.compiling import compile_model
+from notebook_accel.training.precision.loss_scaling import LossScaling
+from notebook_accel.training.processes import devices, topology
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from notebook_accel.training.accumulation import Accumulation
-    from notebook_accel.training.checkpoint.pieces import Piece
-    from notebook_accel.training.parallelism import ParallelismConfig
-    from notebook_accel.training.settings import DistributedType
+    from notebook_accel.training.files.pieces import Piece
+    from notebook_accel.training.settings.handlers import DistributedType
+    from notebook_accel.training.settings.parallelism import ParallelismConfig
+    from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
 __all__ = ["Strategy"]

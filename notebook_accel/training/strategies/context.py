@@ -31,7 +31,7 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
-from notebook_accel.training import devices
+from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

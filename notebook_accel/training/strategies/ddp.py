@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from notebook_accel.training import devices
-from notebook_accel.training.notices import notice_once
-from notebook_accel.training.renewal import note_wrapped
-from notebook_accel.training.settings import DistributedDataParallelKwargs, pick_handler
+from notebook_accel.training.processes import devices
+from notebook_accel.training.processes.renewal import note_wrapped
+from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
+from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:

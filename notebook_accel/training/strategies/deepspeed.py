@@ -19,14 +19,14 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current, has_process_group
-from notebook_accel.training import devices
-from notebook_accel.training.checkpoint import zero
-from notebook_accel.training.deepspeed_config import is_open
-from notebook_accel.training.nested import convert_to_fp32, recursively_apply
-from notebook_accel.training.notices import notice_once
-from notebook_accel.training.optimizer import shares_parameters
-from notebook_accel.training.placeholders import DummyOptim, DummyScheduler
-from notebook_accel.training.settings import DistributedType
+from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
+from notebook_accel.training.files import zero
+from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
+from notebook_accel.training.processes import devices
+from notebook_accel.training.settings.deepspeed_config import is_open
+from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.stepping.optimizer import shares_parameters
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.zero_config import Facts, complete
 from notebook_accel.training.strategies.zero_engine import (
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from notebook_accel.training.accumulation import Accumulation
-    from notebook_accel.training.checkpoint.pieces import Piece
-    from notebook_accel.training.optimizer import AcceleratedOptimizer
-    from notebook_accel.training.scheduler import AcceleratedScheduler
+    from notebook_accel.training.files.pieces import Piece
+    from notebook_accel.training.stepping.accumulation import Accumulation
+    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
 __all__ = ["DeepSpeedZero"]

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from notebook_accel.training.collectives import reduce
-from notebook_accel.training.loss_scaling import LossScaling
-from notebook_accel.training.nested import recursively_apply
+from notebook_accel.training.collectives.nested import recursively_apply
+from notebook_accel.training.precision.loss_scaling import LossScaling
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping

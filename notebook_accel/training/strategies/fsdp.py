@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module, Parameter
 
-    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
     "average_gradients",

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.models import uncompiled
+from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:

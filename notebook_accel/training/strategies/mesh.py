@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.data_group import DataGroup
-from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.parallelism import fit_sizes
-from notebook_accel.training.renewal import note_mesh
-from notebook_accel.training.settings import DistributedType
+from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.processes.renewal import note_mesh
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.settings.parallelism import fit_sizes
 from notebook_accel.training.strategies import dtensors, recipe
 from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.training.parallelism import ParallelismConfig
+    from notebook_accel.training.processes.topology import Topology
+    from notebook_accel.training.settings.parallelism import ParallelismConfig
     from notebook_accel.training.strategies.context import SequenceDivider
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
-    from notebook_accel.training.topology import Topology
 
 __all__ = ["MeshParallel", "shared_weight"]
 

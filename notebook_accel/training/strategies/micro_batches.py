@@ -34,8 +34,8 @@ from torch.distributed.pipelining import (
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
-from notebook_accel.training.nested import find_batch_size, leaves, recursively_apply
-from notebook_accel.training.random_states import get_random_states, set_random_states
+from notebook_accel.training.collectives.nested import find_batch_size, leaves, recursively_apply
+from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.request import call_model
 

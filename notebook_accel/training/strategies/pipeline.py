@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
-from notebook_accel.training.nested import recursively_apply
+from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
 from notebook_accel.training.strategies.micro_batches import (

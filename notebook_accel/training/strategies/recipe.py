@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accel.training import collectives
-from notebook_accel.training.compiling import compile_in_place
-from notebook_accel.training.notices import notice_once
+from notebook_accel.training.models.compiling import compile_in_place
+from notebook_accel.training.models.ties import retie_parameters, tied_names
+from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
 from notebook_accel.training.strategies.given import has_parts
-from notebook_accel.training.ties import retie_parameters, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-    from notebook_accel.training.compiling import TorchDynamoPlugin
-    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-    from notebook_accel.training.parallelism import ParallelismConfig
+    from notebook_accel.training.models.compiling import TorchDynamoPlugin
+    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.settings.parallelism import ParallelismConfig
 
 __all__ = ["spread"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.compiling import TorchDynamoPlugin
+from notebook_accel.training.models.compiling import TorchDynamoPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from notebook_accel.training.accumulation import Accumulation
-    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugins
-    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-    from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.precision import Precision
-    from notebook_accel.training.settings import KwargsHandler
-    from notebook_accel.training.topology import Topology
+    from notebook_accel.training.processes.topology import Topology
+    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugins
+    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.settings.handlers import KwargsHandler
+    from notebook_accel.training.settings.parallelism import ParallelismConfig
+    from notebook_accel.training.stepping.accumulation import Accumulation
 
 __all__ = ["ModelToPrepare", "PrepareCall", "Request", "call_model"]
 

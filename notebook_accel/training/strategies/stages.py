@@ -36,7 +36,7 @@ from notebook_accel.training.strategies.micro_batches import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from notebook_accel.training.parallelism import ParallelismConfig
+    from notebook_accel.training.settings.parallelism import ParallelismConfig
 
 __all__ = ["PLAIN_LOOP", "cut", "pipeline_of"]
 

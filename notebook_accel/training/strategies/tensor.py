@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.models.ties import retie_parameters, tied_names
 from notebook_accel.training.strategies.given import has_parts
-from notebook_accel.training.ties import retie_parameters, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

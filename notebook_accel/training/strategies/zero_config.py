@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.deepspeed_config import AUTO, is_open
-from notebook_accel.training.devices import is_host
+from notebook_accel.training.processes.devices import is_host
+from notebook_accel.training.settings.deepspeed_config import AUTO, is_open
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accel.training.placeholders import DummyOptim, DummyScheduler
+    from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
+    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
 
 __all__ = ["Facts", "complete"]
 

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.rank import current
-from notebook_accel.training.optimizer import AcceleratedOptimizer
-from notebook_accel.training.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.stepping.accumulation import Accumulation
 
 __all__ = [
     "DeepSpeedEngineWrapper",

@@ -12,9 +12,9 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from notebook_accel.training import topology
-from notebook_accel.training.availability import is_installed
-from notebook_accel.training.notices import notice_once
+from notebook_accel.training.processes import topology
+from notebook_accel.training.settings.availability import is_installed
+from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.tracking.values import with_numbers
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.text_values import parse_flag
-from notebook_accel.training.notices import notice_once
+from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.tracking.base import LibraryTracker, on_main_process
 from notebook_accel.training.tracking.values import numbers_of
 

@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.settings import LoggerType
+from notebook_accel.training.settings.handlers import LoggerType
 from notebook_accel.training.tracking.base import GeneralTracker, LibraryTracker
 from notebook_accel.training.tracking.mlflow import MLflowTracker
 from notebook_accel.training.tracking.tensorboard import TensorBoardTracker

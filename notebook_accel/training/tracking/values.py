@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training.notices import notice_once
+from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
 
-    from notebook_accel.training.settings import ProjectConfiguration
+    from notebook_accel.training.settings.handlers import ProjectConfiguration
     from notebook_accel.training.tracking.base import GeneralTracker
 
 __all__ = ["Tracking"]

@@ -159,7 +159,7 @@ GATHER = """Traceback (most recent call last):
   File "/src/notebook_accel/training/accelerator.py", line 419, in gather
     return collectives.gather(tensor, group=self._data_ranks)
            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-  File "/src/notebook_accel/training/collectives.py", line 155, in _gather
+  File "/src/notebook_accel/training/collectives/__init__.py", line 155, in _gather
     all_gather(out, sent, group=group)
   File "/env/site-packages/torch/distributed/distributed_c10d.py", line 4, in all_gather
 RuntimeError: Connection closed by peer

@@ -1,0 +1,489 @@
+"""What ranks tell each other: tensors in nested structures, and objects.
+
+Each function is a collective: all ranks call it, with the same structure. Without a process group
+each gives what it gives to a single rank. Tensors may lie on any device; they travel where the
+group's backend can reach them and come back to where they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from notebook_accel.launch.rank import has_process_group
+from notebook_accel.training.collectives.agreement import (
+    ask_to_debug,
+    is_debugging,
+    require_agreement,
+)
+from notebook_accel.training.collectives.nested import (
+    is_namedtuple,
+    rebuild,
+    recursively_apply,
+)
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "as_bytes",
+    "broadcast",
+    "broadcast_object_list",
+    "compares",
+    "gather",
+    "gather_object",
+    "gather_ragged",
+    "num_ranks",
+    "pad_across_processes",
+    "reduce",
+    "set_debugging",
+    "split_between",
+    "this_rank",
+    "transport_device",
+    "wait",
+]
+
+# The shapes of all ranks are gathered in rows of one length: more than any real tensor needs.
+_MAX_DIMENSIONS = 16
+
+# What every backend gathers as it is; the others travel as bytes.
+_CARRIED = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32}
+)
+
+
+class _GroupFacts(NamedTuple):
+    """What each gathering asks of its group.
+
+    Asked anew every time, these answers took half as long as gathering 4 KB itself (25 us of
+    Python, and six times that in a step, whose own work has emptied the processor's caches).
+    """
+
+    size: int
+    compares: bool
+    carries_cpu: bool
+
+
+_ALONE = _GroupFacts(size=1, compares=False, carries_cpu=True)
+# Weak: a group that was destroyed must not live on here, gloo's threads would with it.
+_facts_of: MutableMapping[Any, _GroupFacts] = WeakKeyDictionary()
+
+
+def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
+    asked = dist.group.WORLD if group is None and dist.is_available() else group
+    if asked is None:
+        return _ALONE
+    facts = _facts_of.get(asked)
+    if facts is None:
+        size = num_ranks(group)
+        facts = _facts_of[asked] = _GroupFacts(
+            size=size,
+            compares=size > 1 and is_debugging(),
+            carries_cpu=transport_device(torch.device("cpu"), group).type == "cpu",
+        )
+    return facts
+
+
+def set_debugging(asked: bool | None) -> None:
+    """Let collectives compare what they are given from now on, or not; all ranks call it.
+
+    Args:
+        asked: None leaves it to the environment, which is read again when a group is next used.
+    """
+    ask_to_debug(asked)
+    _facts_of.clear()
+
+
+def num_ranks(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in the group, 1 where none was made."""
+    return dist.get_world_size(group) if has_process_group() else 1
+
+
+def this_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This rank's number in the group, 0 where none was made."""
+    return dist.get_rank(group) if has_process_group() else 0
+
+
+def wait(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank is here."""
+    if num_ranks(group) > 1:
+        dist.barrier(group=group)
+
+
+def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
+    """Join every tensor of a nested structure over the ranks, along the first dimension.
+
+    A tensor of shape ``(n, ...)`` becomes ``(num_ranks * n, ...)``, in order of the ranks; one
+    without a dimension becomes ``(num_ranks,)``. The result carries no gradient; one rank gets its
+    own tensors back, as they are.
+
+    Args:
+        tensor: tensors of the same shapes on every rank (``pad_across_processes`` makes them
+            so). They are compared in debug mode.
+        group: the ranks; all of them unless given.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        DistributedOperationException: the tensors differ, in debug mode.
+    """
+    facts = _facts(group)
+    if facts.compares:
+        require_agreement("gather", tensor, group)
+    if type(tensor) is torch.Tensor:
+        return _gather(tensor, group, facts)
+
+    def gather(leaf: torch.Tensor) -> torch.Tensor:
+        return _gather(leaf, group, facts)
+
+    return recursively_apply(gather, tensor, error_on_other_type=True)
+
+
+def _gather(
+    leaf: torch.Tensor, group: dist.ProcessGroup | None, facts: _GroupFacts
+) -> torch.Tensor:
+    leaf = leaf if leaf.ndim else leaf.reshape(1)
+    if facts.size == 1:
+        return leaf
+    sent = leaf if facts.carries_cpu and _is_plain(leaf) else _sendable(leaf, group)
+    out = torch.empty(
+        (facts.size * sent.shape[0], *sent.shape[1:]), dtype=sent.dtype, device=sent.device
+    )
+    # Its older name warns since torch 2.13; the newer one is not in 2.6.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if sent.dtype in _CARRIED:
+        all_gather(out, sent, group=group)
+    else:
+        all_gather(as_bytes(out), as_bytes(sent), group=group)
+    return out if sent.device == leaf.device else out.to(leaf.device)
+
+
+def _is_plain(leaf: torch.Tensor) -> bool:
+    """Whether ``leaf`` can be sent from the CPU as it lies in memory."""
+    if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+        return False
+    return leaf.is_cpu and leaf.is_contiguous()
+
+
+def _sendable(leaf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    # gloo sends the memory of a tensor with strides as it lies, without a word.
+    leaf = leaf.detach().resolve_conj().resolve_neg()
+    return leaf.to(transport_device(leaf.device, group)).contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor; a view.
+
+    Backends refuse some types (uint16, float8) that they could copy as well as any other.
+    """
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def transport_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device on which the group can send and receive what lies on ``device``."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backends = dict(pairs)
+    if device.type == "cpu" and "cpu" in backends:
+        return device
+    # gloo names devices beside the CPU for which it lacks most collectives.
+    fast = [kind for kind, backend in backends.items() if kind != "cpu" and backend != "gloo"]
+    if device.type in fast:
+        return device
+    return torch.device("cpu" if "cpu" in backends else fast[0])
+
+
+def gather_ragged(
+    tensors: Sequence[torch.Tensor], *, group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """``gather`` of tensors whose first dimension may differ from rank to rank.
+
+    Args:
+        tensors: as many on every rank, each with a dimension at least.
+        group: the ranks; all of them unless given.
+
+    Raises:
+        ValueError: another dimension differs.
+    """
+    if num_ranks(group) == 1:
+        return list(tensors)
+    _require_agreement("gather", list(tensors), group, 0)
+    shapes = _exchange_shapes(tensors, group)
+    _refuse_other_differences(shapes)
+    return [
+        _gather_rows(tensor, [shape[index][0] for shape in shapes], group)
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def _gather_rows(
+    tensor: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    longest = max(sizes)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor.detach()
+    gathered = torch.split(_gather(padded, group, _facts(group)), longest or 1)
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=False)])
+
+
+def _exchange_shapes(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> list[list[tuple[int, ...]]]:
+    """The shapes of the tensors, for each rank; one small collective."""
+    table = torch.zeros((1, len(tensors), 1 + _MAX_DIMENSIONS), dtype=torch.int64)
+    for row, tensor in zip(table[0], tensors, strict=True):
+        row[0] = tensor.ndim
+        row[1 : 1 + tensor.ndim] = torch.tensor(tensor.shape)
+    tables = _gather(table, group, _facts(group)).tolist()
+    return [[tuple(row[1 : 1 + row[0]]) for row in rows] for rows in tables]
+
+
+def _refuse_other_differences(shapes: list[list[tuple[int, ...]]]) -> None:
+    if any([s[1:] for s in of_rank] != [s[1:] for s in shapes[0]] for of_rank in shapes):
+        raise ValueError(
+            "gather joins tensors along their first dimension, and the others differ: "
+            f"{_by_rank(shapes)}; use pad_across_processes on them first"
+        )
+
+
+def compares(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether what the ranks of the group give is compared before each collective (debug mode)."""
+    return _facts(group).compares
+
+
+def _require_agreement(
+    operation: str, data: Any, group: dist.ProcessGroup | None, free_dimension: int | None = None
+) -> None:
+    if compares(group):
+        require_agreement(operation, data, group, free_dimension=free_dimension)
+
+
+def _by_rank(shapes: Sequence[Sequence[tuple[int, ...]]]) -> str:
+    return ", ".join(
+        f"rank {rank} {' '.join(map(str, of_rank)) or 'no tensor'}"
+        for rank, of_rank in enumerate(shapes)
+    )
+
+
+def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:  # noqa: A002
+    """Objects of all ranks in one list, in order of the ranks.
+
+    Args:
+        object: a list or tuple of picklable objects, whose items are joined; anything else (a
+            string too) counts as one object.
+        group: the ranks; all of them unless given.
+    """
+    plain = isinstance(object, (list, tuple)) and not is_namedtuple(object)
+    mine = list(object) if plain else [object]
+    if num_ranks(group) == 1:
+        return mine
+    gathered: list[Any] = [None] * num_ranks(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return list(itertools.chain.from_iterable(gathered))
+
+
+def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:
+    """Fill every tensor of a nested structure with that of one rank, in place; also returned.
+
+    Args:
+        tensor: tensors of the same shapes and types on every rank.
+        from_process: whose values the others get.
+        group: the ranks; all of them unless given.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+    """
+    _require_agreement("broadcast", tensor, group)
+
+    def broadcast(leaf: torch.Tensor) -> torch.Tensor:
+        return _broadcast(leaf, from_process, group)
+
+    return recursively_apply(broadcast, tensor, error_on_other_type=True)
+
+
+def _broadcast(leaf: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if num_ranks(group) == 1:
+        return leaf
+    sent = _sendable(leaf, group)
+    dist.broadcast(as_bytes(sent), src=source, group=group)
+    if sent.data_ptr() != leaf.data_ptr():
+        leaf.detach().copy_(sent)
+    return leaf
+
+
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Fill a list with the picklable objects of one rank, in place; also returned."""
+    if num_ranks(group) > 1:
+        dist.broadcast_object_list(object_list, src=from_process, group=group)
+    return object_list
+
+
+def reduce(
+    tensor: Any,
+    reduction: str = "mean",
+    scale: float = 1.0,  # noqa: ARG001
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Combine every tensor of a nested structure over the ranks; new tensors, same on all.
+
+    Args:
+        tensor: tensors of the same shapes on every rank.
+        reduction: "sum", "mean" (of whole numbers: a float tensor), "max", "min", or "none",
+            which gives ``tensor`` as it is.
+        scale: accepted, and without effect, as in Accelerate on everything but XLA.
+        group: the ranks; all of them unless given.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: an unknown reduction.
+    """
+    if reduction == "none":
+        return tensor
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r}: expected one of {[*_REDUCTIONS, 'none']}")
+    _require_agreement("reduce", tensor, group)
+
+    def reduce(leaf: torch.Tensor) -> torch.Tensor:
+        return _reduce(leaf, reduction, group)
+
+    return recursively_apply(reduce, tensor, error_on_other_type=True)
+
+
+_REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN"}
+
+
+def _reduce(leaf: torch.Tensor, reduction: str, group: dist.ProcessGroup | None) -> torch.Tensor:
+    total = leaf.detach().to(torch.int64 if leaf.dtype == torch.bool else leaf.dtype)
+    if num_ranks(group) > 1:
+        total = _sendable(total, group).clone()
+        dist.all_reduce(total, op=getattr(dist.ReduceOp, _REDUCTIONS[reduction]), group=group)
+        total = total.to(leaf.device)
+    if reduction == "mean":
+        return total / num_ranks(group)
+    return total.clone() if total.data_ptr() == leaf.data_ptr() else total
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A tensor of torch's nested layout was given to ``pad_across_processes``, and left."""
+
+
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Pad every tensor of a nested structure to the largest size that a rank has on ``dim``.
+
+    Args:
+        tensor: tensors whose other dimensions are the same on every rank; those that lack
+            ``dim``, or whose layout is torch's nested one, stay as they are.
+        dim: the dimension to pad.
+        pad_index: the value to pad with.
+        pad_first: pad in front rather than behind.
+        group: the ranks; all of them unless given.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+    """
+
+    _require_agreement("pad_across_processes", tensor, group, dim)
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_nested:
+            warnings.warn(
+                "pad_across_processes leaves a tensor of torch's nested layout as it is: pad its "
+                "parts with torch.nested.to_padded_tensor first",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+            return leaf
+        if not -leaf.ndim <= dim < leaf.ndim:
+            return leaf
+        return _pad(leaf, dim % leaf.ndim, pad_index, pad_first, group)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def _pad(
+    leaf: torch.Tensor,
+    dim: int,
+    pad_index: float,
+    pad_first: bool,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    size = leaf.shape[dim]
+    largest = int(_reduce(torch.tensor([size]), "max", group))
+    if largest == size:
+        return leaf
+    padded = leaf.new_full((*leaf.shape[:dim], largest, *leaf.shape[dim + 1 :]), pad_index)
+    padded.narrow(dim, largest - size if pad_first else 0, size).copy_(leaf)
+    return padded
+
+
+def split_between(
+    inputs: Any, num_processes: int, process_index: int, apply_padding: bool = False
+) -> Any:
+    """The part of ``inputs`` that belongs to one process; ``inputs`` itself is not changed.
+
+    Parts are contiguous, and the first processes get one more where the length is not divisible.
+
+    Args:
+        inputs: a list, tuple, tensor, array, dataset with ``select``, or a dict of them with
+            equal lengths; anything else is given to every process whole.
+        num_processes: how many parts there are.
+        process_index: which of them is wanted.
+        apply_padding: repeat the last item until all parts have the length of the first.
+
+    Raises:
+        ValueError: values of a dict differ in length.
+    """
+    if isinstance(inputs, Mapping):
+        _refuse_uneven_columns(inputs)
+        return rebuild(
+            inputs,
+            {
+                key: split_between(value, num_processes, process_index, apply_padding)
+                for key, value in inputs.items()
+            },
+        )
+    if num_processes == 1 or not _is_divisible(inputs):
+        return inputs
+    quotient, extra = divmod(len(inputs), num_processes)
+    start = process_index * quotient + min(process_index, extra)
+    length = quotient + (process_index < extra)
+    missing = quotient + bool(extra) - length if apply_padding else 0
+    return _take(inputs, range(start, start + length), missing)
+
+
+def _is_divisible(inputs: Any) -> bool:
+    if isinstance(inputs, (torch.Tensor, np.ndarray)):
+        return inputs.ndim > 0
+    return isinstance(inputs, (list, tuple)) or callable(getattr(inputs, "select", None))
+
+
+def _take(inputs: Any, part: range, repeats: int) -> Any:
+    """``inputs`` at ``part``, with the last item of all repeated behind."""
+    indices = [*part, *[len(inputs) - 1] * repeats]
+    if isinstance(inputs, (torch.Tensor, np.ndarray)):
+        return inputs[indices] if repeats else inputs[part.start : part.stop]
+    if isinstance(inputs, (list, tuple)):
+        return (list if isinstance(inputs, list) else tuple)(inputs[i] for i in indices)
+    return inputs.select(indices)
+
+
+def _refuse_uneven_columns(inputs: Mapping[Any, Any]) -> None:
+    lengths = {key: len(value) for key, value in inputs.items() if _is_divisible(value)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"the values of a dict are divided alike, but their lengths differ: {lengths}; "
+            "make them equal, or divide them one by one"
+        )

@@ -1,0 +1,1 @@
+"""How states and weights become files, and are read again."""

@@ -1,0 +1,357 @@
+"""Files and folders that are there whole or not at all, whenever the process dies.
+
+A folder is written beside its final path and then put there. Where there is one already::
+
+    usually             trade places in one step; remove the old one
+    in place, else      rename into the old one, as its update  <- from here on the new one counts
+                        bring the entries of the old one up to date; remove the update
+
+In place is the way on a disk that cannot let folders trade places, and where this process sits in
+the old folder, which would go away under it and under the notebook's kernel. Invariant: at every
+instant :func:`complete_version` is one of the two whole folders.
+
+Several processes may save side by side. Each holds a lock on the folder that it writes, which ends
+with the process: so what dead writers left is told from what others write. Who begins or publishes
+a folder holds a lock on its parent meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import uuid
+import weakref
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.training.settings.notices import notice_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = [
+    "Partial",
+    "complete_version",
+    "naming_full_disk",
+    "publish_folder",
+    "replacing_file",
+    "say_who_else_saves",
+    "staging_folder",
+]
+
+_PARTIAL = ".partial"
+_UPDATE = ".notebook_accel_update"
+_REMOVED = ".removed.json"  # in an update: entries that belong to the old checkpoint, to remove
+_CURRENT_FOLDER = -100  # AT_FDCWD
+_EXCHANGE = 2  # RENAME_EXCHANGE
+# What torch and safetensors say of a disk that takes no more. Torch does not say why: it speaks of
+# positions in its archive.
+_CANNOT_WRITE = re.compile(r"inline_container\.cc|PytorchStreamWriter|os error (28|122)\b")
+
+
+@contextmanager
+def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a path beside ``path`` to write to; it replaces ``path`` when the block ends well."""
+    final = Path(path)
+    staged = staging_folder(final)
+    try:
+        with naming_full_disk(final.parent):
+            yield staged
+        staged.replace(final)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Write files inside of the block; where the disk is full, an error says that.
+
+    Args:
+        folder: where they are to be.
+
+    Raises:
+        NotebookAccelError: in place of what the block raised.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and not _CANNOT_WRITE.search(str(error)):
+            raise
+        raise NotebookAccelError(
+            f"what was to be saved in {folder} could not be written; what was there before stays "
+            "as it is. Most likely, the disk is full: make room on it, or save to another one. "
+            f"What happened: {type(error).__name__}: {error}"
+        ) from error
+
+
+def staging_folder(final: Path) -> Path:
+    """A name beside ``final``, on the same disk, that nobody else uses; it says who writes."""
+    return final.with_name(f".{final.name}.{_writer()}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+
+
+def _writer() -> str:
+    run = os.environ.get("NOTEBOOK_ACCEL_RUN")
+    return f"run-{run}" if run else f"process-{os.getpid()}"
+
+
+class Partial:
+    """A folder to write in, which no other process removes as long as this one lives.
+
+    Args:
+        parent: where it is made; what dead writers left there is removed.
+        pattern: matches the name of the final folder, and of those that it stands beside.
+        choose: gives that name, from those that others are writing. Until it is taken, no other
+            process chooses one in ``parent``.
+
+    Attributes:
+        final: where it belongs.
+        path: where to write.
+    """
+
+    def __init__(self, parent: Path, pattern: str, choose: Callable[[Sequence[str]], str]) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(parent):
+            others = _sweep(parent, pattern)
+            for name, writer in others.items():
+                if writer != _writer():
+                    say_who_else_saves(parent / name, writer.replace("-", " ", 1))
+            self.final = parent / choose(list(others))
+            self.path = staging_folder(self.final)
+            self.path.mkdir()
+            lock = os.open(self.path, os.O_RDONLY)
+            with suppress(OSError):  # a disk without locks, where nobody sweeps
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        self._unlock = weakref.finalize(self, os.close, lock)
+
+    @classmethod
+    def of(cls, final: Path) -> Partial:
+        """One for a folder of a given name."""
+        return cls(final.parent, re.escape(final.name), lambda _: final.name)
+
+    def publish(self, *, is_ours: Callable[[str], bool]) -> None:
+        """Put it where it belongs, as :func:`publish_folder` does."""
+        publish_folder(self.path, self.final, is_ours=is_ours)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what was not published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+
+def say_who_else_saves(path: Path, who: str) -> None:
+    """Warn that a checkpoint of somebody else is beside those of this training."""
+    notice_once(
+        f"{who} saves in {path.parent}",
+        f"{who} saves here, too: {path}. Each checkpoint is whole, but may be replaced, or removed "
+        "by total_limit, and a resume takes the newest, whichever run wrote it: stop one of the "
+        "runs, or give each a folder of its own",
+    )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let no other process or thread begin or publish a folder in ``folder`` meanwhile."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # by closing alone, a process forked meanwhile would keep it
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def _sweep(parent: Path, pattern: str) -> dict[str, str]:
+    """Remove what dead writers of such names left; give the names and writers of the others."""
+    partial = re.compile(rf"\.(?P<name>{pattern})\.(?P<writer>[\w-]+)\.[0-9a-f]{{8}}{_PARTIAL}")
+    found = ((partial.fullmatch(name), parent / name) for name in os.listdir(parent))
+    return {
+        match["name"]: match["writer"]
+        for match, path in found
+        if match and not _remove_if_dead(path)
+    }
+
+
+def _remove_if_dead(path: Path) -> bool:
+    if _is_own_folder(path):  # else a link of an update that was broken off
+        try:
+            lock = os.open(path, os.O_RDONLY)
+        except OSError:  # of another user
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(lock)
+    _remove(path)
+    return True
+
+
+def complete_version(folder: Path) -> Path:
+    """Where to read what :func:`publish_folder` put into ``folder`` last.
+
+    That is the folder itself, but for one whose writer died while it changed it in place.
+    """
+    update = folder / _UPDATE
+    return update if _is_own_folder(update) else folder
+
+
+def publish_folder(staged: Path, final: Path, *, is_ours: Callable[[str], bool]) -> None:
+    """Put ``staged`` where ``final`` is.
+
+    Args:
+        staged: a complete folder beside ``final``.
+        final: where it is to be; it may exist.
+        is_ours: whether an entry of this name in the old folder belongs to the old checkpoint,
+            and is removed with it. All other entries stay.
+    """
+    final = final.resolve()
+    with _locked(final.parent):
+        if not final.exists():
+            staged.rename(final)
+            return
+        _finish_update(final)  # of a writer that died
+        if _is_current_folder_within(final) or not _can_exchange(final):
+            _update_in_place(staged, final, is_ours)
+            return
+        _carry_over(final, staged, is_ours)
+        _exchange(staged, final)
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _is_current_folder_within(folder: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(folder)
+    except FileNotFoundError:  # it was deleted
+        return False
+
+
+def _update_in_place(staged: Path, final: Path, is_ours: Callable[[str], bool]) -> None:
+    new = os.listdir(staged)
+    # A file that the new folder has too is replaced, not removed, so that a reader who knows
+    # nothing of updates always finds one.
+    removed = [
+        entry.name
+        for entry in final.iterdir()
+        if is_ours(entry.name) and (entry.is_dir() or entry.name not in new)
+    ]
+    (staged / _REMOVED).write_text(json.dumps(removed))
+    staged.rename(final / _UPDATE)
+    _finish_update(final)
+
+
+def _finish_update(final: Path) -> None:
+    """Bring the entries of ``final`` to what its update has, if it has one; then remove that.
+
+    It may be killed and begun anew at any step: the update stays as it is until all is done.
+    """
+    update = final / _UPDATE
+    if update.is_symlink():
+        update.unlink()
+    if not update.is_dir():
+        return
+    # Only entries of this folder: an update that came from elsewhere may name paths outside of it.
+    present = os.listdir(final)
+    for name in json.loads((update / _REMOVED).read_text()):
+        if name in present:
+            _remove(final / name)
+    for source, folders, files in os.walk(update):
+        target = final / Path(source).relative_to(update)
+        links = [name for name in folders if Path(source, name).is_symlink()]
+        for name in set(folders) - set(links):
+            if not _is_own_folder(target / name):
+                _remove(target / name)
+                (target / name).mkdir()
+        for name in (*files, *links):
+            if name != _REMOVED:
+                _replace_by_link(Path(source, name), target / name, staging_folder(final))
+    done = staging_folder(final)
+    update.rename(done)
+    shutil.rmtree(done, ignore_errors=True)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether it is a folder, and no link, which may lead anywhere."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _replace_by_link(source: Path, target: Path, staged: Path) -> None:
+    if target.exists() and target.samefile(source):
+        return  # done before; renaming one link of a file to another does nothing, and leaves both
+    if target.is_dir():
+        _remove(target)
+    _link(str(source), str(staged))
+    staged.replace(target)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, if there is one."""
+    if _is_own_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _carry_over(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:
+    """Let what is not ours show in the new folder too, without copying what it holds."""
+
+    def leave_out(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if is_ours(name)] if Path(folder) == old else []
+
+    shutil.copytree(
+        old, new, symlinks=True, ignore=leave_out, copy_function=_link, dirs_exist_ok=True
+    )
+
+
+def _link(source: str, target: str) -> None:
+    if os.path.lexists(target):
+        return
+    with suppress(OSError):
+        os.link(source, target, follow_symlinks=False)
+        return
+    shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _can_exchange(final: Path) -> bool:
+    """Whether folders beside ``final`` can trade places: NFS and some others cannot."""
+    first, second = staging_folder(final), staging_folder(final)
+    first.mkdir()
+    second.mkdir()
+    try:
+        _exchange(first, second)
+    except (OSError, AttributeError):
+        return False
+    else:
+        return True
+    finally:
+        first.rmdir()
+        second.rmdir()
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Let two folders trade places in one step.
+
+    Raises:
+        OSError: the disk cannot.
+        AttributeError: the system cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.renameat2(
+        _CURRENT_FOLDER, os.fsencode(first), _CURRENT_FOLDER, os.fsencode(second), _EXCHANGE
+    )
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,358 @@
+"""Sharded state: every rank writes its parts, by torch.distributed.checkpoint (DCP).
+
+A folder a model and one an optimizer::
+
+    pytorch_model_fsdp_0/   .metadata, __0_0.distcp, __1_0.distcp, ...   tensors by name
+                            extra.bin                                    what is no tensor
+    optimizer_0/            .metadata, __0_0.distcp, ...                 "state.<weight>.<entry>"
+                            groups.bin                                   what is no tensor
+
+Tensors are found by the names of the weights, so the ranks that read may be others in number and
+mesh than those that wrote, one process among them. What DCP would pickle (learning rates and other
+plain values) is kept beside it, where it is read without trusting the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.rank import has_process_group
+from notebook_accel.training.collectives import gather_object, this_rank
+from notebook_accel.training.files.pieces import Piece, state_file
+from notebook_accel.training.files.state_files import (
+    check_regular,
+    explain,
+    read_pickle,
+    read_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+__all__ = [
+    "model_piece",
+    "names_of",
+    "optimizer_piece",
+    "read_index",
+    "read_model",
+    "read_optimizer",
+    "read_parts",
+    "sizes_of_files",
+]
+
+
+_COPY_AHEAD_BYTES = 10_000_000  # DCP's own default
+_EXTRA_FILE = "extra.bin"
+_EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave
+_INDEX = ".metadata"
+# Classes in an index that are no plain dataclasses; making one only stores what it is given.
+_INDEX_NAMES = {
+    f"{kind.__module__}.{kind.__qualname__}": kind for kind in (MetadataIndex, TensorProperties)
+}
+
+
+class ShardedPiece(Piece):
+    """This rank's parts of the tensors in one folder.
+
+    DCP's own ``save`` does all of this at once, collectives between the steps; here what needs the
+    other ranks comes first, and writing needs none of them, so that it can go on in the background.
+    """
+
+    def __init__(self, state: dict[str, Any], name: str, beside: Piece | None = None) -> None:
+        super().__init__(state, _write_nothing)
+        self._name = name
+        self._beside = beside
+
+    def prepare(self, folder: Path) -> None:
+        self._path = path = folder / self._name
+        # Copying ahead is for tensors on a GPU, and a forked process must not touch one.
+        is_on_gpu = any(value.device.type != "cpu" for value in self.state.values())
+        ahead = _COPY_AHEAD_BYTES if is_on_gpu else 0
+        self._writer = FileSystemWriter(path, per_thread_copy_ahead=ahead)
+        self._planner = DefaultSavePlanner(flatten_state_dict=False)
+        is_lead = this_rank() == 0
+        self._planner.set_up_planner(self.state, is_coordinator=is_lead)
+        self._writer.set_up_storage_writer(is_lead)
+        own = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        # Each rank makes the plan of all, from the same plans of each, rather than wait for rank 0.
+        plans, self._metadata = self._planner.create_global_plan(gather_object([own]))
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[this_rank()])
+
+    def write(self, folder: Path) -> Any:
+        if self._beside is not None:
+            self._beside.write(self._path)
+        written = self._writer.write_data(self._plan, self._planner).wait()
+        return [_as_plain(one) for one in written]
+
+    def complete(self, results: Sequence[Any]) -> None:
+        self._writer.finish(self._metadata, [[*map(_from_plain, parts)] for parts in results])
+
+
+def _as_plain(written: WriteResult) -> dict[str, Any]:
+    """Where a part lies, in plain values: rank 0 takes no objects from the ranks' store."""
+    index, stored = written.index, vars(written.storage_data)
+    return {**vars(index), "size": written.size_in_bytes, "stored": stored}
+
+
+def _from_plain(written: Mapping[str, Any]) -> WriteResult:
+    index = MetadataIndex(written["fqn"], written.get("offset"), written["index"])
+    return WriteResult(index, written["size"], _StorageInfo(**written["stored"]))
+
+
+def _write_nothing(state: Any, folder: Path) -> None:
+    """Stands for the base class's function; parts are written by DCP's plan."""
+
+
+def model_piece(state: Mapping[str, Any], index: int) -> Piece:
+    """This rank's parts of a model's weights; all ranks call it."""
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
+    # A stage of a pipeline has other modules than the next; of what several ranks have, the lowest
+    # rank's counts.
+    everywhere = {
+        name: value for each in reversed(gather_object([others])) for name, value in each.items()
+    }
+    beside = state_file(everywhere, _EXTRA_FILE, "the model") if everywhere else None
+    return ShardedPiece(
+        tensors, f"pytorch_model_fsdp_{index}", beside if this_rank() == 0 else None
+    )
+
+
+def read_model(
+    model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
+) -> None:
+    """Read a model's weights into the parts, or the whole, that this rank has; all ranks call it.
+
+    Args:
+        model: without wrapper.
+        folder: of the checkpoint.
+        index: of the model.
+        options: of :func:`read_state`, for what is no tensor.
+        strict: whether all weights have to be there.
+
+    Raises:
+        RuntimeError: ``strict``, and the checkpoint lacks a weight of the model.
+    """
+    path = folder / f"pytorch_model_fsdp_{index}"
+    known = _tensors_in(path)
+    state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    # Accelerate writes each name below "model".
+    prefix = "" if state.keys() & known.keys() else "model."
+    missing = sorted(name for name in state if prefix + name not in known)
+    if strict and missing:
+        raise RuntimeError(
+            f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}. Load it into "
+            "the model that it was saved from, or with load_state(strict=False), which leaves "
+            "these as they are"
+        )
+    # The tensors of a state dict are the model's own: DCP fills them where they are.
+    found = {name: value for name, value in state.items() if prefix + name in known}
+    read_parts({prefix + name: value for name, value in found.items()}, path)
+    extra = {name: value for name, value in found.items() if name.endswith(_EXTRA_STATE)}
+    if (path / _EXTRA_FILE).exists():
+        extra |= read_state(path / _EXTRA_FILE, options)
+    own = [name for name in model.state_dict() if name in extra]
+    if own:
+        model.load_state_dict({name: extra[name] for name in own}, strict=False)
+
+
+def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
+    """A name for each weight, alike on every rank: the model's own, numbered from the second on."""
+    return {
+        weight: f"{index}.{name}" if index else name
+        for index, model in enumerate(models)
+        for name, weight in model.named_parameters()
+    }
+
+
+def optimizer_piece(optimizer: Optimizer, names: Mapping[torch.Tensor, str], index: int) -> Piece:
+    """This rank's parts of an optimizer's state; all ranks call it."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+    for weight, name in _named(optimizer, names):
+        for entry, value in optimizer.state.get(weight, {}).items():
+            kept: dict[str, Any] = tensors if torch.is_tensor(value) else plain
+            kept[f"state.{name}.{entry}"] = value
+    # A stage of a pipeline has other weights than the next.
+    everywhere = dict(item for each in gather_object([plain]) for item in each.items())
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    of_all = {"groups": copy.deepcopy(settings), "plain": everywhere}
+    beside = state_file(of_all, "groups.bin", "the optimizer")
+    return ShardedPiece(tensors, f"optimizer_{index}", beside if this_rank() == 0 else None)
+
+
+def read_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[torch.Tensor, str],
+    folder: Path,
+    index: int,
+    options: dict[str, Any],
+) -> None:
+    """Read an optimizer's state into the parts, or the whole, that this rank has."""
+    path = folder / f"optimizer_{index}"
+    beside = read_state(path / "groups.bin", options)
+    stored, own_groups = len(beside["groups"]), len(optimizer.param_groups)
+    if stored != own_groups:
+        raise ValueError(
+            f"{path} holds an optimizer of {stored} groups of weights, and the "
+            f"{type(optimizer).__name__} here has {own_groups}: load it into one made alike"
+        )
+    known = _tensors_in(path)
+    entries: dict[str, list[str]] = {}
+    for key in (*known, *beside["plain"]):
+        name, _, entry = key.removeprefix("state.").rpartition(".")
+        entries.setdefault(name, []).append(entry)
+    tensors: dict[str, torch.Tensor] = {}
+    state: dict[torch.Tensor, dict[str, Any]] = {}
+    counted_on_device = {
+        weight
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for weight in group["params"]
+    }
+    for weight, name in _named(optimizer, names):
+        own = state[weight] = {}
+        for entry in entries.get(name, []):
+            key = f"state.{name}.{entry}"
+            if key in known:
+                tensors[key] = own[entry] = _room_for(
+                    known[key], weight, on_device=weight in counted_on_device
+                )
+            else:
+                own[entry] = beside["plain"][key]
+    read_parts(tensors, path)
+    optimizer.state.clear()
+    optimizer.state.update({weight: own for weight, own in state.items() if own})
+    for group, settings in zip(optimizer.param_groups, beside["groups"], strict=True):
+        # How steps are computed here depends on this mesh, not on that of the checkpoint.
+        group.update({key: value for key, value in settings.items() if key not in _STEP_SETTINGS})
+
+
+_STEP_SETTINGS = {"foreach", "fused", "capturable"}
+
+
+def _named(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str]
+) -> Iterator[tuple[torch.Tensor, str]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for position, weight in enumerate(group["params"]):
+            # A weight of no prepared model has its position for a name.
+            yield weight, names.get(weight, f"group{number}.{position}")
+
+
+def _room_for(
+    stored: TensorStorageMetadata, weight: torch.Tensor, *, on_device: bool
+) -> torch.Tensor:
+    """An empty tensor for an entry: in parts like its weight where it has the weight's shape.
+
+    Others, such as counts of steps, stay on the host, where optimizers make them, unless
+    ``on_device``: fused loops count on the device, and read an address of the host as one there.
+    """
+    dtype = stored.properties.dtype
+    if stored.size == weight.shape:
+        return torch.zeros_like(weight.detach(), dtype=dtype)
+    return torch.zeros(stored.size, dtype=dtype, device=weight.device if on_device else "cpu")
+
+
+class _CarefulReader(FileSystemReader):
+    """Torch's reader, which would unpickle the index of a folder as if it could be trusted."""
+
+    def read_metadata(self) -> Metadata:
+        index = read_index(Path(self.path))
+        # As torch's own does.
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+def read_index(folder: Path) -> Metadata:
+    """What is stored in a folder of parts, and where; read without trusting it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        NotebookAccelError: it is broken, names what is not known to be safe, or leads out of its
+            folder.
+    """
+    path = folder / _INDEX
+    index = read_pickle(path, _INDEX_NAMES)
+    if not isinstance(index, Metadata):
+        raise NotebookAccelError(f"{path} holds a {type(index).__name__}, and no index of parts")
+    for name in sorted({part.relative_path for part in (index.storage_data or {}).values()}):
+        if Path(name).name != name:
+            raise NotebookAccelError(
+                f"{path} names the file {name!r}, which does not lie beside it: load a checkpoint "
+                "that you trust"
+            )
+        check_regular(folder / name)
+    return index
+
+
+def sizes_of_files(path: Path) -> dict[str, int]:
+    """How many bytes each file in a folder must have, at least, to hold its tensors."""
+    sizes: dict[str, int] = {}
+    for part in (read_index(path).storage_data or {}).values():
+        end = part.offset + part.length
+        sizes[part.relative_path] = max(end, sizes.get(part.relative_path, 0))
+    return sizes
+
+
+def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+    stored = read_index(path).state_dict_metadata
+    return {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+
+
+def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> None:
+    """Fill the tensors of ``state`` where they are; all ranks call it, or (``alone``) one.
+
+    Raises:
+        ValueError: what is stored has other shapes.
+        NotebookAccelError: a file is damaged.
+    """
+    no_dist = alone or not has_process_group()
+    try:
+        with _without_hint():
+            load(state, storage_reader=_CarefulReader(path), no_dist=no_dist)
+    except CheckpointException as failed:  # no Exception, but a BaseException
+        error, _ = next(iter(failed.failures.values()))
+        if isinstance(error, ValueError):
+            raise ValueError(f"{path}: {error}") from failed
+        if isinstance(error, (PermissionError, MemoryError)) or not isinstance(error, Exception):
+            raise error from failed
+        raise NotebookAccelError(explain(path, error)) from failed
+
+
+@contextmanager
+def _without_hint() -> Iterator[None]:
+    """Leave out the warning that a single process reads and writes on its own: it is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

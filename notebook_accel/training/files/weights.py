@@ -1,0 +1,248 @@
+"""Weights in files: safetensors, whole or in shards, with tied tensors written once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.training.files.atomic import (
+    Partial,
+    naming_full_disk,
+    replacing_file,
+)
+from notebook_accel.training.files.state_files import (
+    check_regular,
+    explain,
+    read_state,
+    write_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch.nn import Module
+
+__all__ = [
+    "load_weights",
+    "numbered",
+    "save_model",
+    "save_object",
+    "save_weights",
+    "with_ties",
+    "write_safely",
+]
+
+_log = logging.getLogger(__name__)
+# What save_model writes of its one model. Checkpoints number their models instead.
+_MODEL_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def numbered(stem: str, index: int, suffix: str) -> str:
+    """Name of the ``index``-th of several files: the first has no number."""
+    return f"{stem}{f'_{index}' if index else ''}{suffix}"
+
+
+def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bool) -> None:
+    """Write the weights of the ``index``-th model.
+
+    Safetensors hold tensors alone: a state with other values goes into a torch file.
+    """
+    if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
+        write_safely(state, folder / numbered("model", index, ".safetensors"))
+    else:
+        write_state(dict(state), folder / numbered("pytorch_model", index, ".bin"), "the model")
+
+
+def load_weights(
+    folder: Path, index: int, options: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Give what :func:`save_weights` wrote; None where there is no such file.
+
+    Args:
+        folder: of the checkpoint.
+        index: of the model.
+        options: of :func:`read_state`, for a torch file.
+
+    Raises:
+        NotebookAccelError: the file is empty or broken.
+    """
+    safe = folder / numbered("model", index, ".safetensors")
+    check_regular(safe)
+    if safe.exists():
+        try:
+            return _read_safely(safe)
+        except SafetensorError as error:
+            raise NotebookAccelError(explain(safe, error)) from error
+    plain = folder / numbered("pytorch_model", index, ".bin")
+    if not plain.exists():
+        return None
+    state: dict[str, Any] = read_state(plain, options)
+    return state
+
+
+def write_safely(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors as safetensors; a name that is tied to another goes into the header."""
+    tensors, ties = _untie(state)
+    save_file(tensors, path, metadata={"format": "pt", **ties})
+
+
+def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
+    """``state`` with the names that ``model`` ties to others, where they were left out."""
+    several: dict[Any, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(value):
+            several.setdefault(_memory_of(value), []).append(name)
+    filled = dict(state)
+    for names in several.values():
+        kept = next((name for name in names if name in state), None)
+        if kept is not None:
+            filled.update({name: state[kept] for name in names if name not in state})
+    return filled
+
+
+def _memory_of(value: torch.Tensor) -> Any:
+    """What tied weights have in common: the same memory, seen the same way."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
+        return id(value)  # in parts or empty (as DeepSpeed's stage 3 leaves it): no memory to tell
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+
+
+def save_object(obj: Any, target: Any, *, safe: bool) -> None:
+    """Write an object to a path, where the file is whole or not there, or to an open file.
+
+    Args:
+        obj: the object.
+        target: path or open file.
+        safe: write a dictionary of tensors as safetensors.
+    """
+    if not isinstance(target, (str, os.PathLike)):
+        torch.save(obj, target)
+        return
+    with replacing_file(target) as path:
+        if safe:
+            write_safely(obj, path)
+        else:
+            torch.save(obj, path)
+
+
+def save_model(
+    state: Mapping[str, Any], folder: Path, max_shard_size: float | str, *, safe: bool
+) -> None:
+    """Write a model's weights into a folder, in place of those that it may have.
+
+    Raises:
+        ConfigError: the size makes no sense.
+    """
+    limit = _as_bytes(max_shard_size)
+    final = folder.expanduser().resolve()
+    partial = Partial.of(final)
+    try:
+        with naming_full_disk(final.parent):
+            _save_sharded(state, partial.path, limit=limit, safe=safe)
+        partial.publish(is_ours=lambda name: bool(_MODEL_FILE.fullmatch(name)))
+    finally:
+        partial.discard()
+
+
+def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe: bool) -> None:
+    """Write weights as one file, or several of a limited size with an index beside them.
+
+    A state with other values than tensors goes into torch files, as in a checkpoint.
+
+    Args:
+        state: the weights.
+        folder: where to write; it exists.
+        limit: bytes a file.
+        safe: safetensors rather than a torch file.
+    """
+    others = {name: value for name, value in state.items() if not torch.is_tensor(value)}
+    safe = safe and not others
+    stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+    tensors, ties = _untie({name: state[name] for name in state if name not in others})
+    shards = list(_shards(tensors, limit))
+    if not safe:  # a torch file has all names of a tied weight, and the weight once
+        for shard in shards:
+            shard.update({name: shard[kept] for name, kept in ties.items() if kept in shard})
+    shards[0].update(others)
+    names = [f"{stem}{suffix}"]
+    if len(shards) > 1:
+        width = len(shards)
+        names = [f"{stem}-{n:05d}-of-{width:05d}{suffix}" for n in range(1, width + 1)]
+        _write_index(folder / f"{stem}{suffix}.index.json", shards, names)
+    for shard, name in zip(shards, names, strict=True):
+        if safe:
+            own = {name: kept for name, kept in ties.items() if kept in shard}
+            save_file(shard, folder / name, metadata={"format": "pt", **own})
+        else:
+            torch.save(shard, folder / name)
+
+
+def _write_index(path: Path, shards: list[dict[str, Any]], names: list[str]) -> None:
+    where = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
+    values = {id(value): value for shard in shards for value in shard.values()}  # tied ones once
+    size = sum(value.nbytes for value in values.values() if torch.is_tensor(value))
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], limit: float) -> Iterator[dict[str, Any]]:
+    # huggingface_hub has a splitter, too, and brings a client for its Hub along: too much to ask of
+    # every installation for a rule of ten lines.
+    shard: dict[str, Any] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _as_bytes(size: float | str) -> float:
+    if isinstance(size, (int, float)):
+        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)", str(size).strip().upper())
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f'max_shard_size={size!r}: expected bytes, or a text such as "10GB"')
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _read_safely(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = load_file(path)
+    with safe_open(path, framework="pt") as opened:
+        header = opened.metadata() or {}
+    header.pop("format", None)  # "pt", by which libraries know the file, and no weight's other name
+    ties = {name: state[kept] for name, kept in header.items() if kept in state}
+    return {**ties, **state}
+
+
+def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors, each once and with memory of its own; and for each name that was left out, the
+    name that has its tensor."""
+    tensors: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        whole = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and whole in seen:
+            ties[name] = seen[whole]
+            continue
+        seen[whole] = name
+        storage = tensor.untyped_storage().data_ptr()
+        shares = storage in storages and tensor.numel() > 0
+        storages.add(storage)
+        own = torch.contiguous_format  # safetensors refuses a transposed view, and its clone
+        tensors[name] = tensor.clone(memory_format=own) if shares else tensor.contiguous()
+    return tensors, ties

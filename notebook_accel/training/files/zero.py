@@ -1,0 +1,121 @@
+"""What DeepSpeed writes into a checkpoint, for those that do not train by it.
+
+Each rank writes its parts of the weights and of the optimizer's states::
+
+    pytorch_model/   *_model_states.pt, *_optim_states.pt   DeepSpeed's own, by rank
+    latest           the name of that folder
+    zero_to_fp32.py  joins the weights, without this package
+
+DeepSpeed reads its files without regard to what they could run, so they are looked through first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.training.files.pieces import Piece
+from notebook_accel.training.files.state_files import explain, is_safe_name, read_state
+from notebook_accel.training.settings.availability import is_installed
+from notebook_accel.training.settings.notices import notice_once
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = [
+    "FOLDER",
+    "EnginePiece",
+    "check",
+    "is_in",
+    "read_weights",
+    "say_optimizer_begins_anew",
+]
+
+FOLDER = "pytorch_model"
+# Plain records of DeepSpeed: they run nothing of their own as they are made.
+_RECORDS = {
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+
+
+class EnginePiece(Piece):
+    """What an engine writes itself. Its ranks communicate while they write, so all of it is written
+    at once, and nothing is left for the background."""
+
+    def __init__(self, engine: Any, options: dict[str, Any]) -> None:
+        super().__init__(None, lambda _, __: None)
+        self._engine = engine
+        self._options = options
+
+    def prepare(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag=FOLDER, **self._options)
+
+
+def is_in(folder: Path) -> bool:
+    """Whether DeepSpeed wrote into this checkpoint."""
+    return (folder / FOLDER).is_dir()
+
+
+def check(folder: Path) -> None:
+    """Look through DeepSpeed's files, which it trusts.
+
+    Raises:
+        NotebookAccelError: one is broken, or names what is not known to be safe.
+    """
+    for path in sorted((folder / FOLDER).glob("*.pt")):
+        try:
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        except Exception as error:
+            raise NotebookAccelError(explain(path, error)) from error
+        refused = sorted(name for name in named if name not in _RECORDS and not is_safe_name(name))
+        if refused:
+            raise NotebookAccelError(
+                f"{path} names {', '.join(refused)}, which is not read, since a file that names it "
+                "could run any code. If you trust the file, call "
+                "torch.serialization.add_safe_globals([...]) with it first"
+            )
+
+
+def read_weights(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The whole weights of the model, in float32 where DeepSpeed stepped them so.
+
+    Args:
+        folder: of the checkpoint.
+        options: of :func:`read_state`.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, and the weights are in parts.
+        NotebookAccelError: there are no weights, or as of :func:`check`.
+    """
+    check(folder)
+    if not any((folder / FOLDER).glob("*_optim_states.pt")):
+        # Stage 0: rank 0 has written all.
+        path = next((folder / FOLDER).glob("*_model_states.pt"), None)
+        if path is None:
+            raise NotebookAccelError(
+                f"{folder / FOLDER} has no files of DeepSpeed (*_model_states.pt): load another "
+                "checkpoint"
+            )
+        state: dict[str, Any] = read_state(path, options)
+        return dict(state["module"])
+    if not is_installed("deepspeed"):
+        raise ConfigError(
+            f"{folder} was written by DeepSpeed, which is needed to join its parts: pip install "
+            "deepspeed ninja"
+        )
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=FOLDER))
+
+
+def say_optimizer_begins_anew(folder: Path) -> None:
+    """Tell once that no optimizer's state was read."""
+    notice_once(
+        "deepspeed optimizer",
+        f"{folder} was written under DeepSpeed: its weights were read, and optimizers begin anew",
+    )

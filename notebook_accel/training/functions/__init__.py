@@ -1,0 +1,1 @@
+"""Functions and classes that take an ``Accelerator``."""

@@ -1,0 +1,116 @@
+"""Local SGD: ranks train on their own for some steps, then their weights are averaged."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.settings.handlers import DistributedType, as_steps
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.nn import Module
+
+    from notebook_accel.training.accelerator import Accelerator
+
+__all__ = ["LocalSGD"]
+
+# Kinds in which a rank has all weights, none in parts.
+_WHOLE_MODELS = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_MLU,
+    DistributedType.MULTI_SDAA,
+    DistributedType.MULTI_MUSA,
+    DistributedType.MULTI_HPU,
+    DistributedType.MULTI_NEURON,
+)
+
+
+def _kind_of(accelerator: Accelerator) -> str:
+    """What the error calls the way in which weights are spread: "FSDP", or the mesh's own sizes."""
+    mesh = accelerator.torch_device_mesh
+    if mesh is None or accelerator.distributed_type not in _WHOLE_MODELS:
+        return str(accelerator.distributed_type)
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    return f"ParallelismConfig({', '.join(f'{name}_size={size}' for name, size in sizes)})"
+
+
+class LocalSGD:
+    """A block in which gradients stay on their rank, and weights are averaged now and then.
+
+    Call :meth:`step` after each optimizer step::
+
+        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+            for batch in loader:
+                ...
+                optimizer.step()
+                local_sgd.step()
+
+    When the block ends, weights are averaged once more, unless it ends by an exception.
+
+    Args:
+        accelerator: prepared the model.
+        model: as ``prepare`` gave it.
+        local_sgd_steps: steps between two averages.
+        enabled: False trains as without the block.
+
+    Raises:
+        ConfigError: weights are spread over ranks, or the number of steps is not at least 1.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Module,
+        local_sgd_steps: int,
+        enabled: bool = True,
+    ) -> None:
+        # Divided layers and pipelines have no type of their own. A mesh alone is no sign of them:
+        # whole replicas lie on one, too.
+        is_spread = accelerator.is_composable_parallelism_enabled
+        if is_spread or accelerator.distributed_type not in _WHOLE_MODELS:
+            raise ConfigError(
+                f"LocalSGD under {_kind_of(accelerator)}: it averages whole models, and here each "
+                "rank has a part of one. Leave it out, or train with DDP"
+            )
+        self.local_sgd_steps = as_steps("local_sgd_steps", local_sgd_steps)
+        self.accelerator = accelerator
+        self.model = model
+        self.enabled = enabled and accelerator.distributed_type != DistributedType.NO
+        self.num_steps = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LocalSGD:  # noqa: PYI034
+        if self.enabled:
+            self._stack.enter_context(self.accelerator.no_sync(self.model))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        # After an exception the other ranks may not come to an average.
+        if self.enabled and kind is None:
+            self._average()
+
+    def step(self) -> None:
+        """Count a step, and average the weights where it is time; all ranks call it."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.copy_(self.accelerator.reduce(parameter.detach(), reduction="mean"))

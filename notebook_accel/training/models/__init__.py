@@ -1,0 +1,145 @@
+"""Forwards that stand in for a module's own, and how a module gets its own back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training.collectives.nested import convert_to_fp32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch.nn import Module
+
+__all__ = [
+    "AutocastForward",
+    "RemovableForward",
+    "ReplacedForward",
+    "forward_of",
+    "replaced_forwards",
+    "strip_forward",
+    "uncompiled",
+]
+
+
+class ReplacedForward:
+    """What stands in for the forward of one module; :attr:`plain` is the one that was there.
+
+    It sits in the instance's ``__dict__``, so the module stays of its class and keeps its name,
+    attributes and state. A deep copy (an average of the weights, say) gets one of its own.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        # Not its attributes: those of another ReplacedForward would take the place of ours.
+        functools.update_wrapper(self, self.plain, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain(*args, **kwargs)
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The forward that was there before."""
+        return self.replaced or _class_forward(self.module)
+
+    def put_back(self) -> None:
+        """Let the module call what it called before, in the place of this one."""
+        forwards = [*replaced_forwards(self.module)]
+        outer = forwards[forwards.index(self) - 1] if self is not forwards[0] else None
+        if outer is not None:
+            outer.replaced = self.replaced
+            outer.__wrapped__ = outer.plain  # type: ignore[attr-defined]
+        elif self.replaced is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.replaced
+
+    def moved_to(self, module: Module) -> ReplacedForward:
+        """The same for another module, a shallow copy of this one."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.module = module
+        if isinstance(self.replaced, ReplacedForward):
+            new.replaced = self.replaced.moved_to(module)
+        new.__wrapped__ = new.plain  # type: ignore[attr-defined]
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
+        # Not copy.copy: it goes through `__reduce__`, which may give another forward.
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        memo[id(self)] = new
+        new.module = copy.deepcopy(self.module, memo)
+        new.replaced = copy.deepcopy(self.replaced, memo)
+        new.__wrapped__ = new.plain  # type: ignore[attr-defined]
+        return new
+
+
+class RemovableForward(ReplacedForward):
+    """One that unwrapping takes off again, with ``keep_fp32_wrapper=False``."""
+
+
+class AutocastForward(RemovableForward):
+    """The forward of one module under autocast, with float32 outputs.
+
+    A pickled module comes back with its plain forward.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        autocast: Callable[[], AbstractContextManager[Any, bool | None]],
+    ) -> None:
+        super().__init__(module)
+        self.autocast = autocast
+
+    @classmethod
+    def install(
+        cls, module: Module, autocast: Callable[[], AbstractContextManager[Any, bool | None]]
+    ) -> None:
+        """Put the forward of ``module`` under ``autocast``."""
+        module.__dict__["forward"] = cls(module, autocast)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.autocast():
+            outputs = self.plain(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (forward_of, (self.module, self.replaced))
+
+
+def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
+    """What stands in for the forward of ``module``, from the one that is called first inwards."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, ReplacedForward):
+        yield forward
+        forward = forward.replaced
+
+
+def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward) -> None:
+    """Give ``module`` back the forward that it had before those of this kind took its place; others
+    (of a hook, say) may have come around them since, and stay."""
+    for forward in [*replaced_forwards(module)]:
+        if isinstance(forward, kind):
+            forward.put_back()
+
+
+def uncompiled(module: Module) -> Module:
+    """The module that ``torch.compile`` was given, or the module itself."""
+    inner: Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+def _class_forward(module: Module) -> Callable[..., Any]:
+    bound: Callable[..., Any] = type(module).forward.__get__(module)
+    return bound
+
+
+def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The forward that a pickled module comes back with in place of a :class:`ReplacedForward`."""
+    return replaced or _class_forward(module)

@@ -1,0 +1,277 @@
+"""``torch.compile`` on a whole model, or on each of its repeated blocks.
+
+A model whose layers are alike (a ModuleList of one class) needs one compilation for all of them
+when the blocks are compiled instead of the whole: a start that is many times faster, for nearly
+the same speed after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.models import ReplacedForward, forward_of, replaced_forwards
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.handlers import KwargsHandler, TextEnum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.nn import Module
+
+__all__ = [
+    "DynamoBackend",
+    "TorchDynamoPlugin",
+    "compile_in_place",
+    "compile_model",
+    "compile_regions",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "resolve_dynamo",
+]
+
+
+class DynamoBackend(TextEnum):
+    """What ``torch.compile`` hands a traced model to; NO compiles nothing."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+def _flag(name: str) -> Any:
+    return field(default_factory=lambda: environment.read_flag(name))
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How models are compiled; what is not given is read from ``ACCELERATE_DYNAMO_*``.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+
+    backend: DynamoBackend = field(
+        default_factory=lambda: cast("Any", environment.read("DYNAMO_BACKEND") or "no")
+    )
+    """Such as "inductor"; "no" compiles nothing."""
+    mode: str = field(default_factory=lambda: environment.read("DYNAMO_MODE") or "default")
+    """Such as "reduce-overhead" or "max-autotune"."""
+    fullgraph: bool = _flag("DYNAMO_USE_FULLGRAPH")
+    """Whether a model that does not trace in one piece is an error."""
+    dynamic: bool | None = field(
+        default_factory=lambda: (
+            None
+            if environment.read("DYNAMO_USE_DYNAMIC") is None
+            else environment.read_flag("DYNAMO_USE_DYNAMIC")
+        )
+    )
+    """Whether shapes may change; None lets torch find out."""
+    options: Any = None
+    """Options of the backend."""
+    disable: bool = False
+    """Whether to do nothing, for a test."""
+    use_regional_compilation: bool = _flag("DYNAMO_USE_REGIONAL_COMPILATION")
+    """Whether repeated blocks are compiled, rather than the whole."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            # Trainers hand on None for what their users did not say.
+            if getattr(self, each.name) is None and each.default_factory is not MISSING:
+                setattr(self, each.name, each.default_factory())
+        text = str(self.backend).upper()
+        if text not in DynamoBackend.__members__:
+            raise ConfigError(
+                f"TorchDynamoPlugin(backend={self.backend!r}): expected one of "
+                f"{', '.join(name.lower() for name in DynamoBackend.__members__)}"
+            )
+        self.backend = DynamoBackend[text]
+        self.mode = self.mode or "default"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, the backend as torch spells it."""
+        return {**super().to_dict(), "backend": self.backend.value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of ``torch.compile`` that differ from its defaults."""
+        plain: dict[str, Any] = {"backend": "no", "mode": "default", "dynamic": None}
+        plain |= {"fullgraph": False, "options": None, "disable": False}
+        given = self.to_dict()
+        return {name: given[name] for name, value in plain.items() if given[name] != value}
+
+
+def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
+    """How models are compiled: arguments of ``Accelerator``, else the environment.
+
+    Raises:
+        ConfigError: both were given, or one is not what it should be.
+    """
+    if plugin is not None and backend is not None:
+        raise ConfigError(
+            f"Accelerator got dynamo_plugin and dynamo_backend={str(backend)!r}: give one of them "
+            "(a plugin has the backend among its fields)"
+        )
+    if plugin is None:
+        return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigError(
+            f"dynamo_plugin is a {type(plugin).__name__}: expected a TorchDynamoPlugin"
+        )
+    return plugin
+
+
+def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:
+    """The model compiled as the plugin says; the model itself where it says "no", or where the
+    user has compiled it."""
+    if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
+        return model
+    kwargs = plugin.to_kwargs()
+    if plugin.use_regional_compilation:
+        return compile_regions(model, **kwargs)
+    return cast("Module", torch.compile(model, **kwargs))
+
+
+class _CompiledForward(ReplacedForward):
+    """The forward of one module, compiled; what hooks of the module do stays outside of it."""
+
+    def __init__(
+        self,
+        module: Module,
+        replaced: Callable[..., Any] | None,
+        compile_kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(module)
+        self.replaced = replaced
+        self.compile_kwargs = compile_kwargs
+        self.compiled = torch.compile(self.plain, **compile_kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, _CompiledForward)
+        new.compiled = torch.compile(new.plain, **self.compile_kwargs)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (forward_of, (self.module, self.replaced))
+
+
+def compile_in_place(
+    model: Module, plugin: TorchDynamoPlugin, blocks: Sequence[Module] = ()
+) -> None:
+    """Compile a model so that it stays the object that it is, with all its names.
+
+    Whatever spreads a model replaces its weights and puts hooks on its modules; only the forwards
+    are compiled, so that gathering weights and sending activations stay outside of the graphs.
+
+    Args:
+        model: the one that ``prepare`` spreads.
+        plugin: how.
+        blocks: what is compiled, each on its own; none: the whole, or each repeated block where
+            the plugin asks for regions.
+    """
+    if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
+        return
+    parts = list(blocks)
+    if not parts and plugin.use_regional_compilation:
+        parts = _repeated_blocks(model)
+    for part in parts or [model]:
+        # Autocast and the forward of a pipeline stay outside of what is compiled, too.
+        around = [*replaced_forwards(part)]
+        forward = around[-1].replaced if around else part.__dict__.get("forward")
+        compiled = _CompiledForward(part, forward, plugin.to_kwargs())
+        if around:
+            around[-1].replaced = compiled
+        else:
+            part.__dict__["forward"] = compiled
+
+
+def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
+    """Compile each repeated block of a model, and what is beside them.
+
+    Args:
+        module: stays as it is.
+        **compile_kwargs: as of ``torch.compile``.
+
+    Returns:
+        a model with the same weights whose parts are compiled; the whole compiled, where it has
+        no repeated blocks.
+    """
+    if _is_repeated_blocks(module):
+        compiled: Module = _compiled_blocks(module, compile_kwargs)
+    elif _has_repeated_blocks(module):
+        compiled = _with_compiled_parts(module, compile_kwargs)
+    else:
+        return cast("Module", torch.compile(module, **compile_kwargs))
+    compiled.__dict__["_orig_mod"] = module
+    return compiled
+
+
+def _compiled_blocks(module: Module, compile_kwargs: dict[str, Any]) -> nn.ModuleList:
+    blocks = (torch.compile(block, **compile_kwargs) for block in module.children())
+    return nn.ModuleList(cast("Any", blocks))
+
+
+def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Module:
+    """A module that shares everything with another but its children, which are compiled."""
+    new = copy.copy(module)
+    new.__dict__["_modules"] = dict(module._modules)
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, ReplacedForward):
+        # That of the copy must call the children of the copy.
+        new.__dict__["forward"] = forward.moved_to(new)
+    for name, child in module.named_children():
+        if _is_repeated_blocks(child):
+            new._modules[name] = _compiled_blocks(child, compile_kwargs)
+        elif _has_repeated_blocks(child):
+            new._modules[name] = _with_compiled_parts(child, compile_kwargs)
+        else:
+            new._modules[name] = cast("Any", torch.compile(child, **compile_kwargs))
+    return new
+
+
+def is_compiled_module(module: Module) -> bool:
+    """Whether ``torch.compile`` made this module."""
+    # Whoever compiled has imported it; asking torch for it would import it (two seconds).
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def has_compiled_regions(module: Module) -> bool:
+    """Whether ``torch.compile`` made this module or one inside."""
+    return any(is_compiled_module(each) for each in module.modules())
+
+
+def _is_repeated_blocks(module: Module) -> bool:
+    """Whether it is a list of modules of one class; a list of one is one, as in Accelerate."""
+    return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+
+
+def _repeated_blocks(module: Module) -> list[Module]:
+    repeated = [child for child in module.modules() if _is_repeated_blocks(child)]
+    return [block for each in repeated for block in each.children()]
+
+
+def _has_repeated_blocks(module: Module) -> bool:
+    return any(_is_repeated_blocks(child) for child in module.modules() if child is not module)

@@ -1,0 +1,173 @@
+"""In which numbers a model computes: one class a precision, and the one table of their names."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.models import AutocastForward, strip_forward
+from notebook_accel.training.precision.float8 import AORecipeKwargs
+from notebook_accel.training.precision.loss_scaling import LossScaling
+from notebook_accel.training.settings import environment
+
+if TYPE_CHECKING:
+    from notebook_accel.training.settings.handlers import AutocastKwargs, GradScalerKwargs
+
+__all__ = [
+    "BFloat16",
+    "Float16",
+    "Float8",
+    "Precision",
+    "autocast_to",
+    "make_precision",
+    "refuse_divided_layers",
+    "resolve_precision",
+]
+
+
+class Precision:
+    """Full precision, which a class that overrides nothing has."""
+
+    name: ClassVar[str] = "no"
+    dtype: ClassVar[torch.dtype | None] = None
+    converts_layers: ClassVar[bool] = False
+    """Whether a model gets layers of another class, which need to be whole."""
+    recipe: AORecipeKwargs | None = None
+    """How layers are converted; None where they are not."""
+    is_on = True
+    """Whether operations are cast to it at all; the user may turn that off (``native_amp``)."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        autocast: AutocastKwargs,
+        scaler: GradScalerKwargs,
+        recipe: AORecipeKwargs | None = None,
+    ) -> None:
+        self.device_type = device.type
+        self.options = autocast
+        self.scaler_options = scaler
+        self.scaling = self.make_scaling(LossScaling)
+
+    def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
+        """The loss scaling, of this class, that goes with this precision; None for none."""
+        return None
+
+    def autocast(
+        self, options: AutocastKwargs | None = None
+    ) -> AbstractContextManager[Any, bool | None]:
+        """A context in which operations compute in this precision."""
+        if not self.is_on:
+            return nullcontext()
+        return autocast_to(self.name, self.device_type, options or self.options)
+
+    def wrap(self, model: torch.nn.Module) -> None:
+        """Let the model's forward compute in this precision, in place; outputs are float32."""
+        strip_forward(model, AutocastForward)
+        if self.dtype is not None:
+            AutocastForward.install(model, self.autocast)
+
+
+class BFloat16(Precision):
+    """Float32's range in 16 bits: needs no loss scaling."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+class Float16(Precision):
+    """A narrow range in 16 bits: small gradients would vanish, so the loss is scaled."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
+        if not self.scaler_options.enabled:
+            return None
+        return kind(kind.kind_of_scaler(self.device_type, **self.scaler_options.to_kwargs()))
+
+
+class Float8(BFloat16):
+    """Linear layers multiply in 8 bits, by torchao; all else is as in bfloat16."""
+
+    name = "fp8"
+    converts_layers = True
+
+    def __init__(
+        self, device: torch.device, *, recipe: AORecipeKwargs | None = None, **options: Any
+    ) -> None:
+        super().__init__(device, **options)
+        self.recipe: AORecipeKwargs = recipe or AORecipeKwargs()
+        self.recipe.check_device(device)
+
+    def wrap(self, model: torch.nn.Module) -> None:
+        self.recipe.convert(model)
+        super().wrap(model)
+
+
+_PRECISIONS: dict[str, type[Precision]] = {
+    kind.name: kind for kind in (Precision, BFloat16, Float16, Float8)
+}
+
+
+def autocast_to(
+    name: str, device_type: str, options: AutocastKwargs
+) -> AbstractContextManager[Any, bool | None]:
+    """A context in which operations compute in the precision of this name."""
+    dtype = _PRECISIONS[name].dtype
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(
+        device_type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+    )
+
+
+def resolve_precision(asked: str | None) -> str:
+    """The name of the precision: as asked for, else as the environment says, else "no".
+
+    Raises:
+        ConfigError: there is no precision of that name.
+    """
+    given = asked if asked is not None else environment.read("MIXED_PRECISION") or "no"
+    name = str(given).lower()
+    if name not in _PRECISIONS:
+        source = "argument" if asked is not None else "environment"
+        raise ConfigError(
+            f"mixed_precision={given!r} (from the {source}): expected one of "
+            f"{', '.join(map(repr, _PRECISIONS))}"
+        )
+    return name
+
+
+def refuse_divided_layers(name: str) -> None:
+    """Raise for a precision that does not go with layers that are divided over ranks.
+
+    Raises:
+        ConfigError: it converts layers, which needs them whole.
+    """
+    if _PRECISIONS[name].converts_layers:
+        raise ConfigError(
+            f"mixed_precision={name!r} converts whole linear layers, and was asked for with tensor "
+            "parallelism or DeepSpeed, which divide or keep them their own way: use "
+            'mixed_precision="bf16", or DDP, FSDP or a pipeline'
+        )
+
+
+def make_precision(
+    name: str,
+    device: torch.device,
+    *,
+    autocast: AutocastKwargs,
+    scaler: GradScalerKwargs,
+    recipe: AORecipeKwargs | None = None,
+) -> Precision:
+    """The precision of this name on this device.
+
+    Raises:
+        ConfigError: the device, or what is installed, does not have it.
+    """
+    return _PRECISIONS[name](device, autocast=autocast, scaler=scaler, recipe=recipe)

@@ -1,0 +1,158 @@
+"""Linear layers that multiply in 8 bits, by torchao; what is around them computes in bfloat16.
+
+Weights, gradients and steps stay in the type of the model: a layer rounds its inputs, its weight
+and the gradients of its outputs to 8 bits for each product, with a scale a tensor. So a converted
+model has the weights of the one before, under the same names, and an optimizer keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.processes import devices
+from notebook_accel.training.settings.availability import is_installed
+from notebook_accel.training.settings.environment import parse_flag_from_env
+from notebook_accel.training.settings.handlers import KwargsHandler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from torch.nn import Module
+
+__all__ = [
+    "AORecipeKwargs",
+    "convert_model_to_fp8_ao",
+    "filter_linear_layers",
+    "find_first_last_linear_layers",
+]
+
+# torch's product of 8-bit numbers takes no other sizes.
+_DIVISOR = 16
+_LEAST_CAPABILITY = (8, 9)
+
+
+def require_torchao(asked: str) -> None:
+    """Raise where torchao is not installed.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if not is_installed("torchao"):
+        raise ConfigError(
+            f"{asked} computes in 8 bits by torchao, which is not installed: use "
+            'mixed_precision="bf16", or pip install torchao'
+        )
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How ``mixed_precision="fp8"`` computes, by torchao.
+
+    Raises:
+        ConfigError: torchao is not installed, or a field asks for what is not there.
+    """
+
+    config: Any = None
+    """A ``torchao.float8.Float8LinearConfig``; None makes one. With ``emulate=True`` it computes on
+    every device, slower than in full precision, to try what 8 bits do to a training."""
+    module_filter_func: Callable[[Module, str], bool] | None = None
+    """Called with a layer and its name: whether it is converted. None takes all linear layers whose
+    sizes are multiples of 16, but the first and the last, which a training needs in more bits."""
+    pad_inner_dim: bool | None = None
+    """Pad the inner dimension of products to what the device takes. Variable
+    ACCELERATE_FP8_PAD_INNER_DIM, else True."""
+    enable_fsdp_float8_all_gather: bool | None = None
+    """Gather sharded weights in 8 bits: not there yet. Its variable, which Accelerate's launcher
+    sets to true unless told otherwise, is without effect."""
+
+    def __post_init__(self) -> None:
+        require_torchao("AORecipeKwargs")
+        if self.config is None:
+            from torchao.float8 import Float8LinearConfig
+
+            if self.pad_inner_dim is None:
+                self.pad_inner_dim = parse_flag_from_env("ACCELERATE_FP8_PAD_INNER_DIM", True)
+            self.config = Float8LinearConfig(pad_inner_dim=self.pad_inner_dim)
+        if self.enable_fsdp_float8_all_gather or self.config.enable_fsdp_float8_all_gather:
+            raise ConfigError(
+                "enable_fsdp_float8_all_gather=True is not supported: it puts weights of another "
+                "kind into the model. Leave it out: sharded weights are gathered in bfloat16, and "
+                "multiplied in 8 bits"
+            )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise where a device does not multiply in 8 bits.
+
+        Raises:
+            ConfigError: it does not, and the configuration does not emulate it.
+        """
+        if self.config.emulate:
+            return
+        capability = devices.cuda_capability(device)
+        if capability is None or capability < _LEAST_CAPABILITY:
+            found = "" if capability is None else f" (compute capability {capability})"
+            raise ConfigError(
+                f'mixed_precision="fp8" on {device}{found}: 8-bit products need an NVIDIA GPU of '
+                'compute capability 8.9 or higher (Ada, Hopper); use mixed_precision="bf16", or '
+                "emulate them: kwargs_handlers=[AORecipeKwargs(config=Float8LinearConfig("
+                "emulate=True))]"
+            )
+
+    def convert(self, model: Module) -> None:
+        """Convert the layers of a model, in place."""
+        convert_model_to_fp8_ao(model, self.config, self.module_filter_func)
+
+
+def convert_model_to_fp8_ao(
+    model: Module,
+    config: Any = None,
+    module_filter_func: Callable[[Module, str], bool] | None = None,
+) -> None:
+    """Let linear layers of a model multiply in 8 bits, in place; their weights stay the same.
+
+    Args:
+        model: layers that are converted already stay as they are.
+        config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's own.
+        module_filter_func: as of :class:`AORecipeKwargs`.
+    """
+    require_torchao("convert_model_to_fp8_ao()")
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    ends = find_first_last_linear_layers(model)
+
+    def is_chosen(module: Module, name: str) -> bool:
+        if isinstance(module, Float8Linear):
+            return False
+        if module_filter_func is not None:
+            return module_filter_func(module, name)
+        return filter_linear_layers(module, name, ends)
+
+    convert_to_float8_training(model, module_filter_fn=is_chosen, config=config)
+
+
+def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None]:
+    """The names of a model's first and last linear layer; None where it has none."""
+    linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    return (linear[0], linear[-1]) if linear else (None, None)
+
+
+def filter_linear_layers(
+    module: Module, fqn: str, layers_to_filter: Collection[str | None]
+) -> bool:
+    """Whether a layer is one to convert: a linear one has sizes that are multiples of 16.
+
+    Args:
+        module: the layer.
+        fqn: its name.
+        layers_to_filter: names of layers that are left as they are.
+    """
+    if isinstance(module, torch.nn.Linear) and (
+        module.in_features % _DIVISOR or module.out_features % _DIVISOR
+    ):
+        return False
+    return fqn not in layers_to_filter

@@ -1,0 +1,1 @@
+"""How the objects of a training loop are made ready."""

@@ -1,0 +1,295 @@
+"""What an ``Accelerator``'s arguments come to: checked, completed from the environment, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.models.compiling import resolve_dynamo
+from notebook_accel.training.precision import (
+    Precision,
+    make_precision,
+    refuse_divided_layers,
+    resolve_precision,
+)
+from notebook_accel.training.precision.float8 import AORecipeKwargs
+from notebook_accel.training.processes import topology
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.deepspeed_plugin import resolve_deepspeed
+from notebook_accel.training.settings.fsdp_plugin import resolve_fsdp
+from notebook_accel.training.settings.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    pick_handler,
+)
+from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.settings.parallelism import fit_sizes, resolve_parallelism
+from notebook_accel.training.state import AcceleratorSettings
+from notebook_accel.training.stepping.accumulation import Accumulation, resolve_plugin
+from notebook_accel.training.strategies import Request, Strategy, make_strategy
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+    from notebook_accel.training.models.compiling import TorchDynamoPlugin
+    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugins
+    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+
+__all__ = [
+    "UNBUILT",
+    "Plan",
+    "check_rng_types",
+    "make_plan",
+    "refuse_unbuilt",
+    "resolve_loaders",
+    "resolve_project",
+]
+
+# Arguments of Hugging Face's Accelerator that are not built here, and what to use instead.
+UNBUILT = {
+    "megatron_lm_plugin": "Megatron-LM is not there; tensor and pipeline parallelism by torch is: "
+    "parallelism_config=ParallelismConfig(tp_size=..., pp_size=...)",
+    "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
+}
+_NOTHING = (None, "no", "NO")
+
+
+@dataclass
+class Plan:
+    """What holds for everything that one ``Accelerator`` prepares; the user may set parts of it."""
+
+    topology: topology.Topology
+    strategy: Strategy
+    precision: Precision
+    accumulation: Accumulation
+    loaders: DataLoaderConfiguration
+    handlers: list[KwargsHandler]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: tuple[str, ...] | None
+    deepspeed: DeepSpeedPlugins | None
+    fsdp: FullyShardedDataParallelPlugin | None
+    dynamo: TorchDynamoPlugin
+
+    def settings(self) -> AcceleratorSettings:
+        """What ``AcceleratorState`` shows of it."""
+        return AcceleratorSettings(
+            self.precision.name,
+            # None where the topology tells it.
+            self.strategy.distributed_type,
+            self.deepspeed,
+            self.fsdp,
+            self.strategy.parallelism,
+            self.strategy.mesh,
+            self.dynamo,
+        )
+
+
+def make_plan(
+    *,
+    cpu: bool,
+    mixed_precision: str | None,
+    num_steps: int | None,
+    plugin: GradientAccumulationPlugin | None,
+    handlers: Iterable[KwargsHandler],
+    fsdp: Any,
+    parallelism: Any,
+    dynamo: Any,
+    dynamo_backend: Any,
+    deepspeed: tuple[Any, Any],
+    loaders: DataLoaderConfiguration,
+    device_placement: bool,
+    step_scheduler_with_optimizer: bool,
+    rng_types: Iterable[Any] | None,
+) -> Plan:
+    """Check the settings, make the process group, and choose the strategy.
+
+    The settings are checked before the group is made, so that a mistake leaves no rank waiting in
+    it, and costs no time.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+    checked = _check_handlers(handlers)
+    _check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+    if isinstance(rng_types, str):
+        raise ConfigError(
+            f'rng_types={rng_types!r}: expected a list of names, such as ["torch", "generator"]'
+        )
+    if plugin is not None and num_steps not in (None, 1):
+        raise ConfigError(
+            f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
+            "given: pass one of them"
+        )
+    sharding = resolve_fsdp(fsdp)
+    sizes = resolve_parallelism(parallelism)
+    compiling = resolve_dynamo(dynamo, dynamo_backend)
+    num_ranks, num_local_ranks = topology.count_ranks(cpu=cpu)
+    if sizes is not None or sharding is not None:
+        fit_sizes(sizes, sharding, num_processes=num_ranks, local_num_processes=num_local_ranks)
+    zero = resolve_deepspeed(*deepspeed)
+    if zero is not None and (sharding is not None or sizes is not None):
+        raise ConfigError(
+            "a DeepSpeedPlugin and a plugin for FSDP or a ParallelismConfig were given (arguments "
+            "or environment), which do not compose: pass one of them"
+        )
+    if zero is not None:
+        # What its configuration says holds for everything here.
+        mixed_precision = zero.active.resolve_precision(mixed_precision)
+        num_steps = zero.active.resolve_steps(num_steps)
+    precision_name = resolve_precision(mixed_precision)
+    if zero is not None or (sizes is not None and sizes.tp_enabled):
+        refuse_divided_layers(precision_name)
+    recipe = next((one for one in checked if isinstance(one, AORecipeKwargs)), None)
+    window = resolve_plugin(None if plugin else num_steps, plugin)
+    found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
+    if cpu and found.device.type != "cpu":
+        notice_once(
+            "cpu",
+            f"cpu=True came too late: this rank computes on {found.device}. Make the rank's first "
+            "Accelerator (or PartialState) with cpu=True, or launch with devices='cpu'",
+        )
+    precision = make_precision(
+        precision_name,
+        found.device,
+        autocast=pick_handler(checked, AutocastKwargs),
+        scaler=pick_handler(checked, GradScalerKwargs),
+        recipe=recipe,
+    )
+    accumulation = Accumulation(window, found.device)
+    return Plan(
+        topology=found,
+        strategy=make_strategy(
+            Request(
+                topology=found,
+                precision=precision,
+                handlers=checked,
+                fsdp=sharding,
+                parallelism=sizes,
+                dynamo=compiling,
+                deepspeed=zero,
+                accumulation=accumulation,
+            )
+        ),
+        precision=precision,
+        accumulation=accumulation,
+        loaders=loaders,
+        handlers=checked,
+        device_placement=device_placement,
+        step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+        rng_types=None if rng_types is None else check_rng_types(rng_types, found.device),
+        deepspeed=zero,
+        fsdp=sharding,
+        dynamo=compiling,
+    )
+
+
+def resolve_loaders(
+    config: DataLoaderConfiguration | None, **given: bool | None
+) -> DataLoaderConfiguration:
+    """The configuration with what was given as an argument of its own.
+
+    Raises:
+        ConfigError: ``config`` is of another class.
+    """
+    _check_type("dataloader_config", config, DataLoaderConfiguration)
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(config or DataLoaderConfiguration(), **fields)
+
+
+def resolve_project(
+    config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
+) -> ProjectConfiguration:
+    """The configuration, which stays the user's own object, with the folder filled in.
+
+    Raises:
+        ConfigError: ``config`` is of another class.
+    """
+    _check_type("project_config", config, ProjectConfiguration)
+    config = config or ProjectConfiguration()
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(str(project_dir))
+    return config
+
+
+def _check_type(name: str, given: object, expected: type) -> None:
+    if given is not None and not isinstance(given, expected):
+        raise ConfigError(
+            f"{name} is a {type(given).__name__}: expected a {expected.__name__}, or None"
+        )
+
+
+def refuse_unbuilt(others: dict[str, Any]) -> None:
+    """Raise for what ``Accelerator`` does not take, unless its value asks for nothing (None, "no").
+
+    Raises:
+        ConfigError: the argument, or what the environment asks for, is not built here.
+        TypeError: nobody knows the argument.
+    """
+    for name, value in others.items():
+        if name not in UNBUILT:
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value not in _NOTHING:
+            shown = repr(value) if isinstance(value, str) else "..."
+            raise ConfigError(f"Accelerator({name}={shown}): {UNBUILT[name]}. Leave it out.")
+    if environment.read_flag("USE_MEGATRON_LM"):
+        asked = "ACCELERATE_USE_MEGATRON_LM"
+        raise ConfigError(f"{asked}: {UNBUILT['megatron_lm_plugin']}. Unset the variable.")
+
+
+def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
+    """The names of random numbers; this rank has each of them.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    names = tuple(str(getattr(kind, "value", kind)) for kind in given)
+    known = ["torch", "generator"] + [device.type] * (device.type != "cpu")
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"rng_types={list(names)} has {name!r}, and this rank, on {device}, has the "
+                f"random numbers {', '.join(map(repr, known))}: leave it out"
+            )
+    return names
+
+
+_KNOWN = (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+
+
+def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
+    """The handlers as a list: each of a known class, none of a class twice."""
+    if not isinstance(handlers, Iterable):
+        raise ConfigError(
+            f"kwargs_handlers is a {type(handlers).__name__}: expected a list, such as "
+            "kwargs_handlers=[AutocastKwargs(...)]"
+        )
+    checked: list[KwargsHandler] = []
+    for handler in handlers:
+        if not isinstance(handler, _KNOWN):
+            names = ", ".join(kind.__name__ for kind in _KNOWN)
+            raise ConfigError(
+                f"kwargs_handlers has a {type(handler).__name__}: expected objects of {names}"
+            )
+        if any(type(other) is type(handler) for other in checked):
+            raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one")
+        checked.append(handler)
+    return checked

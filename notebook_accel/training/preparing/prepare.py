@@ -1,0 +1,426 @@
+"""What one ``Accelerator`` prepared: how each kind of object is made ready, and which there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+from notebook_accel.training.data import PreparedLoader, prepare_loader
+from notebook_accel.training.data.samplers import batch_size_of
+from notebook_accel.training.models import strip_forward, uncompiled
+from notebook_accel.training.models.blueprint import blueprint_of
+from notebook_accel.training.models.prepared import PreparedModel
+from notebook_accel.training.preparing.rescue import parts_of
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.stepping.optimizer import (
+    AcceleratedOptimizer,
+    UnpreparedWatch,
+    inner_optimizer,
+)
+from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.preparing.plan import Plan
+
+__all__ = ["Preparation", "extract_model_from_parallel", "without_wrappers"]
+
+# Packages whose objects torch cannot train: passing them through would fail much later.
+_FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}
+_FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}
+
+
+class PreparesEach(Protocol):
+    """What ``prepare`` calls for each object: the methods of an ``Accelerator``, or of a user's
+    class derived from it."""
+
+    def prepare_model(self, model: Module, device_placement: bool | None = None) -> Any:
+        """Make a model ready."""
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> DataLoader[Any]:
+        """Make a loader ready."""
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Make an optimizer ready."""
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Make a scheduler ready."""
+
+
+class Preparation:
+    """Makes objects ready and remembers them.
+
+    Attributes:
+        models, optimizers, schedulers, loaders: what was prepared, in that order.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.models: list[PreparedModel] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[DataLoader[Any]] = []
+        self.watch = UnpreparedWatch(
+            accumulation=plan.accumulation,
+            scaling=plan.strategy.scaling,
+            models=self.models,
+        )
+
+    def prepare(
+        self,
+        objects: Sequence[Any],
+        placement: Sequence[bool | None],
+        accelerator: PreparesEach,
+    ) -> list[Any]:
+        """Make all objects ready, whatever their order: a scheduler needs its optimizer ready.
+
+        Args:
+            objects: others than those of torch are given back as they are.
+            placement: for each, whether it is put on the device; None: as ``Accelerator`` says.
+            accelerator: its ``prepare_model``, ``prepare_data_loader`` and so on are called for
+                each object that can be made ready by itself; a subclass may have its own.
+
+        Raises:
+            ConfigError: ``placement`` has not one entry an object.
+            TypeError: an object belongs to another framework.
+        """
+        if not isinstance(placement, Sequence):
+            raise ConfigError(
+                f"prepare(device_placement={placement!r}): expected a list with one flag for each "
+                "object, such as [False, True]; Accelerator(device_placement=False) is for all"
+            )
+        if len(placement) != len(objects):
+            raise ConfigError(
+                f"prepare() got {len(objects)} objects and device_placement for "
+                f"{len(placement)}: give one for each"
+            )
+        for item in objects:
+            _refuse_foreign(item)
+            self._renew(item)
+        ready = list(objects)
+        if self.plan.strategy.prepares_together:
+            self._prepare_together(ready, placement)
+        else:
+            self._prepare_apart(ready, placement, accelerator)
+        for index, item in enumerate(objects):
+            if self._is_ready(item):
+                continue
+            if isinstance(item, DataLoader):
+                ready[index] = accelerator.prepare_data_loader(
+                    item, device_placement=placement[index]
+                )
+            elif isinstance(item, LRScheduler):
+                ready[index] = accelerator.prepare_scheduler(item)
+            elif isinstance(item, AcceleratedScheduler):
+                ready[index] = self.scheduler(item)
+        return ready
+
+    def model(
+        self, model: Module, placement: bool | None = None, *, evaluation: bool = False
+    ) -> Module:
+        """The model on its device, in its precision, spread over the ranks by the strategy."""
+        self._renew(model)
+        ready: list[Any] = [model]
+        self._prepare_together(ready, [placement], evaluation=evaluation)
+        return ready[0]  # type: ignore[no-any-return]
+
+    def optimizer(
+        self, optimizer: Optimizer, placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """The optimizer that steps at the end of a window."""
+        ready: list[Any] = [optimizer]
+        self._prepare_together(ready, [placement])
+        return ready[0]  # type: ignore[no-any-return]
+
+    def _is_ready(self, item: object) -> bool:
+        """Whether ``prepare`` gave it, so that no method of a subclass wraps it again."""
+        trained = [known.wrapped for known in self.models if known.training]
+        lists: list[Sequence[object]] = [trained, self.optimizers, self.schedulers, self.loaders]
+        return any(item is known for each in lists for known in each)
+
+    def _prepare_apart(
+        self, objects: list[Any], placement: Sequence[bool | None], accelerator: PreparesEach
+    ) -> None:
+        """Replace the models among ``objects``, and then the optimizers, one by one."""
+        for index, item in enumerate(objects):
+            if isinstance(item, torch.nn.Module) and not self._is_ready(item):
+                made = accelerator.prepare_model(item, device_placement=placement[index])
+                inner = without_wrappers(made)
+                # A subclass's own prepare_model may have wrapped it, without ours knowing.
+                objects[index] = made if inner is made else self._take_wrapped(made, inner)
+        for index, item in enumerate(objects):
+            if isinstance(item, torch.optim.Optimizer) and not self._is_ready(item):
+                # The user's own prepare_optimizer need not call ours, and the optimizer is to step
+                # the weights that its model has since it was spread.
+                self.plan.strategy.prepare(PrepareCall(optimizers=[inner_optimizer(item)]))
+                optimizer = accelerator.prepare_optimizer(item, device_placement=placement[index])
+                self.watch.knows(inner_optimizer(optimizer))
+                objects[index] = optimizer
+
+    def _prepare_together(
+        self, objects: list[Any], placement: Sequence[bool | None], *, evaluation: bool = False
+    ) -> None:
+        """Replace the models and optimizers among ``objects`` by what the strategy makes of them.
+
+        A strategy that makes a model and its optimizer ready in one step sees both; any other may
+        be given them one by one, models first.
+        """
+        models: dict[int, ModelToPrepare] = {}  # by id: one may be given twice
+        optimizers: dict[int, Optimizer] = {}
+        for index, item in enumerate(objects):
+            if isinstance(item, torch.optim.Optimizer):
+                optimizers[index] = inner_optimizer(item)
+            elif isinstance(item, torch.nn.Module):
+                known = self._known_model(item, training=not evaluation)
+                if known is not None:
+                    objects[index] = known
+                    continue
+                is_spread = _is_spread(item, self.plan.topology.num_processes)
+                device = None if is_spread else self._device(placement[index])
+                models[id(item)] = ModelToPrepare(item, not evaluation, device)
+        call = PrepareCall(
+            [*models.values()],
+            [*optimizers.values()],
+            [item for item in objects if isinstance(item, LRScheduler)],
+            self._schedule_steps,
+            [size for item in objects for size in _batch_sizes(item, self._num_shares)],
+        )
+        spreads = self.plan.strategy.spreads_weights
+        blueprints = [
+            blueprint_of(uncompiled(given.model)) if spreads and given.training else None
+            for given in call.models
+        ]
+        wrapped, stepped = self.plan.strategy.prepare(call)
+        for given, model, blueprint in zip(call.models, wrapped, blueprints, strict=True):
+            self._keep(PreparedModel(given.model, model, given.training, blueprint))
+        made = dict(zip(models, wrapped, strict=True))
+        objects[:] = [made.get(id(item), item) for item in objects]
+        for index, optimizer in zip(optimizers, stepped, strict=True):
+            objects[index] = self._as_accelerated(optimizer, placement[index])
+
+    def _renew(self, item: object) -> None:
+        """Let a model that is given once more be spread as it is now: code may have thawed some
+        of its weights, or added a layer."""
+        self.models[:] = [
+            known
+            for known in self.models
+            if not (known.training and any(item is each for each in (known.inner, known.wrapped)))
+            or self.plan.strategy.renew(known.wrapped)
+        ]
+
+    def _known_model(self, model: Module, *, training: bool) -> Module | None:
+        """What stands for a model that was prepared before, or that somebody has wrapped."""
+        inner = without_wrappers(model)
+        if inner is not model:
+            return self._take_wrapped(model, inner)
+        for known in self.models:
+            if known.inner is model and (known.training or not training):
+                return known.wrapped
+        return None
+
+    def _take_wrapped(self, model: Module, inner: Module) -> Module:
+        """A model that is wrapped already, by us or by the user, keeps its wrapper."""
+        if not any(known.wrapped is model for known in self.models):
+            if self.plan.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
+                notice_once(
+                    "DataParallel",
+                    "a DataParallel model is taken as it is: it uses the devices of one process, "
+                    f"so each of the {self.plan.topology.num_processes} ranks trains a model of "
+                    "its own; give prepare() the model inside to train one on all of them",
+                )
+            self.plan.precision.wrap(inner)
+            self._keep(PreparedModel(inner, model, True))
+        return model
+
+    def _keep(self, prepared: PreparedModel) -> None:
+        self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
+        self.models.append(prepared)
+        # Should the run be stopped, this is what was being trained.
+        current().note_training(self)
+
+    def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
+        """This rank's part of what is being trained in several forms, the best first.
+
+        Whoever rescues it takes the first form that can be pickled.
+
+        Args:
+            num_steps: how many steps the optimizers have made.
+        """
+        return parts_of(self, num_steps)
+
+    def loader(
+        self,
+        loader: DataLoader[Any],
+        placement: bool | None = None,
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """The loader that gives this rank's batches."""
+        if any(known is loader for known in self.loaders):
+            return loader
+        plan = self.plan
+        prepared = prepare_loader(
+            loader,
+            config=plan.loaders,
+            device=self._device(placement),
+            data_group=plan.strategy.data_group,
+            rng_types=plan.rng_types,
+            slice_fn=slice_fn,
+            ordinal=len(self.loaders),
+        )
+        prepared._join(plan.accumulation)
+        self.loaders.append(prepared)
+        return prepared
+
+    def _as_accelerated(self, stepped: Optimizer, placement: bool | None) -> AcceleratedOptimizer:
+        for known in self.optimizers:
+            if known.optimizer is stepped:
+                return known
+        prepared = self.plan.strategy.wrap_optimizer(
+            stepped, self.plan.accumulation, moves_state=self._device(placement) is not None
+        )
+        self.watch.knows(stepped)
+        self.optimizers.append(prepared)
+        return prepared
+
+    def scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+        """The scheduler that moves with its optimizer's real steps."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            scheduler = scheduler.scheduler
+        for known in self.schedulers:
+            if known.scheduler is scheduler:
+                return known
+        plan = self.plan
+        own = (scheduler.optimizer, getattr(scheduler.optimizer, "optimizer", None))
+        bound = [
+            known
+            for known in self.optimizers
+            if any(known is it or known.optimizer is it for it in own)
+        ]
+        prepared = plan.strategy.wrap_scheduler(
+            scheduler,
+            bound or self.optimizers,
+            accumulation=plan.accumulation,
+            num_steps=self._schedule_steps,
+            num_shares=plan.strategy.data_group.size,
+            step_with_optimizer=plan.step_scheduler_with_optimizer,
+        )
+        self.schedulers.append(prepared)
+        return prepared
+
+    @property
+    def _num_shares(self) -> int:
+        """Into how many parts a batch of a loader is divided."""
+        return self.plan.strategy.data_group.size if self.plan.loaders.split_batches else 1
+
+    @property
+    def _schedule_steps(self) -> int:
+        """By how much a schedule moves with a step of its optimizer: by as many batches, of the
+        loader before ``prepare``, as all ranks used for it."""
+        return self.plan.strategy.data_group.size // self._num_shares
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for known in (self.models, self.optimizers, self.schedulers, self.loaders):
+            cast("list[Any]", known).clear()
+
+    def _device(self, placement: bool | None) -> torch.device | None:
+        wanted = self.plan.device_placement if placement is None else placement
+        return self.plan.topology.device if wanted else None
+
+
+def _batch_sizes(item: object, num_shares: int) -> list[int]:
+    """How many samples a rank takes at once of a loader that says so."""
+    if not isinstance(item, DataLoader):
+        return []
+    if isinstance(item, PreparedLoader):  # it is divided already
+        size, num_shares = item.own_batch_size, 1
+    else:
+        size = batch_size_of(item)
+    return [size // num_shares] if isinstance(size, int) else []
+
+
+def _refuse_foreign(item: object) -> None:
+    if isinstance(item, (torch.nn.Module, torch.optim.Optimizer)):
+        return
+    for kind in type(item).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package in _FOREIGN:
+            raise TypeError(
+                f"prepare() got a {type(item).__name__} of {package}: expected what torch trains "
+                "(modules, optimizers, schedulers and data loaders of torch)"
+            )
+
+
+def _is_spread(model: Module, num_processes: int) -> bool:
+    """Whether a device map spreads a model over devices, where it then stays.
+
+    Raises:
+        ConfigError: it is spread over several devices, and there are several ranks.
+    """
+    devices = set((getattr(uncompiled(model), "hf_device_map", None) or {}).values())
+    if len(devices) < 2:
+        return False
+    if num_processes > 1 and not environment.read_flag("BYPASS_DEVICE_MAP"):
+        raise ConfigError(
+            f"the model is spread over {len(devices)} devices (device_map) and there are "
+            f"{num_processes} ranks: load it without device_map, or start one process; "
+            "ACCELERATE_BYPASS_DEVICE_MAP=true lets each rank train it where it is"
+        )
+    return True
+
+
+def extract_model_from_parallel(
+    model: Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> Module:
+    """The user's model inside the wrappers that ``prepare`` put around it.
+
+    Args:
+        model: as ``prepare`` gave it.
+        keep_fp32_wrapper: leave its forward in the mixed precision; False gives it back the
+            forward that it had, for good.
+        keep_torch_compile: leave it compiled, by ``prepare`` or before; False gives the model
+            that was compiled. One that was spread over ranks is compiled where it is, and stays so.
+        recursive: take wrappers off the modules inside it, too.
+    """
+    inner: Any = unwrap(model)
+    for module in list(inner.modules()) if recursive else ():
+        for name, child in module.named_children():
+            setattr(module, name, unwrap(child))
+    given = unwrap(uncompiled(inner))
+    if not keep_torch_compile:
+        inner = given
+    elif given is not uncompiled(inner):
+        # A wrapper was compiled. Accelerate takes it out of the compiled module, which the script
+        # may go on to train; so here is another one, compiled the same way.
+        inner = type(inner)(given, inner.dynamo_ctx)
+    if not keep_fp32_wrapper:
+        strip_forward(given)
+        strip_forward(inner)
+    return inner  # type: ignore[no-any-return]
+
+
+def without_wrappers(model: Module) -> Module:
+    """The model that the user's own wrappers and ``prepare`` have put theirs around; one that was
+    compiled before that stays compiled."""
+    inner = unwrap(model)
+    given = unwrap(uncompiled(inner))
+    return inner if given is uncompiled(inner) else given

@@ -1,0 +1,283 @@
+"""What was being trained when a run was stopped or interrupted: from the ranks to the notebook.
+
+    each rank:  parts_of(preparation) -> RankPart --pickled, with the rank's end of the call--+
+    notebook:   RankPart.join(those of the other ranks) -> Rescued <--------------------------+
+                Rescued.write --the run's folder--> Rescued.read, also in another kernel
+
+A rank tells what it has itself: nothing is gathered, so that no rank waits for another one that
+was interrupted somewhere else. Where weights are spread over ranks, each sends its pieces with
+their places in the whole, and the notebook puts them together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.training.collectives.nested import honor_type, recursively_apply
+from notebook_accel.training.models import uncompiled
+from notebook_accel.training.models.blueprint import fill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.nn import Module
+
+    from notebook_accel.training.preparing.prepare import Preparation
+
+__all__ = ["TensorPiece", "RankPart", "Rescued", "parts_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescued:
+    """What was being trained, as far as it was prepared by the newest ``Accelerator``.
+
+    After an Interrupt it is what rank 0 had at that instant, which may lie in the middle of a step.
+    """
+
+    models: list[Module | None]
+    """The models in the order in which they were prepared, unwrapped and on the CPU, also where
+    they were spread over ranks. None for one that cannot be pickled, that was spread before
+    ``prepare``, or of which weights are missing: make it anew and load its ``weights``."""
+
+    weights: list[dict[str, Any] | None]
+    """The whole state dict of each model, on the CPU; None where a piece of it is missing."""
+
+    optimizers: list[dict[str, Any] | None]
+    """The state dict of each optimizer, whole as well."""
+
+    schedulers: list[dict[str, Any]]
+    """The state dict of each scheduler."""
+
+    step: int
+    """Steps that rank 0's optimizers had made in the call."""
+
+    missing: list[str] = field(default_factory=list)
+    """A line for each thing that could not be rescued, or not as it should be."""
+
+    def write(self, file: IO[bytes]) -> str:
+        """Write all but the models, so that ``torch.load(file, weights_only=True)`` reads it.
+
+        Gives what is left out, "" for nothing: a class of the user's cannot be read so.
+
+        Raises:
+            Exception: the weights hold such a class, or what their classes or the disk raise.
+        """
+        state = {
+            "weights": self.weights,
+            "optimizers": self.optimizers,
+            "schedulers": self.schedulers,
+            "step": self.step,
+            "missing": self.missing,
+        }
+        lost = ""
+        refused = _save(state, file)
+        if refused:
+            lost = f"the states of optimizers and schedulers (they hold {refused})"
+            missing = [*self.missing, f"{lost}: the file has none of them"]
+            refused = _save({**state, "optimizers": [], "schedulers": [], "missing": missing}, file)
+        if refused:
+            raise TypeError(f"the weights hold {refused}")
+        return lost
+
+    @classmethod
+    def read(cls, file: IO[bytes]) -> Rescued:
+        """What :meth:`write` has written; whatever torch raises for a file of something else."""
+        kept = torch.load(file, map_location="cpu", weights_only=True)
+        kept["missing"].append(
+            "models: the file has state dicts alone; make each model anew and load its weights"
+        )
+        return cls(models=[None for _ in kept["weights"]], **kept)
+
+    def __repr__(self) -> str:
+        # The state dicts of a small model alone are hundreds of lines.
+        models = ", ".join(type(model).__name__ for model in self.models)
+        parts = [
+            f"step {self.step}",
+            f"models=[{models}] with their weights",
+            f"optimizers: {len(self.optimizers)}",
+            f"schedulers: {len(self.schedulers)}",
+            *(f"missing: {line}" for line in self.missing),
+        ]
+        return f"<Rescued: {', '.join(parts)}>"
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A part of a tensor that is spread over ranks: its values, and where they lie in the whole."""
+
+    values: torch.Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one rank has of what is rescued.
+
+    A model is sent with its weights, and then its entry in ``weights`` is None. Or it is a
+    blueprint (blueprint.py) or None, and ``weights`` has its state dict, with a
+    :class:`TensorPiece` in place of each tensor of which other ranks have the rest.
+    """
+
+    models: list[Module | None]
+    weights: list[dict[str, Any] | None]
+    optimizers: list[dict[str, Any] | None]
+    schedulers: list[dict[str, Any]]
+    step: int
+
+    def join(self, others: Sequence[RankPart]) -> Rescued:
+        """What was being trained, from this part of rank 0 and those of the others."""
+        parts = [self, *others]
+        missing: list[str] = []
+        if len({part.step for part in parts}) > 1:
+            steps = ", ".join(str(part.step) for part in parts)
+            missing.append(
+                f"ranks were interrupted after different numbers of steps ({steps}), so that "
+                "pieces of weights do not belong together: Stop leaves all ranks at one step"
+            )
+        # A rank that was interrupted while it prepared has fewer of them.
+        made = [
+            _whole_model(
+                model, _each([part.weights for part in parts], index), f"model {index}", missing
+            )
+            for index, model in enumerate(self.models)
+        ]
+        optimizers = [
+            _whole(_each([part.optimizers for part in parts], index), f"optimizer {index}", missing)
+            for index in range(len(self.optimizers))
+        ]
+        return Rescued(
+            models=[model for model, _ in made],
+            weights=[weights for _, weights in made],
+            optimizers=optimizers,
+            schedulers=self.schedulers,
+            step=self.step,
+            missing=missing,
+        )
+
+
+def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
+    """This rank's part: with the models first, and then without them, if they cannot be pickled.
+
+    Args:
+        preparation: what was prepared.
+        num_steps: how many steps the optimizers have made.
+    """
+    strategy, known_models = preparation.plan.strategy, preparation.models
+    is_first = preparation.plan.topology.process_index == 0
+    in_parts = [strategy.is_in_parts(known.inner) for known in known_models]
+    if not known_models or not (is_first or any(in_parts)):
+        return
+    models = [uncompiled(known.inner) for known in known_models]
+    optimizers = [strategy.own_optimizer_state(known.optimizer) for known in preparation.optimizers]
+    without = RankPart(
+        models=[None for _ in models],
+        weights=[
+            _in_pieces(strategy.own_state_dict(model)) if is_part else None
+            for model, is_part in zip(models, in_parts, strict=True)
+        ],
+        optimizers=[_in_pieces(state) for state in optimizers],
+        schedulers=[known.scheduler.state_dict() for known in preparation.schedulers],
+        step=num_steps,
+    )
+    if is_first:
+        models_sent = [
+            known.blueprint if is_part else model
+            for known, model, is_part in zip(known_models, models, in_parts, strict=True)
+        ]
+        yield replace(without, models=models_sent)
+        for index, is_part in enumerate(in_parts):
+            if not is_part:
+                without.weights[index] = _in_pieces(dict(models[index].state_dict()))
+    yield without
+
+
+def _save(state: dict[str, Any], file: IO[bytes]) -> str:
+    """Write over a file; gives the classes in it that nobody reads without trusting the file."""
+    file.seek(0)
+    file.truncate()
+    torch.save(state, file)
+    file.seek(0)
+    return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+
+
+def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
+    """What the lists have at ``index``, those left out that are shorter."""
+    return [one[index] for one in lists if index < len(one)]
+
+
+def _in_pieces(values: Any) -> Any:
+    """``values`` with a :class:`TensorPiece` in place of each tensor that is spread over ranks."""
+    from torch.distributed.tensor import DTensor
+
+    return recursively_apply(_piece, values, test_type=lambda value: isinstance(value, DTensor))
+
+
+def _piece(spread: Any) -> TensorPiece:
+    # The same that torch's own distributed checkpoints go by.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape = tuple(spread.shape)
+    _, offset = compute_local_shape_and_global_offset(
+        spread.shape, spread.device_mesh, spread.placements
+    )
+    return TensorPiece(spread.detach().to_local(), tuple(offset), shape)
+
+
+def _whole_model(
+    model: Module | None, own: list[dict[str, Any] | None], name: str, missing: list[str]
+) -> tuple[Module | None, dict[str, Any] | None]:
+    """A model and its weights, from the model as rank 0 sent it and the weights of all ranks."""
+    if model is not None and own[0] is None:  # it came with its weights
+        return model, model.state_dict()
+    weights = _whole(own, name, missing)
+    if model is None or weights is None:
+        return None, weights
+    try:
+        fill(model, weights)
+    except Exception as error:  # whatever classes of the user's do
+        missing.append(f"{name}: it takes no weights here ({error}); make it anew and load them")
+        return None, weights
+    return model, model.state_dict()
+
+
+def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
+    try:
+        if any(part is not None for part in parts):
+            return _joined([part for part in parts if part is not None])
+        problem = "cannot be put together of what each rank has for itself"
+    except ValueError as error:
+        problem = str(error)
+    missing.append(f"{name}: its state {problem}")
+    return None
+
+
+def _joined(parts: list[Any]) -> Any:
+    """One value from what each rank sent of it: pieces become one tensor, and a dictionary has the
+    keys of all ranks."""
+    first = parts[0]
+    if isinstance(first, TensorPiece):
+        return _put_together(parts)
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: _joined([part[key] for part in parts if key in part]) for key in keys}
+    if isinstance(first, (list, tuple)):
+        return honor_type(first, (_joined(list(alike)) for alike in zip(*parts, strict=False)))
+    return first
+
+
+def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
+    shape, dtype = pieces[0].shape, pieces[0].values.dtype
+    # Replicas have the same piece.
+    pieces = list({piece.offset: piece for piece in pieces if piece.values.numel()}.values())
+    if sum(piece.values.numel() for piece in pieces) != math.prod(shape):
+        raise ValueError("lacks pieces that other ranks had")
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
+    for piece in pieces:
+        places = zip(piece.offset, piece.values.shape, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in places)] = piece.values
+    return whole

@@ -1,0 +1,377 @@
+"""The one file that knows device types, and it asks torch.
+
+``torch.accelerator`` tells the kind, the count and the current device;
+``torch.distributed.get_default_backend_for_device`` the backend. What a kind needs beyond that is
+one entry in a table here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.handlers import DistributedType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+__all__ = [
+    "Inventory",
+    "Streams",
+    "barrier_kwargs",
+    "choose_device",
+    "cuda_capability",
+    "default_backend",
+    "default_device",
+    "distributed_type",
+    "empty_cache",
+    "get_rng_state",
+    "has_ring_attention",
+    "inventory",
+    "is_host",
+    "is_only_device",
+    "memory_reader",
+    "set_numa_affinity",
+    "set_rng_state",
+    "streams",
+    "with_host",
+    "wrapper_device_ids",
+]
+
+_PCI = Path("/sys/bus/pci/devices")
+_log = logging.getLogger(__name__)
+
+_DISTRIBUTED_TYPES = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "xpu": DistributedType.MULTI_XPU,
+    "npu": DistributedType.MULTI_NPU,
+    "mlu": DistributedType.MULTI_MLU,
+    "sdaa": DistributedType.MULTI_SDAA,
+    "musa": DistributedType.MULTI_MUSA,
+    "hpu": DistributedType.MULTI_HPU,
+    "neuron": DistributedType.MULTI_NEURON,
+    "tpu": DistributedType.MULTI_TPU,
+}
+# Kinds of which a process has one without an index.
+_UNINDEXED = {"cpu", "mps"}
+_HOST = torch.device("cpu")
+
+
+def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.device:
+    """The device of a rank, made the current one of its process.
+
+    The variable ACCELERATE_TORCH_DEVICE may name one ("cpu", "cuda:1"), which all ranks of this
+    machine then share; without an index it names the kind alone.
+
+    Args:
+        cpu: take the host whatever else is there.
+        local_rank: of this rank on its machine.
+        shared: several ranks may sit on one device (their backend allows it).
+
+    Raises:
+        ConfigError: there are several devices, and more ranks on this machine than these. A single
+            device may be all that this rank was given: any number of ranks sits on it. Or the
+            variable names none that there is.
+    """
+    if cpu:
+        return _HOST
+    found = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if found else None
+    named = _named_device(accelerator)
+    if accelerator is None or (named is not None and named.type == "cpu"):
+        return _HOST
+    if accelerator.type in _UNINDEXED:
+        return accelerator
+    if named is not None and named.index is not None:
+        _make_current(named.index)
+        return named
+    count = torch.accelerator.device_count()
+    # A rank that was given one device only finds it at index 0, whatever its local rank.
+    if local_rank >= count > 1 and not shared:
+        raise ConfigError(
+            f"local rank {local_rank} has no {accelerator.type} device: this machine shows "
+            f"{count}. Start at most {count} ranks here, or use "
+            'InitProcessGroupKwargs(backend="gloo") to let ranks share a device'
+        )
+    index = local_rank % count
+    _make_current(index)
+    return torch.device(accelerator.type, index)
+
+
+def _named_device(accelerator: torch.device | None) -> torch.device | None:
+    """The device that a variable names; None where there is no such variable."""
+    text = environment.read("TORCH_DEVICE")
+    if text is None:
+        return None
+    counts = {"cpu": 1}
+    if accelerator is not None:
+        counts[accelerator.type] = torch.accelerator.device_count()
+    names = [f"{kind}:{index}" for kind, count in counts.items() for index in range(count)]
+    if text not in (*counts, *names):
+        raise ConfigError(
+            f"ACCELERATE_TORCH_DEVICE={text!r}: this machine has {', '.join(names)}; expected one "
+            "of these, or the kind alone"
+        )
+    return torch.device(text)
+
+
+def default_device() -> torch.device:
+    """The kind of device on which a rank computes unless it is told otherwise; none is used."""
+    if not torch.accelerator.is_available():
+        return _HOST
+    return torch.accelerator.current_accelerator() or _HOST
+
+
+def _make_current(index: int) -> None:
+    set_index = getattr(torch.accelerator, "set_device_index", None)
+    if set_index is None:  # its name in torch 2.6
+        set_index = torch.accelerator.set_device_idx
+    set_index(index)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The accelerators that a process sees.
+
+    Attributes:
+        kind: torch's type of them, "cpu" for none.
+        names: of each.
+        memory: bytes of each; 0 where that is unknown.
+        versions: of torch and of what carries the devices.
+        environment: variables without which ranks on these devices cannot work together.
+        problem: why there are none, where torch says so: a driver that is too old, or broken.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    memory: tuple[int, ...]
+    versions: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+def inventory() -> Inventory:
+    """Look at the accelerators that this process sees."""
+    accelerator = torch.accelerator.current_accelerator()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        is_there = accelerator is not None and torch.accelerator.is_available()
+    if accelerator is None or not is_there:
+        # Torch says behind it where in its own source it warns.
+        said = (str(one.message).partition(" (Triggered internally")[0] for one in caught)
+        versions = {"torch": str(torch.__version__)}
+        return Inventory("cpu", (), (), versions, problem="; ".join(said))
+    kind = accelerator.type
+    module = torch.get_device_module(kind)
+    name = getattr(module, "get_device_name", lambda _: kind)
+    properties = getattr(module, "get_device_properties", lambda _: None)
+    indices = range(torch.accelerator.device_count())
+    names = tuple(str(name(index)) for index in indices)
+    needed: Callable[[Sequence[str]], dict[str, str]] = _NEEDED.get(kind, lambda _: {})
+    return Inventory(
+        kind=kind,
+        names=names,
+        memory=tuple(int(getattr(properties(index), "total_memory", 0)) for index in indices),
+        versions={"torch": str(torch.__version__), **_VERSIONS.get(kind, dict)()},
+        environment=needed(names),
+    )
+
+
+def _cuda_versions() -> dict[str, str]:
+    found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    if dist.is_nccl_available():
+        version: Any = torch.cuda.nccl.version
+        found["NCCL"] = ".".join(map(str, version()))
+    return {name: version for name, version in found.items() if version}
+
+
+# What carries the devices of a kind, for people who look for a mismatch.
+_VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
+
+
+def _needed_by_cuda(names: Sequence[str]) -> dict[str, str]:
+    """Keep GeForce cards of the 40 series from speaking to each other directly, which they cannot
+    with drivers before 550.40.07."""
+    if len(names) < 2 or not any("RTX 40" in name for name in names):
+        return {}
+    try:  # asked only where it may be so: nvidia-smi takes a second
+        driver = _ask_driver_version()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    is_old = TorchVersion(driver) < "550.40.07"  # compares any versions, not only torch's
+    return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if is_old else {}
+
+
+def _ask_driver_version() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=30).stdout
+    return answer.split()[0]
+
+
+# What ranks on several devices of a kind need in their environment, by the names of the devices.
+_NEEDED: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"cuda": _needed_by_cuda}
+
+
+def default_backend(device: torch.device) -> str:
+    """The backends for a group of ranks on such devices: theirs, and gloo for host tensors."""
+    own = dist.get_default_backend_for_device(device)
+    return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+def with_host(backend: str, device: torch.device) -> str:
+    """A backend that was asked for by name, with gloo for host tensors beside it where it is the
+    device's own and knows none: checkpoints, offloaded weights and objects are on the host."""
+    host, _, both = default_backend(device).partition(",")
+    return f"{host},{both}" if both == f"{device.type}:{backend}" else backend
+
+
+def distributed_type(device: torch.device) -> DistributedType:
+    """What several ranks on such devices are called."""
+    return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
+
+
+def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
+    """What ``DistributedDataParallel`` takes as ``device_ids``: None where there is no index."""
+    return None if device.index is None else [device]
+
+
+def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
+    """How ``dist.barrier`` is told the device, where its backend asks for one."""
+    return {"device_ids": [device.index]} if backend == "nccl" else {}
+
+
+def has_ring_attention(device: torch.device) -> bool:
+    """Whether torch can compute attention over parts of sequences on such devices: it needs
+    kernels that give the sums of exponentials along with the result."""
+    return device.type != "cpu"
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether a device is the host itself."""
+    return device.type == "cpu"
+
+
+def is_only_device(device: torch.device) -> bool:
+    """Whether nothing can lie elsewhere than on this device: it is the host of a machine without
+    accelerators."""
+    return is_host(device) and not torch.accelerator.is_available()
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device; None for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
+    """A function that gives the bytes in use on the device; None for the host."""
+    if device.type == "cpu":
+        return None
+    read: Callable[..., int] | None = getattr(
+        torch.get_device_module(device), "memory_allocated", None
+    )
+    return None if read is None else lambda: read(device)
+
+
+class Streams(NamedTuple):
+    """How work is queued on a device beside its current stream."""
+
+    side: Any
+    """A stream beside the current one, the same for all that ask: torch keeps what was allocated on
+    a stream for that stream, so that each new one would hold memory of its own."""
+    use: Callable[[Any], AbstractContextManager[Any]]
+    """A block whose work goes to this stream."""
+    current: Callable[[], Any]
+    """The stream to which work goes now."""
+
+
+def streams(device: torch.device) -> Streams | None:
+    """The streams of a device; None where its kind has none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "Stream"):
+        return None
+    return Streams(
+        side=_side_stream(device),
+        use=module.stream,
+        current=lambda: module.current_stream(device),
+    )
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device=device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back to the driver what torch's allocator keeps for later."""
+    with contextlib.suppress(AttributeError):
+        torch.get_device_module(device).empty_cache()
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the device's own random numbers; None for the host."""
+    if device.type == "cpu":
+        return None
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put back what :func:`get_rng_state` gave."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state)
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Keep this process on the cores that are nearest to its CUDA device.
+
+    Nothing happens where there is no such device, or the machine (or an older torch) does not say
+    which cores.
+
+    Args:
+        local_process_index: the device's index.
+        verbose: log the cores; None does it in debug mode (``ACCELERATE_DEBUG_MODE``).
+    """
+    if not torch.cuda.is_available():
+        return
+    properties: Any = torch.cuda.get_device_properties(local_process_index)
+    if not hasattr(properties, "pci_bus_id"):
+        return
+    address = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    file = _PCI / address / "local_cpulist"
+    if not file.exists():
+        return
+    cores = _parse_cores(file.read_text()) & os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if environment.read_flag("DEBUG_MODE") if verbose is None else verbose:
+        _log.info("local rank %d runs on the cores %s", local_process_index, sorted(cores))
+
+
+def _parse_cores(text: str) -> set[int]:
+    """The numbers in a list such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores

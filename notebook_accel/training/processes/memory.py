@@ -1,0 +1,174 @@
+"""What fits into memory: smaller batches after an out-of-memory error, and freeing what is held."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.processes import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "is_out_of_memory",
+    "release_memory",
+]
+
+# Texts of errors that have no type of their own, in lower case: CUDA, HIP, XPU and MPS; cuDNN and
+# cuBLAS, which say so when their workspace does not fit; the host's allocator.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "cudnn_status_not_supported",
+    "cudnn_status_alloc_failed",
+    "cublas_status_alloc_failed",
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+)
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether an error says that the memory of a device or of the host did not suffice."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(exception).lower()
+    return isinstance(exception, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Free what nobody else holds: ``model, optimizer = release_memory(model, optimizer)``.
+
+    Returns:
+        a None for each object, to assign to their names. What those names held is freed at the
+        latest by the next call.
+    """
+    given = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * given
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give back to the driver what torch's allocator keeps of the device's memory for later.
+
+    Args:
+        garbage_collection: free what Python holds in cycles first, which takes a moment.
+    """
+    if garbage_collection:
+        gc.collect()
+    device = torch.accelerator.current_accelerator()
+    if device is not None:
+        devices.empty_cache(device)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Any:
+    """Decorate a function so that it is tried with smaller batches while memory does not suffice.
+
+    ``function(batch_size, ...)`` is called without its first argument. Later calls begin with the
+    size that was found. Each rank decides for itself, so the ranks of one run have to fail
+    with the same sizes.
+
+    Args:
+        function: takes the batch size first; None (only the arguments below) gives a decorator.
+        starting_batch_size: samples a batch in the first try.
+        reduce_batch_size_fn: gives the next size, from the last one if it needs an argument;
+            None takes nine tenths.
+
+    Raises:
+        ConfigError: the starting size is no whole number of at least 1, or the next size is not
+            smaller.
+        TypeError: the function does not take a batch size first, or was called with one.
+        RuntimeError: no size fits.
+    """
+    if type(starting_batch_size) is not int or starting_batch_size < 1:
+        raise ConfigError(
+            f"starting_batch_size is {starting_batch_size!r}: expected a whole number of at least 1"
+        )
+    if function is None:
+        return partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    _check_takes_batch_size(function)
+    start = batch_size = starting_batch_size
+    reduce = _with_argument(reduce_batch_size_fn)
+
+    @wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
+        _check_call(function, args, kwargs)
+        while batch_size > 0:
+            clear_device_cache(garbage_collection=True)
+            try:
+                return function(batch_size, *args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error) or type(error).__name__
+            # Out here: the error's traceback held the tensors of the try.
+            smaller = reduce(batch_size)
+            if not isinstance(smaller, int) or smaller >= batch_size:
+                raise ConfigError(
+                    f"reduce_batch_size_fn gave {smaller!r} after {batch_size}: expected a smaller "
+                    "whole number"
+                )
+            batch_size = smaller
+        batch_size = start
+        clear_device_cache(garbage_collection=True)
+        raise RuntimeError(
+            f"No executable batch size found: {_name(function)}() ran out of memory with each one "
+            f"from {start} down. Free what the process holds (release_memory) or make the model "
+            f"smaller. The last error: {reason}"
+        )
+
+    return search
+
+
+def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
+    """What gives the next size from the last one, which ``reduce`` gets if it has to have it."""
+    if reduce is None:
+        return lambda size: size * 9 // 10
+    try:
+        inspect.signature(reduce).bind()
+    except TypeError:
+        return reduce
+    return lambda _: reduce()
+
+
+def _check_takes_batch_size(function: Callable[..., Any]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    first = parameters[0] if parameters else None
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    if first is None or first.kind in kinds or first.name in {"self", "cls"}:
+        raise TypeError(
+            f"find_executable_batch_size: {_name(function)}{inspect.signature(function)} has to "
+            f"take the batch size as its first argument: def {_name(function)}(batch_size, ...)"
+        )
+
+
+def _check_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        inspect.signature(function).bind(0, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{_name(function)}() is given its batch size by find_executable_batch_size: leave it "
+            f"out of the call ({error})"
+        ) from None
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,226 @@
+"""Where this rank stands among the others: found once, and the same for all who ask.
+
+The launcher or the environment says which rank this is; a process group that the user made comes
+before both. Where there are several ranks and no group yet, it is made here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from notebook_accel.launch.rank import RankContext, current, has_process_group
+from notebook_accel.training.processes import devices
+from notebook_accel.training.processes.process_group import open_process_group
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.handlers import DistributedType, InitProcessGroupKwargs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+__all__ = [
+    "Topology",
+    "barrier",
+    "count_ranks",
+    "establish",
+    "forget",
+    "is_established",
+    "tell",
+    "topology",
+]
+
+_KEY = "topology"
+_listeners: list[Callable[[Topology], None]] = []
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which rank this process is, of how many, and the device on which it computes."""
+
+    process_index: int
+    """Rank of this process."""
+    num_processes: int
+    """Number of ranks."""
+    local_process_index: int
+    """Rank of this process on its machine."""
+    local_num_processes: int
+    """Number of ranks on this machine."""
+    device: torch.device
+    """Where this rank computes."""
+    backend: str | None
+    """Backend of the process group for this device; None where there is no group."""
+    pid: int
+    """Process that found this out."""
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What this kind of distribution is called."""
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return devices.distributed_type(self.device)
+
+
+def topology() -> Topology:
+    """The topology as this rank sees it, found out by the first who asks."""
+    found: Topology | None = current().shared.get(_KEY)
+    return establish() if found is None else found
+
+
+def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
+    """Find out which rank this is, and make its process group where there is none.
+
+    What was found out stays: ``cpu`` and ``options`` have an effect in the first call alone.
+
+    Raises:
+        ConfigError: the environment does not say where the ranks meet, or this machine has fewer
+            devices than ranks.
+    """
+    _heed_mpi(cpu=cpu)
+    shared = current().shared
+    found: Topology | None = shared.get(_KEY)
+    options = options or InitProcessGroupKwargs()
+    if found is None or _is_stale(found):
+        found = shared[_KEY] = _find(cpu=cpu, options=options)
+        for listener in _listeners:
+            listener(found)
+    elif found.num_processes > 1 and not has_process_group():
+        _open(_find_context(), found.device, options)
+    return found
+
+
+def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
+    """Number of ranks, and of those on this machine, asked without making a process group.
+
+    Args:
+        cpu: whether they are asked to compute on the host.
+    """
+    _heed_mpi(cpu=cpu)
+    found: Topology | None = current().shared.get(_KEY)
+    if found is None or _is_stale(found):
+        context = _find_context()
+        return context.world_size, context.local_world_size
+    return found.num_processes, found.local_num_processes
+
+
+def tell(listener: Callable[[Topology], None]) -> None:
+    """Call a function with the topology: now, where it is established, and whenever it is anew."""
+    if listener not in _listeners:
+        _listeners.append(listener)
+    found: Topology | None = current().shared.get(_KEY)
+    if found is not None:
+        listener(found)
+
+
+def is_established() -> bool:
+    """Whether somebody has asked where this rank stands."""
+    return _KEY in current().shared
+
+
+def forget() -> None:
+    """Find out anew at the next question."""
+    current().shared.pop(_KEY, None)
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    here = topology()
+    if here.num_processes > 1:
+        dist.barrier(**devices.barrier_kwargs(here.device, here.backend or ""))
+
+
+def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
+    context = _find_context()
+    device = devices.choose_device(
+        cpu=cpu or environment.read_flag("USE_CPU"),
+        local_rank=context.device_index,
+        shared=_chosen_backend(options) == "gloo",
+    )
+    if device.index is not None and environment.read_flag("CPU_AFFINITY"):
+        devices.set_numa_affinity(device.index)
+    if context.world_size > 1:
+        _open(context, device, options)
+    return Topology(
+        process_index=context.rank,
+        num_processes=context.world_size,
+        local_process_index=context.local_rank,
+        local_num_processes=context.local_world_size,
+        device=device,
+        backend=_backend_of(device),
+        pid=os.getpid(),
+    )
+
+
+def _heed_mpi(*, cpu: bool) -> None:
+    """Say in torchrun's variables which rank this is, where ``mpirun`` started it.
+
+    For ranks that are to compute on the host alone, as in Accelerate: on other machines the
+    variables of MPI may be those of the job in which a kernel runs.
+    """
+    is_told = "WORLD_SIZE" in os.environ or has_process_group() or current().launched
+    if is_told or not (cpu or environment.read_flag("USE_CPU")):
+        return
+    said = environment.get_cpu_distributed_information()
+    if said.world_size > 1:
+        os.environ.update({name.upper(): str(value) for name, value in said._asdict().items()})
+        os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def _find_context() -> RankContext:
+    if has_process_group():
+        return _of_group()
+    context = current()
+    # Outside our launcher the environment may have been set after the context was first asked.
+    return context if context.launched else RankContext.from_environment()
+
+
+def _of_group() -> RankContext:
+    said = RankContext.from_environment()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    named = "LOCAL_RANK" in os.environ
+    return RankContext(
+        rank=rank,
+        local_rank=said.local_rank if named else rank,
+        world_size=world_size,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+    )
+
+
+def _open(context: RankContext, device: torch.device, options: InitProcessGroupKwargs) -> None:
+    # A worker of a DataLoader inherits the environment of its rank, and is none itself.
+    if has_process_group() or get_worker_info() is not None:
+        return
+    asked = _chosen_backend(options)
+    open_process_group(
+        rank=context.rank,
+        world_size=context.world_size,
+        local_world_size=context.local_world_size,
+        backend=devices.with_host(asked, device) if asked else devices.default_backend(device),
+        options=options,
+    )
+
+
+def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
+    """What the code or the launch asks for; None leaves it to the device."""
+    return options.backend or environment.read("BACKEND")
+
+
+def _backend_of(device: torch.device) -> str | None:
+    if not has_process_group():
+        return None
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    by_device = {kind: backend for kind, _, backend in pairs}
+    return by_device.get(device.type, dist.get_backend())
+
+
+def _is_stale(found: Topology) -> bool:
+    """Whether this process is a rank of its own, forked from another rank."""
+    if found.pid == os.getpid() or current().launched:
+        return False
+    said = RankContext.from_environment()
+    return (said.rank, said.world_size) != (found.process_index, found.num_processes)

@@ -1,0 +1,1 @@
+"""What a training function asks for: plugins, handlers, variables."""

@@ -1,0 +1,437 @@
+"""How a user asks for DeepSpeed: ``DeepSpeedPlugin``, alone or several of them by name.
+
+Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
+takes its entry of the configuration, then its variable, then its default. DeepSpeed itself is
+imported by the strategy alone (``strategies/deepspeed.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.config.deepspeed import DeepSpeedOptions
+from notebook_accel.config.setting import documented, settings_of
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.availability import (
+    is_installed,
+)
+from notebook_accel.training.settings.deepspeed_config import AUTO, HfDeepSpeedConfig, is_open
+from notebook_accel.training.settings.notices import notice_once
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch.nn import Module
+
+    from notebook_accel.config.setting import Setting
+
+__all__ = [
+    "DeepSpeedPlugin",
+    "DeepSpeedPlugins",
+    "resolve_deepspeed",
+]
+
+_OPTIONS = settings_of(DeepSpeedOptions)
+_DEVICES = _OPTIONS["offload_param_device"].texts
+# The options that are entries of DeepSpeed's configuration.
+_ENTRIES = {name: one for name, one in _OPTIONS.items() if one.entry}
+
+
+@documented
+@dataclass
+class DeepSpeedPlugin(DeepSpeedOptions):
+    """Weights, gradients and optimizer states over the ranks by DeepSpeed's ZeRO.
+
+    DeepSpeed does precision, loss scaling, accumulation and clipping itself. What it is to do is a
+    configuration: a file or dictionary (``hf_ds_config``) whose "auto" entries ``prepare`` fills
+    in, or one that is made of the other fields.
+
+    Attributes:
+        deepspeed_config: the configuration, as a dictionary; ``prepare`` completes it in place.
+        selected: whether ``prepare`` uses this plugin, of several.
+        dschf: what Transformers was told; None where it was told nothing.
+
+    Raises:
+        ConfigError: a field has a value that is not known, or another one than the configuration.
+    """
+
+    def __post_init__(self) -> None:
+        if self.enable_msamp:
+            raise ConfigError('enable_msamp=True: MS-AMP is not there; use mixed_precision="bf16"')
+        self.selected = False
+        self.dschf: Any = None
+        self._wants_init = self.zero3_init_flag is True
+        given = self.hf_ds_config or _OPTIONS["hf_ds_config"].from_environment() or "none"
+        self.hf_ds_config = _configuration_of(given)
+        self._join_with_fields()
+        self._check()
+        self.deepspeed_config = self.hf_ds_config.config
+        # Steps are reported by this package's own views.
+        self.deepspeed_config["steps_per_print"] = float("inf")
+        is_zero3 = self.hf_ds_config.is_zero3()
+        if self.zero3_init_flag is None:
+            asked = _OPTIONS["zero3_init_flag"].from_environment()
+            self.zero3_init_flag = is_zero3 if asked is None else asked
+            self._wants_init = bool(asked)
+        if self.zero3_init_flag and not is_zero3:
+            notice_once("zero3 init", "zero3_init_flag has no effect below zero_stage=3")
+            self.zero3_init_flag = False
+        if self.transformer_moe_cls_names is None:
+            names = _OPTIONS["transformer_moe_cls_names"].from_environment()
+            self.transformer_moe_cls_names = names
+
+    def _join_with_fields(self) -> None:
+        """Let fields and configuration say the same."""
+        differing = []
+        for name, option in _ENTRIES.items():
+            asked, there = getattr(self, name), self.get_value(option.entry)
+            if not is_open(asked):
+                if not is_open(there) and there != asked:
+                    differing.append(f"{name}={asked!r}, and {option.entry} is {there!r}")
+                self.hf_ds_config.set_value(option.entry, asked)
+                continue
+            value = there
+            if is_open(value):
+                value = _from_environment(name, option)
+                if there is not None:
+                    self.hf_ds_config.set_value(option.entry, value)
+            setattr(self, name, value)
+        if differing:
+            raise ConfigError(
+                f"DeepSpeedPlugin and its configuration differ: {'; '.join(differing)}. Give one "
+                'of them, or set the entry of the configuration to "auto"'
+            )
+
+    def _check(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0, 1, 2 or 3")
+        for what, least in (("optimizer", 1), ("param", 3)):
+            name = f"offload_{what}_device"
+            device = getattr(self, name)
+            if device not in _DEVICES:
+                raise ConfigError(f"{name}={device!r}: expected one of {_DEVICES}")
+            if device != "none" and self.zero_stage < least:
+                raise ConfigError(
+                    f"{name}={device!r} and zero_stage={self.zero_stage}: expected zero_stage="
+                    f'{least} or more, or {name}="none"'
+                )
+            path = getattr(self, f"offload_{what}_nvme_path")
+            if device == "nvme" and path in (None, "none"):
+                raise ConfigError(f'{name}="nvme" needs a folder: set offload_{what}_nvme_path')
+        steps = self.gradient_accumulation_steps
+        if steps != AUTO and not (isinstance(steps, int) and steps >= 1):
+            raise ConfigError(
+                f'gradient_accumulation_steps={steps!r}: expected a whole number, or "auto"'
+            )
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """An entry of the configuration, by its name with dots."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether an entry is to be filled in by ``prepare``."""
+        return bool(self.hf_ds_config.is_auto(ds_key_long))
+
+    def fill_match(
+        self,
+        ds_key_long: str,
+        mismatches: list[str] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Give an entry that is "auto" a value, or compare the value that it has.
+
+        Args:
+            ds_key_long: the entry, by its name with dots; one that is not there stays so.
+            mismatches: gets a line where the entry has another value than the one in ``kwargs``.
+            must_match: False compares nothing.
+            **kwargs: values, by the names of entries.
+
+        Raises:
+            ConfigError: the entry is "auto", and there is no value for it.
+        """
+        known, differing = self.get_value(ds_key_long), [] if mismatches is None else mismatches
+        if known == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f'{ds_key_long} of the DeepSpeed configuration is "auto", and nothing was '
+                    f'given for it: pass **{{"{ds_key_long}": ...}}, or set the entry'
+                )
+            self.hf_ds_config.set_value(ds_key_long, kwargs[ds_key_long])
+        elif must_match and known not in (None, kwargs.get(ds_key_long, known)):
+            differing.append(f"{ds_key_long} is {known!r}, not {kwargs[ds_key_long]!r}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Give every entry that is "auto" its value, for code that does not wait for ``prepare``.
+
+        Args:
+            prefix: of the names in ``config``, which is a section then; its name and a dot.
+            mismatches: gets a line for each entry that has another value than the one given.
+            config: the section; None is the whole configuration.
+            must_match: False compares nothing.
+            **kwargs: values, by the names of entries with dots.
+
+        Raises:
+            ConfigError: there is no value for an entry, or another one than it has.
+        """
+        differing = [] if mismatches is None else mismatches
+        for name, value in list((self.deepspeed_config if config is None else config).items()):
+            if isinstance(value, dict):
+                self.deepspeed_config_process(
+                    f"{prefix}{name}.", differing, value, must_match, **kwargs
+                )
+            else:
+                self.fill_match(prefix + name, differing, must_match, **kwargs)
+        if differing and not prefix:
+            raise ConfigError(
+                f"the DeepSpeed configuration says something else than what was given: "
+                f'{"; ".join(differing)}. Set these entries to "auto"'
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Let DeepSpeed compute in "fp16", "bf16" or "no", where the configuration says nothing;
+        "fp8" is "bf16" to it.
+
+        Raises:
+            ConfigError: the configuration says another one.
+        """
+        wanted = "bf16" if mixed_precision == "fp8" else mixed_precision
+        self.resolve_precision(wanted)
+        for name in ("fp16", "bf16"):
+            if is_open(self.get_value(f"{name}.enabled")):
+                self.hf_ds_config.set_value(f"{name}.enabled", name == wanted)
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refused: a plugin does not know those beside it.
+
+        Raises:
+            ConfigError: says how one is chosen.
+        """
+        if not _from_accelerator_state:
+            raise ConfigError(
+                "DeepSpeedPlugin.select() cannot know the plugins beside this one: call "
+                "accelerator.state.select_deepspeed_plugin(name)"
+            )
+        self.selected = True
+        self.set_deepspeed_weakref()
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether ``from_pretrained`` of Transformers puts weights in parts as it reads them."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """A block in which ``from_pretrained`` puts weights in parts, or does not."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        self.set_deepspeed_weakref()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell Transformers whether to put weights in parts as it reads them.
+
+        It is not imported for this alone, which takes seconds, unless the flag was asked for: a
+        training that uses it has imported it before.
+        """
+        loaded = "transformers" in sys.modules
+        if not loaded and not (self._wants_init and is_installed("transformers")):
+            return
+        if importlib.util.find_spec("accelerate") is None:
+            # Transformers reads the configuration by a class of Accelerate, and raises without it.
+            if self._wants_init:
+                notice_once(
+                    "zero3 init",
+                    "zero3_init_flag has no effect: Transformers puts weights in parts as it reads "
+                    "them where accelerate is installed. pip install accelerate",
+                )
+            return
+        # By name: no dependency, but a library that a training may use beside this one.
+        integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+        integration.unset_hf_deepspeed_config()
+        self.dschf = None
+        if not self.zero3_init_flag:
+            return
+        # It wants numbers where ``prepare`` is yet to fill them in; none of them counts for how
+        # weights are read.
+        config = HfDeepSpeedConfig(self.deepspeed_config).fill(
+            {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
+        )
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
+        # It keeps no more than a weak reference.
+        self.dschf = integration.HfDeepSpeedConfig(config)
+
+    def set_moe_leaf_modules(self, model: Module) -> None:
+        """Let stage 3 gather the layers of experts in a model as a whole.
+
+        Raises:
+            ConfigError: the model has none of the classes.
+        """
+        if not self.transformer_moe_cls_names:
+            return
+        from deepspeed.utils import set_z3_leaf_modules
+
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        kinds = {type(part).__name__: type(part) for part in model.modules()}
+        missing = [name for name in names if name not in kinds]
+        if missing:
+            raise ConfigError(
+                f"transformer_moe_cls_names has {', '.join(missing)}, and {type(model).__name__} "
+                f"has layers of {', '.join(sorted(kinds))}"
+            )
+        set_z3_leaf_modules(model, [kinds[name] for name in names])
+
+    def resolve_precision(self, asked: str | None) -> str | None:
+        """The mixed precision: the configuration's where it says one, else as asked.
+
+        Raises:
+            ConfigError: both say one, and not the same.
+        """
+        wanted = (asked or environment.read("MIXED_PRECISION") or "no").lower()
+        for name in ("fp16", "bf16"):
+            if self.get_value(f"{name}.enabled") is True:
+                if wanted not in ("no", name):
+                    raise ConfigError(
+                        f"mixed_precision={wanted!r}, and the DeepSpeed configuration has "
+                        f'{name}.enabled: true. Give one of them, or set {name}.enabled to "auto"'
+                    )
+                return name
+        return asked
+
+    def resolve_steps(self, asked: int | None) -> int | None:
+        """The batches a step: the configuration's where it says them, else as asked."""
+        own = self.gradient_accumulation_steps
+        if own == AUTO:
+            return asked
+        if asked not in (None, own):
+            notice_once(
+                "deepspeed accumulation",
+                f"gradient_accumulation_steps={own} of the DeepSpeedPlugin is used, not the "
+                f"Accelerator's {asked}",
+            )
+        return int(own)
+
+
+def _configuration_of(given: Any) -> HfDeepSpeedConfig:
+    if given == "none":
+        # Without a configuration all is "auto", and the fields fill it in.
+        made = HfDeepSpeedConfig({"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO})
+        for option in _ENTRIES.values():
+            made.set_value(option.entry, AUTO)
+        return made
+    config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
+    if not isinstance(config.config.get("zero_optimization"), dict):
+        raise ConfigError(
+            "the DeepSpeed configuration has no section zero_optimization: add one, such as "
+            '"zero_optimization": {"stage": 2}'
+        )
+    return config
+
+
+def _from_environment(name: str, option: Setting) -> Any:
+    # Its variable is the Accelerator's, whose argument goes before it.
+    if name == "gradient_accumulation_steps":
+        return AUTO
+    variable = option.variable_set(os.environ)
+    is_auto = variable is not None and os.environ[variable].strip() == AUTO
+    return AUTO if is_auto else option.from_environment()
+
+
+class DeepSpeedPlugins:
+    """The plugins among which a training chooses; one is active at a time.
+
+    Attributes:
+        by_name: the plugins; a single one has the name "default".
+    """
+
+    def __init__(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
+        self.by_name = dict(plugins)
+        for plugin in self.by_name.values():
+            plugin.hf_ds_config.reopen()
+        self.select(next(iter(self.by_name)))
+
+    @property
+    def active(self) -> DeepSpeedPlugin:
+        """The one that ``prepare`` uses now."""
+        return next(plugin for plugin in self.by_name.values() if plugin.selected)
+
+    def named(self, name: str) -> DeepSpeedPlugin:
+        """The plugin of this name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name not in self.by_name:
+            raise ConfigError(
+                f"no DeepSpeedPlugin is called {name!r}: expected one of "
+                f"{', '.join(map(repr, self.by_name))}"
+            )
+        return self.by_name[name]
+
+    def select(self, name: str) -> None:
+        """Let ``prepare`` use the plugin of this name from now on.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        wanted = self.named(name)
+        for plugin in self.by_name.values():
+            plugin.selected = False
+        wanted.select(_from_accelerator_state=True)
+
+    def share(self) -> None:
+        """Let an ``Accelerator`` that is made later, without plugins, choose among these too.
+
+        So it is for several plugins alone: they are there for several models, each of which has an
+        ``Accelerator`` of its own.
+        """
+        current().shared[_SHARED] = self if len(self.by_name) > 1 else None
+
+
+_SHARED = "DeepSpeed plugins"
+
+
+def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
+    """The plugins: an argument, else one from the environment where ACCELERATE_USE_DEEPSPEED is
+    true, else several that an earlier ``Accelerator`` was made with.
+
+    Raises:
+        ConfigError: an argument is no such plugin, or DeepSpeed is not installed.
+    """
+    if plugin is not None and plugins is not None:
+        raise ConfigError("deepspeed_plugin and deepspeed_plugins were given: pass one of them")
+    given = plugin if plugins is None else plugins
+    if given is None and environment.read_flag("USE_DEEPSPEED"):
+        given = DeepSpeedPlugin()
+    if given is None:
+        shared: DeepSpeedPlugins | None = current().shared.get(_SHARED)
+        return shared
+    named = given if isinstance(given, dict) and given else {"default": given}
+    for one in named.values():
+        if not isinstance(one, DeepSpeedPlugin):
+            raise ConfigError(
+                f"deepspeed_plugin is a {type(one).__name__}: expected a DeepSpeedPlugin, or a "
+                "dictionary of several by name"
+            )
+    if not is_installed("deepspeed"):
+        raise ConfigError(
+            "DeepSpeed was asked for and is not installed: pip install deepspeed ninja"
+        )
+    return DeepSpeedPlugins(named)

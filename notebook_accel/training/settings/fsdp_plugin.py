@@ -1,0 +1,402 @@
+"""How a user asks for weights in parts, one a rank: ``FullyShardedDataParallelPlugin``.
+
+Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
+takes its variable, then its default. Torch's own classes (``FullStateDictConfig``,
+``ShardingStrategy``, ...) are taken as they are, and imported only when a plugin is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.config.fsdp import FsdpOptions
+from notebook_accel.config.setting import documented, settings_of
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+from notebook_accel.text_values import parse_flag
+from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.notices import notice_once
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.nn import Module
+
+__all__ = [
+    "FullyShardedDataParallelPlugin",
+    "resolve_fsdp",
+]
+
+_WRAPS = settings_of(FsdpOptions)["auto_wrap_policy"].texts
+# What the environment says of these depends on other fields.
+_BY_OTHER_FIELDS = ("reshard_after_forward", "state_dict_type")
+
+
+@documented
+@dataclass
+class FullyShardedDataParallelPlugin(FsdpOptions):
+    """Weights, gradients and optimizer states in parts, one a rank (torch's ``fully_shard``).
+
+    Version 1 and 2 are accepted, and both train by ``fully_shard`` (FSDP2): what version 1 has
+    beyond it (``use_orig_params``, ``limit_all_gathers``, prefetching) is accepted and without
+    effect.
+
+    Raises:
+        ConfigError: a field has a value that is not known.
+    """
+
+    def __post_init__(self) -> None:
+        for name, option in settings_of(FsdpOptions).items():
+            if getattr(self, name) is None and name not in _BY_OTHER_FIELDS:
+                setattr(self, name, option.from_environment())
+        for name in ("use_orig_params", "forward_prefetch"):
+            if getattr(self, name) is None:
+                variable = f"FSDP_{name.upper()}"
+                text = os.environ.get(variable, "").strip()
+                setattr(self, name, bool(text) and parse_flag(variable, text))
+        if self.fsdp_version not in (1, 2):
+            raise ConfigError(f"fsdp_version={self.fsdp_version!r}: expected 1 or 2")
+        self._resolve_sharding()
+        self._resolve_wrapping()
+        self.set_state_dict_type()
+        self._resolve_policies()
+        if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
+            self.ignored_modules = list(self.ignored_modules)
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            notice_once(
+                "FSDP weights of rank 0",
+                "sync_module_states=False is not used: with cpu_ram_efficient_loading=True rank 0 "
+                "alone has read the weights, and all ranks start from them",
+            )
+            self.sync_module_states = True
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ConfigError(
+                "activation_checkpointing_offload=True is about what activation checkpointing "
+                "keeps: set activation_checkpointing=True too"
+            )
+
+    def _resolve_sharding(self) -> None:
+        from torch.distributed.fsdp import ShardingStrategy
+
+        strategy = self.sharding_strategy
+        reshards = self.reshard_after_forward
+        if reshards is None:
+            reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").strip() or None
+            # Accelerate's launcher sets both variables, this one to "true" unless told otherwise;
+            # in version 1 the strategy says it.
+            if self.fsdp_version == 1 and strategy and str(reshards).lower() == "true":
+                reshards = None
+        is_strategy = isinstance(reshards, ShardingStrategy)
+        if is_strategy or str(reshards).upper() in map(_name, ShardingStrategy):  # in version 1
+            strategy, reshards = reshards, None
+        self.sharding_strategy = _member(ShardingStrategy, strategy, "sharding_strategy")
+        if reshards is None:
+            keeps = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+            reshards = self.sharding_strategy not in keeps
+        elif isinstance(reshards, str):
+            reshards = parse_flag("reshard_after_forward", reshards)
+        self.reshard_after_forward = reshards
+
+    def _resolve_policies(self) -> None:
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        given = self.mixed_precision_policy
+        if isinstance(given, (str, torch.dtype)):
+            self.set_mixed_precision(given, override=True)
+        elif isinstance(given, Mapping):
+            self._set_precision_policy(**given)
+        if self.mixed_precision_policy is not None:
+            self.validate_mixed_precision_policy()
+
+    def _resolve_wrapping(self) -> None:
+        from torch.distributed.fsdp import wrap
+
+        # Torch's own functions lack what the fields below say, such as the classes.
+        if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
+            self.auto_wrap_policy = "transformer_based_wrap"
+        if self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
+            self.auto_wrap_policy = "size_based_wrap"
+        if isinstance(self.auto_wrap_policy, str):
+            self.auto_wrap_policy = self.auto_wrap_policy.lower()
+            if self.auto_wrap_policy not in _WRAPS:
+                raise ConfigError(
+                    f"auto_wrap_policy={self.auto_wrap_policy!r}: expected one of {_WRAPS}, or a "
+                    "function"
+                )
+        elif not callable(self.auto_wrap_policy):
+            raise ConfigError(
+                f"auto_wrap_policy is a {type(self.auto_wrap_policy).__name__}: expected one of "
+                f"{_WRAPS}, or a function (module, recurse, nonwrapped_numel) -> bool, such as "
+                "torch's ModuleWrapPolicy({Block})"
+            )
+        names = self.transformer_cls_names_to_wrap
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip()]
+        self.transformer_cls_names_to_wrap = names or None
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Have ``save_state`` write in another way from now on; all ranks call it.
+
+        Args:
+            state_dict_type: a ``StateDictType``, its name or its number; None leaves what is said.
+
+        Raises:
+            ConfigError: it is none of them, or belongs to version 1 alone.
+        """
+        from torch.distributed import fsdp
+
+        given = state_dict_type or self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE")
+        if given is None:
+            is_full = self.fsdp_version == 1
+            if self.state_dict_config is not None:
+                is_full = isinstance(self.state_dict_config, fsdp.FullStateDictConfig)
+            given = "FULL_STATE_DICT" if is_full else "SHARDED_STATE_DICT"
+        found = _member(fsdp.StateDictType, given, "state_dict_type")
+        if self.fsdp_version == 2 and found is fsdp.StateDictType.LOCAL_STATE_DICT:
+            raise ConfigError(
+                "state_dict_type=LOCAL_STATE_DICT with fsdp_version=2: expected FULL_STATE_DICT or "
+                "SHARDED_STATE_DICT"
+            )
+        self.state_dict_type = found
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether ``save_state`` lets each rank write its part, rather than rank 0 all."""
+        return str(self.state_dict_type.name) != "FULL_STATE_DICT"
+
+    def set_auto_wrap_policy(self, model: Module) -> None:
+        """Make a function of the policy's name, for the classes of this model.
+
+        A policy that chooses nothing in this model is left as it is.
+        """
+        self.auto_wrap_policy = self.wrap_policy(model) or self.auto_wrap_policy
+
+    def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
+        """The function that chooses the modules to be gathered on their own; None for none."""
+        if callable(self.auto_wrap_policy):
+            return self.auto_wrap_policy  # type: ignore[no-any-return]
+        from torch.distributed.fsdp import wrap
+
+        if self.auto_wrap_policy == "size_based_wrap" and self.min_num_params:
+            return functools.partial(
+                wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params
+            )
+        if self.auto_wrap_policy == "size_based_wrap":
+            notice_once(
+                "wrap from which size",
+                'auto_wrap_policy="size_based_wrap" with min_num_params=0 wraps nothing, as in '
+                "Accelerate, and the model is gathered as a whole: set min_num_params",
+            )
+            return None
+        if self.auto_wrap_policy == "no_wrap":
+            return None
+        names = self.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)
+        kinds = {type(part) for part in model.modules() if type(part).__name__ in (names or ())}
+        if not kinds:
+            # No error: of two models that are prepared, one may have no such layers.
+            notice_once(
+                f"wrap {type(model).__name__}",
+                f'auto_wrap_policy="transformer_based_wrap" found none of the classes '
+                f"{list(names or [])} in {type(model).__name__}, which is gathered as a whole: "
+                "name its layers' class in transformer_cls_names_to_wrap",
+            )
+            return None
+        return functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=kinds)
+
+    def set_mixed_precision(
+        self,
+        mixed_precision: str | torch.dtype,
+        buffer_autocast: bool = False,
+        override: bool = False,
+    ) -> None:
+        """Gather weights and reduce gradients in this type, where no policy says otherwise.
+
+        Args:
+            mixed_precision: "bf16", "fp16", "fp32", "fp8" (which is gathered in bf16), or a type of
+                torch.
+            buffer_autocast: in version 1's policy buffers stay float32.
+            override: whatever a policy says.
+
+        Raises:
+            ConfigError: it is no such type.
+        """
+        dtype = _dtype(mixed_precision)
+        if self.mixed_precision_policy is not None and not override:
+            return
+        if self.fsdp_version == 1:
+            buffers = torch.float32 if buffer_autocast else dtype
+            self._set_precision_policy(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffers)
+        else:
+            self._set_precision_policy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+
+    def _set_precision_policy(self, **given: Any) -> None:
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        fields = {key: _dtype(one) if isinstance(one, str) else one for key, one in given.items()}
+        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
+        if unknown:
+            raise ConfigError(
+                f"mixed_precision_policy has {unknown}, which {kind.__name__} of "
+                f"fsdp_version={self.fsdp_version} has not: expected param_dtype, reduce_dtype, ..."
+            )
+        self.mixed_precision_policy = kind(**fields)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise ConfigError unless ``mixed_precision_policy`` is one of torch's objects."""
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        given = self.mixed_precision_policy
+        if not isinstance(given, (MixedPrecision, MixedPrecisionPolicy)):
+            raise ConfigError(
+                f"mixed_precision_policy={given!r}: expected a MixedPrecisionPolicy or "
+                "MixedPrecision of torch.distributed.fsdp, the name of a type, or a dict"
+            )
+
+    def precision_policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+        """In which types weights are gathered and gradients reduced; ``dtype`` is that of the
+        Accelerator's ``mixed_precision``."""
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        given = self.mixed_precision_policy
+        if isinstance(given, MixedPrecisionPolicy):
+            return given
+        if isinstance(given, MixedPrecision):
+            return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
+        # Gradients are summed over the ranks in float32: it costs twice the traffic of the type
+        # itself, and keeps the sums as exact as those of DDP.
+        return MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+
+    def set_cpu_offload(self) -> None:
+        """Make torch's object of a flag in ``cpu_offload``."""
+        from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+        if not isinstance(self.cpu_offload, bool):
+            return
+        if self.fsdp_version == 1:
+            self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
+        else:
+            self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """Raise ConfigError unless ``cpu_offload`` is one of torch's objects."""
+        from torch.distributed.fsdp import CPUOffload, OffloadPolicy
+
+        if not isinstance(self.cpu_offload, (CPUOffload, OffloadPolicy)):
+            raise ConfigError(
+                f"cpu_offload={self.cpu_offload!r}: expected True, False, or a CPUOffloadPolicy or "
+                "CPUOffload of torch.distributed.fsdp"
+            )
+
+    def offload_policy(self, device: torch.device) -> OffloadPolicy:
+        """Where the parts live between steps."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        given = self.cpu_offload
+        offloads = given is True or getattr(given, "offload_params", False)
+        if not offloads and not isinstance(given, CPUOffloadPolicy):
+            return OffloadPolicy()
+        # Torch pins by default, which fails where there is no accelerator to pin for.
+        pins = getattr(given, "pin_memory", True) and device.type != "cpu"
+        return CPUOffloadPolicy(pin_memory=pins)
+
+    def ignored_parts(self, model: Module) -> list[Module]:
+        """The modules whose weights every rank keeps whole; by the names that they have now."""
+        given = self.ignored_modules
+        if not isinstance(given, str):
+            return list(given or ())
+        try:
+            pattern = re.compile(given)
+        except re.error as error:
+            raise ConfigError(
+                f"ignored_modules={given!r}: expected modules, or a regular expression of "
+                f"their names: {error}"
+            ) from None
+        found = [part for name, part in model.named_modules() if pattern.fullmatch(name)]
+        if not found:
+            # No error: of two models that are prepared, one may have no such modules.
+            notice_once(
+                f"ignore {type(model).__name__}",
+                f"ignored_modules={given!r} matches the name of no module of "
+                f"{type(model).__name__}: all its weights are sharded",
+            )
+        return found
+
+
+def _member(kind: Any, given: Any, field: str) -> Any:
+    """The member of an enum, by itself, its number or its name."""
+    if isinstance(given, kind):
+        return given
+    text = str(given).strip().upper()
+    for member in kind:
+        if text in (_name(member), str(member.value)):
+            return member
+    names = ", ".join(map(_name, kind))
+    raise ConfigError(f"{field}={given!r}: expected one of {names}")
+
+
+def _name(member: Any) -> str:
+    # Torch calls one _HYBRID_SHARD_ZERO2, and Accelerate HYBRID_SHARD_ZERO2.
+    return str(member.name).lstrip("_")
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+# What is multiplied in 8 bits travels between ranks in 16.
+_DTYPES["fp8"] = torch.bfloat16
+
+
+def _dtype(given: str | torch.dtype) -> torch.dtype:
+    """A type in which weights are gathered, by itself or its name."""
+    name = str(given).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"mixed precision of FSDP by {given!r}: expected one of {', '.join(_DTYPES)}"
+        )
+    return _DTYPES[name]
+
+
+# What the environment said before an Accelerator told Transformers something else.
+_SAID = "environment before Transformers was told"
+
+
+def resolve_fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
+    """The plugin: an argument, else one from the environment where ACCELERATE_USE_FSDP is true.
+
+    Raises:
+        ConfigError: the argument is no such plugin.
+    """
+    for name, text in current().shared.pop(_SAID, {}).items():
+        os.environ.pop(name, None)
+        os.environ.update({} if text is None else {name: text})
+    if plugin is None:
+        return FullyShardedDataParallelPlugin() if environment.read_flag("USE_FSDP") else None
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise ConfigError(
+            f"fsdp_plugin is a {type(plugin).__name__}: expected a FullyShardedDataParallelPlugin"
+        )
+    _tell_transformers(reads_on_rank_0=bool(plugin.cpu_ram_efficient_loading))
+    return plugin
+
+
+def _tell_transformers(*, reads_on_rank_0: bool) -> None:
+    """Tell Transformers whether rank 0 alone has to read weights.
+
+    It asks the environment, which says again what it did before once the next ``Accelerator`` is
+    made: one without a plugin would be sharded by it.
+    """
+    known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
+    if not reads_on_rank_0 and known[0] not in os.environ:
+        return
+    current().shared[_SAID] = {name: os.environ.get(name) for name in known}
+    if reads_on_rank_0:
+        environment.enable_fsdp_ram_efficient_loading()
+    else:
+        environment.disable_fsdp_ram_efficient_loading()

@@ -1,0 +1,382 @@
+"""How many ranks each kind of parallelism gets: ``ParallelismConfig``.
+
+Its fields and environment variables are those of Hugging Face Accelerate, with those of pipelines
+and of the plan for divided layers beside them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.config.mesh import MeshOptions
+from notebook_accel.config.setting import documented, settings_of
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.settings import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+
+__all__ = [
+    "ParallelismConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
+    "fit_sizes",
+    "resolve_parallelism",
+]
+
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """How ranks that divide sequences exchange keys and values.
+
+    Raises:
+        ConfigError: the strategy is not known.
+    """
+
+    cp_comm_strategy: str | None = None
+    """"allgather" (all at once) or "alltoall" (from rank to rank in a ring, for less memory).
+    Variable PARALLELISM_CONFIG_CP_COMM_STRATEGY, else "allgather"; on the CPU always that."""
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            wanted = os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "").strip()
+            self.cp_comm_strategy = wanted or "allgather"
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ConfigError(
+                f"TorchContextParallelConfig(cp_comm_strategy={self.cp_comm_strategy!r}): expected "
+                '"allgather" or "alltoall"'
+            )
+
+
+@documented
+@dataclass
+class ParallelismConfig(MeshOptions):
+    """How many ranks each kind of parallelism gets; their product is the number of ranks.
+
+    The ranks form a mesh in this order, the innermost last: pipeline, replicas, shards, context,
+    tensor. Ranks with the same place among replicas and shards read the same samples.
+
+    Attributes:
+        device_mesh: the ranks in this order, once an ``Accelerator`` or ``get_device_mesh`` made
+            it.
+
+    Raises:
+        ConfigError: a size is no whole number of at least 1, or something is not known.
+    """
+
+    def __post_init__(self) -> None:
+        self.device_mesh: DeviceMesh | None = None
+        for name, option in settings_of(MeshOptions).items():
+            if getattr(self, name) is None:
+                setattr(self, name, option.from_environment())
+            setattr(self, name, option.checked(f"ParallelismConfig: {name}", getattr(self, name)))
+        if self.sp_size is None:
+            self.sp_size = environment.get_int_from_env(["PARALLELISM_CONFIG_SP_SIZE"], 1)
+        self._check_backends()
+        if self.pp_schedule not in _SCHEDULES:
+            raise ConfigError(
+                f"ParallelismConfig(pp_schedule={self.pp_schedule!r}): expected one of {_SCHEDULES}"
+            )
+        number = self.num_microbatches
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ConfigError(
+                f"ParallelismConfig(num_microbatches={number!r}): expected a whole number, 1 or "
+                "more, or None"
+            )
+        if self.pp_enabled and self.cp_enabled:
+            raise ConfigError(
+                f"ParallelismConfig has pp_size={self.sizes['pp']} and cp_size={self.sizes['cp']}: "
+                "a pipeline does not compose with divided sequences; use dp_shard_size, "
+                "dp_replicate_size or tp_size for the other ranks"
+            )
+        if self.pp_enabled and self.num_microbatches is not None:
+            self._check_microbatches(self.num_microbatches)
+
+    def _check_backends(self) -> None:
+        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            given = getattr(self, name)
+            if given is None:
+                given = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "").strip() or known
+                setattr(self, name, given)
+            if given != known:
+                raise ConfigError(f"ParallelismConfig({name}={given!r}): expected {known!r}")
+        if isinstance(self.sp_size, int) and self.sp_size > 1:
+            raise ConfigError(
+                f"ParallelismConfig(sp_size={self.sp_size}): sequences that are divided by "
+                "all-to-all (ALST, Ulysses) belong to DeepSpeed's strategy; to divide sequences "
+                "without it, use cp_size"
+            )
+        if self.tp_enabled and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig() if self.cp_enabled else None
+        elif not isinstance(self.cp_handler, TorchContextParallelConfig):
+            raise ConfigError(
+                f"ParallelismConfig(cp_handler=) is a {type(self.cp_handler).__name__}: expected "
+                "a TorchContextParallelConfig"
+            )
+
+    def _check_microbatches(self, number: int) -> None:
+        size = self.sizes["pp"]
+        if self.pp_schedule == "1F1B" and number < size:
+            expected = f"{size} or more"
+        elif self.pp_schedule == "Interleaved1F1B" and number % size:
+            expected = f"a multiple of {size}"
+        else:
+            return
+        raise ConfigError(
+            f"ParallelismConfig(pp_size={size}, pp_schedule={self.pp_schedule!r}, "
+            f"num_microbatches={number}): this schedule expects {expected}"
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each dimension of the mesh, the innermost last."""
+        return {name: getattr(self, f"{name}_size") for name in _DIMENSIONS}
+
+    @property
+    def total_size(self) -> int:
+        """Ranks that the whole takes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Shares into which the data is divided."""
+        return int(self.sizes["dp_replicate"] * self.sizes["dp_shard"])
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Ranks that work on one share together."""
+        return int(self.sizes["pp"] * self.sizes["cp"] * self.sizes["tp"])
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The dimensions of more than one rank."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Those whose ranks read different samples; joined, the mesh's "dp"."""
+        return self._several("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Those whose ranks read the same samples."""
+        return self._several("tp", "cp", "pp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Those over which weights are sharded; joined, the mesh's "dp_shard_cp"."""
+        return self._several("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Those over which a loss is averaged; joined, the mesh's "dp_cp"."""
+        return self._several("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """What ``fully_shard`` takes of the mesh: replicas, where there are some, and shards."""
+        return [*self._several("dp_replicate"), "dp_shard_cp"]
+
+    def _several(self, *names: str) -> list[str]:
+        return [name for name in names if self.sizes[name] > 1]
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Make a mesh of all ranks, which call it together; None where every size is 1.
+
+        Args:
+            device_type: such as "cuda" or "cpu".
+        """
+        dimensions = [name for name, size in self.sizes.items() if size > 1]
+        return self.arrange_ranks(device_type, dimensions) if dimensions else None
+
+    def arrange_ranks(self, device_type: str, dimensions: Sequence[str]) -> DeviceMesh:
+        """Make a mesh of these dimensions, the innermost last; all ranks call it.
+
+        Where they have members, it knows the joined dimensions "dp", "dp_shard_cp" and "dp_cp".
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = tuple(self.sizes[name] for name in dimensions)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(dimensions))
+        for joined, names in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if names:
+                mesh[tuple(names)]._flatten(joined)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The ``Accelerator``'s mesh; without one, a mesh that all ranks make together and keep.
+
+        Raises:
+            ConfigError: there is no mesh yet, and no device type; or it is one of other devices.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ConfigError(
+                    "ParallelismConfig.get_device_mesh() has no mesh yet: make the Accelerator "
+                    'first, or pass the type of its devices, such as "cuda" or "cpu"'
+                )
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, self.device_mesh.device_type):
+            raise ConfigError(
+                f"ParallelismConfig.get_device_mesh({device_type!r}): there is a mesh of "
+                f"{self.device_mesh.device_type!r} devices already; leave the type out to get it"
+            )
+        return self.device_mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, those of handlers included."""
+        return asdict(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mesh belongs to the process group of its ranks.
+        return {**vars(self), "device_mesh": None}
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several copies."""
+        return self.sizes["dp_replicate"] > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether weights are sharded."""
+        return self.sizes["dp_shard"] > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are divided."""
+        return self.sizes["tp"] > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are divided."""
+        return self.sizes["cp"] > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether DeepSpeed divides sequences: never so here."""
+        return self.sp_size != 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether the model is split into stages."""
+        return self.sizes["pp"] > 1
+
+
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SIZES = (*(f"{name}_size" for name in _DIMENSIONS), "sp_size")
+
+
+def resolve_parallelism(given: Any) -> ParallelismConfig | None:
+    """The sizes: an argument, else those of the environment where ACCELERATE_USE_PARALLELISM_CONFIG
+    is true.
+
+    Raises:
+        ConfigError: the argument is no such configuration.
+    """
+    if given is None:
+        return ParallelismConfig() if environment.read_flag("USE_PARALLELISM_CONFIG") else None
+    if not isinstance(given, ParallelismConfig):
+        raise ConfigError(
+            f"parallelism_config is a {type(given).__name__}: expected a ParallelismConfig"
+        )
+    return given
+
+
+def fit_sizes(
+    asked: ParallelismConfig | None,
+    plugin: FullyShardedDataParallelPlugin | None,
+    *,
+    num_processes: int,
+    local_num_processes: int,
+) -> ParallelismConfig:
+    """The sizes of a mesh of all ranks.
+
+    Args:
+        asked: the user's sizes. Where they leave the data to one rank, an FSDP plugin takes all
+            ranks that are left, as its sharding strategy says.
+        plugin: the user's.
+        num_processes: number of ranks.
+        local_num_processes: number of ranks of this machine.
+
+    Raises:
+        ConfigError: the sizes do not make the number of ranks.
+    """
+    if plugin is not None and (asked is None or asked.data_parallel_size == 1):
+        asked = asked or ParallelismConfig(dp_replicate_size=1, dp_shard_size=1)
+        left = num_processes // asked.non_data_parallel_size
+        shards = left
+        name = plugin.sharding_strategy.name
+        if name == "NO_SHARD":
+            shards = 1
+        elif "HYBRID" in name:
+            # Of a machine's ranks, neighbours divide layers and sequences of one share.
+            within, rest = divmod(local_num_processes, asked.sizes["cp"] * asked.sizes["tp"])
+            if within and not rest and left % within == 0:
+                shards = within
+        if left:
+            asked = replace(asked, dp_shard_size=shards, dp_replicate_size=left // shards)
+    asked = asked or ParallelismConfig()
+    # Sizes that ask for nothing leave the ranks to plain data parallelism.
+    if asked.total_size not in (1, num_processes):
+        sizes = " x ".join(f"{name} {size}" for name, size in asked.sizes.items())
+        raise ConfigError(
+            f"ParallelismConfig takes {asked.total_size} ranks ({sizes}) and there are "
+            f"{num_processes}: expected sizes whose product is the number of ranks; launch "
+            f"{asked.total_size}, or set dp_shard_size"
+        )
+    return asked
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """More about tensor parallelism (``ParallelismConfig(tp_handler=...)``).
+
+    Raises:
+        ConfigError: ``enable_async_tp`` is asked for.
+    """
+
+    enable_async_tp: bool = False
+    """Overlapping of communication and compute within a layer: not there."""
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            raise ConfigError(
+                "TorchTensorParallelConfig(enable_async_tp=True): layers that are divided wait for "
+                "each other here; leave it out"
+            )
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Accelerate's older way to ask for tensor parallelism.
+
+    Raises:
+        ConfigError: it asks for more than one rank: ``ParallelismConfig(tp_size=...)`` does that.
+    """
+
+    tp_size: int = 1
+    """Ranks that compute each layer together."""
+    torch_device_mesh: Any = None
+    """Accepted."""
+
+    def __post_init__(self) -> None:
+        if self.tp_size != 1:
+            raise ConfigError(
+                f"TorchTensorParallelPlugin(tp_size={self.tp_size}): pass "
+                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={self.tp_size})) instead"
+            )

@@ -1,0 +1,1 @@
+"""Optimizers, schedulers and windows of accumulation, as prepared."""

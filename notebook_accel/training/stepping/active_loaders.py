@@ -1,0 +1,207 @@
+"""Which prepared loader is being iterated now, and where it stands.
+
+Accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are repeated?) and
+checkpoints ask here. A *pass* is one run over a loader, as ``for batch in loader`` makes it, and a
+*round* the samples on which all ranks work at the same step. Loops nest (an evaluation within an
+epoch) and are left in the middle, so the passes form a stack: one comes on top whenever it gives a
+batch, and leaves the stack when its iterator ends, is closed, or is garbage collected.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from notebook_accel.launch.rank import RankContext, current
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+
+__all__ = ["ActiveLoaders", "LoaderProgress", "Position", "ShortRound", "active_loaders"]
+
+
+class ShortRound(NamedTuple):
+    """The sample counts of a round that lacks samples, or may lack some.
+
+    That is the last round of a pass, or a short one before it.
+    """
+
+    num_samples: int
+    """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
+    known."""
+
+    batch_size: int | None
+    """Samples in this rank's batch, repeated ones included; 0 where the rank gets none of the
+    round, None where that is not known."""
+
+    num_own_samples: int
+    """Samples in this rank's batch that are not repeated."""
+
+
+@dataclass(eq=False, slots=True)
+class Position:
+    """Where one pass over a prepared loader stands."""
+
+    epoch: int = 0
+    """Number of the epoch."""
+
+    num_given: int = 0
+    """Batches of the epoch that the loop has got, those that it skipped included."""
+
+    num_lacking: int = 0
+    """Samples that were missing from rounds of a stream before its last round: each worker process
+    that reads a part of the stream ends it with a short round."""
+
+    remainder: int = -1
+    """If the last round is not full, how many samples all ranks have in it, repeated ones not
+    counted; 0 if it is known to be full, -1 if nothing is known. Before the loop reaches that
+    round, it is what the sampler expects."""
+
+    is_uneven: bool = False
+    """Whether ranks may have batches of different sizes at the same step."""
+
+    generators: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The states of the loader's generators as the pass began."""
+
+    begin: Mapping[str, Any] | None = None
+    """The states of the global random numbers as the pass began."""
+
+    ahead: list[Mapping[str, Any]] = field(default_factory=list)
+    """For each batch that is read and not yet given, the states of the global random numbers before
+    its read; empty where reads draw nothing (``replay``)."""
+
+    reader_states: dict[int, Any] = field(default_factory=dict)
+    """Of a dataset that says itself how far it is (``stateful``), its states after the last few
+    batches read, by their numbers."""
+
+    shard_pass: Any = None
+    """What the sampler that divides the samples finds in this pass, if there is one."""
+
+    short_round: ShortRound | None = None
+    """What the round that the loop has now has; None where it is known to be full."""
+
+    loader: Any = None
+    """The loader, while the pass is under way; None before and after."""
+
+    end_of_dataloader: bool = False
+    """Whether the batch that the loop has now is the last."""
+
+    samples: int = 0
+    """Of all ranks, in the epochs before this pass."""
+
+    at_step: tuple[int, int, list[Mapping[str, Any]] | None] = (0, 0, None)
+    """``num_given``, ``num_lacking`` and ``ahead`` as an optimizer made its last step in this pass,
+    or as the pass began; no such list where it began anew."""
+
+    is_over: bool = False
+    """Whether the pass has ended, or was left."""
+
+    is_stopped: bool = False
+    """Whether a stop of the run (``RunStopped``) ended the pass, and the pass was over training
+    data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its place."""
+
+    def note_step(self) -> None:
+        """Note where the pass is as an optimizer makes a step: an open window begins there."""
+        self.at_step = self.num_given, self.num_lacking, list(self.ahead)
+
+
+@dataclass(eq=False)
+class LoaderProgress:
+    """How far a loader is. A loader and what ``skip_first_batches`` makes of it share one."""
+
+    iteration: int = 0
+    """Number of the epoch."""
+
+    samples: int = 0
+    """Of all ranks, in the epochs that are complete."""
+
+    restored: Mapping[str, Any] | None = None
+    """What the next pass has to go on from."""
+
+    position: Position | None = None
+    """Of the pass that began or gave a batch last."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
+        return LoaderProgress, (self.iteration, self.samples, self.restored)
+
+
+class ActiveLoaders:
+    """The passes that are under way; the one that gave a batch last answers.
+
+    That is the innermost of nested loops. An iterator that was left in the middle, and is still
+    referenced somewhere, no longer answers as soon as another loop goes on.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[Position] = []
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
+
+    @property
+    def position(self) -> Position | None:
+        """The pass that gave a batch last; None outside of loops."""
+        return self.stack[-1] if self.stack else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self.stack)
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that gave a batch last; None outside of loops."""
+        return self.stack[-1].loader if self.stack else None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch of the active loader is its last; False outside of loops."""
+        return self.stack[-1].end_of_dataloader if self.stack else False
+
+    @property
+    def remainder(self) -> int:
+        """Samples of all ranks in the last round of the active loader; see :class:`Position`."""
+        return self.stack[-1].remainder if self.stack else -1
+
+    def put_on_top(self, position: Position) -> None:
+        """Make this pass the active one."""
+        self.drop(position)
+        self.stack.append(position)
+
+    def drop(self, position: Position) -> None:
+        """Forget a pass that has ended."""
+        if position in self.stack:
+            self.stack.remove(position)
+
+    def note_step(self) -> None:
+        """Note that an optimizer made a step within the passes that are under way."""
+        for one in self.stack:
+            self._trained.add(one.loader)
+            one.note_step()
+
+    def stop(self, position: Position) -> None:
+        """Note that the run was stopped in this pass, and so in all those around it.
+
+        Once optimizers have made steps, only passes over the loaders that they trained on keep
+        their place: an evaluation that went on in its middle would give a metric of the rest alone.
+        """
+        for one in (*self.stack, position):
+            is_trained = any(one.loader.is_part_of(loader) for loader in self._trained)
+            one.is_stopped = is_trained or not self._trained
+
+    def clear(self) -> None:
+        """Forget every pass."""
+        self.stack.clear()
+        self._trained.clear()
+
+
+def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
+    """The passes of this rank that are under way."""
+    shared = (context or current()).shared
+    found: ActiveLoaders | None = shared.get(ActiveLoaders)
+    if found is None:
+        found = shared[ActiveLoaders] = ActiveLoaders()
+    return found

@@ -1,0 +1,138 @@
+"""``GradientState``: where the training stands in its window of batches, and in its loader."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training.settings import environment
+from notebook_accel.training.stepping.accumulation import (
+    Accumulation,
+    current_accumulation,
+    forget_accumulation,
+)
+from notebook_accel.training.stepping.active_loaders import active_loaders
+
+if TYPE_CHECKING:
+    from notebook_accel.training.settings.handlers import (
+        GradientAccumulationPlugin,
+    )
+
+__all__ = ["GradientState"]
+
+
+_XLA_SYNCED = "gradients were reduced on XLA"
+
+
+class GradientState:
+    """Where the training stands in its window of batches, and in the loader that it reads.
+
+    An ``Accelerator`` and what it has prepared show its own windows; one that code makes itself
+    shows those of the newest ``Accelerator``.
+
+    Args:
+        gradient_accumulation_plugin: begins windows of these settings; None shows those there are.
+        accumulation: the windows to show; None: the newest.
+    """
+
+    def __init__(
+        self,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        *,
+        accumulation: Accumulation | None = None,
+    ) -> None:
+        if gradient_accumulation_plugin is not None:
+            Accumulation(gradient_accumulation_plugin).show()
+        self._own = accumulation
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        return self._own or current_accumulation()
+
+    @property
+    def num_steps(self) -> int:
+        """Batches a window."""
+        return self._accumulation.num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the next step of a prepared optimizer is a real one."""
+        return self._accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._accumulation.sync_gradients = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        # Loops that were taken from Transformers' Trainer call it.
+        self.sync_gradients = sync_gradients
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """The plugin's field of this name; without effect, as in Accelerate."""
+        return self._accumulation.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends a window that is still short."""
+        return self._accumulation.plugin.sync_with_dataloader
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The plugin's fields: those of the windows, to read and to set."""
+        return vars(self._accumulation.plugin)
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether gradients were reduced since the last step, for code that does so on XLA itself
+        and sets this; always so where ``ACCELERATE_USE_FSDP`` asks for sharded weights."""
+        found: bool = current().shared.get(_XLA_SYNCED, False)
+        return found or environment.parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, is_synced: bool) -> None:
+        current().shared[_XLA_SYNCED] = is_synced
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a state: always so."""
+        return True
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return active_loaders().in_dataloader
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that gave a batch last; None outside of loops."""
+        return active_loaders().active_dataloader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The prepared loaders that are being iterated, after a None."""
+        return [None, *(position.loader for position in active_loaders().stack)]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch of the active loader is its last."""
+        return active_loaders().end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of all ranks in the last round, without repeated ones; 0 where it lacks none, -1
+        where that is not known."""
+        return active_loaders().remainder
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        forget_accumulation()
+        active_loaders().clear()
+        current().shared.pop(_XLA_SYNCED, None)

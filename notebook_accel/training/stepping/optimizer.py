@@ -1,0 +1,332 @@
+"""A prepared optimizer: steps at the end of a window, skips overflows, reports its steps.
+
+When a gradient is cleared, with windows of several batches: ``zero_grad`` may stand first or last
+in the loop, so inside a window it must not touch gradients that a later step is to use. They are
+cleared
+
+- at once, where a step has used them, or outside of windows;
+- at once, on the last batch of a window, where this batch's gradients are there already: the loop
+  drops the window (its norm was not finite, say);
+- at the end of the last batch, where no gradient came after ``zero_grad`` and no step either: the
+  loop dropped the window before its backward;
+- not at all otherwise: this ``zero_grad`` stands first in the loop.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training.precision.loss_scaling import LossScaling, gradient_marks
+from notebook_accel.training.settings.notices import notice
+from notebook_accel.training.stepping.accumulation import current_accumulation
+from notebook_accel.training.stepping.gradient_state import GradientState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.models.prepared import PreparedModel
+    from notebook_accel.training.stepping.accumulation import Accumulation
+
+__all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares_parameters"]
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer; schedulers and other code see an optimizer like any other.
+
+    ``prepare`` makes it. One that is made by hand steps in the windows of the newest
+    ``Accelerator``, and by ``scaler`` where one is given.
+
+    Within a window of gradient accumulation ``step`` does nothing until the window ends, and
+    ``zero_grad`` clears only gradients that a step has used, or that the loop drops.
+
+    Attributes:
+        optimizer: the optimizer that it wraps.
+        num_steps: steps so far, those of the checkpoint that was loaded included; overflows of
+            fp16 do not count.
+        scaling: the loss scaling by which it steps; None for none.
+    """
+
+    _notebook_accel_stays_home = "make it inside the function"
+
+    # The wrapped optimizer has the state: the base class's __init__ would make a second one.
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        accumulation: Accumulation | None = None,
+        scaling: LossScaling | None = None,
+        device_memory: Callable[[], int | None] | None = None,
+        drop_unreduced: Callable[[Optimizer], None] | None = None,
+    ) -> None:
+        if device_placement and optimizer.state:
+            # Loading moves a state that was made elsewhere to the device of its parameters.
+            optimizer.load_state_dict(optimizer.state_dict())
+        if scaler is not None:
+            scaling = LossScaling(scaler)
+        self.optimizer = optimizer
+        self.num_steps = 0
+        self._used = False
+        self._is_overflow = False
+        # Of the last batch of a window: the gradients as it began (None: it is not running), and
+        # whether zero_grad was called before any of its own came.
+        self._at_start: list[tuple[int, int]] | None = None
+        self._was_held_back = False
+        self._accumulation = accumulation or current_accumulation()
+        self._accumulation.optimizers.add(self)
+        self.scaling = scaling
+        self._device_memory = device_memory
+        # Drops what a window has added up and no gradient shows.
+        self._drop_unreduced = drop_unreduced
+        # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
+        with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
+            own = weakref.ref(self)
+
+            def note_used(*_: Any) -> None:
+                stepped = own()
+                if stepped is not None:
+                    stepped._used = True
+
+            handle = optimizer.register_step_post_hook(note_used)
+            weakref.finalize(self, handle.remove)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last real step was left out because a gradient overflowed."""
+        return self._is_overflow
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 by which it steps; None otherwise."""
+        return None if self.scaling is None else self.scaling.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        # The one that scales the losses is set at the Accelerator, and knows what is unscaled.
+        if scaler is not self.scaler:
+            self.scaling = None if scaler is None else LossScaling(scaler)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the training stands in its window and its loader."""
+        return GradientState(accumulation=self._accumulation)
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        weights = (weight for group in self.param_groups for weight in group["params"])
+        return not self._used and any(weight.grad is not None for weight in weights)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step at the end of a window; nothing before it."""
+        if not self._accumulation.sync_gradients:
+            return None
+        # One that wraps another steps it inside, which is no step of an unprepared one.
+        self._accumulation.is_stepping = True
+        try:
+            if self.scaling is not None:
+                result, self._is_overflow = self.scaling.step(self.optimizer, closure)
+            elif closure is None:
+                result = self.optimizer.step()
+            else:
+                result = self.optimizer.step(closure)
+        finally:
+            self._accumulation.is_stepping = False
+        self._used = True
+        self._accumulation.note_step()
+        if not self._is_overflow:
+            self.num_steps += 1
+            current().count_step(self._device_memory)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those that a later step is to use aside (see the module)."""
+        is_open = not self._used and self._accumulation.keeps_gradients
+        if is_open and not self._has_new_gradients():
+            self._was_held_back = True
+            return
+        self._clear(set_to_none)
+
+    def _clear(self, set_to_none: bool) -> None:
+        # Cleared gradients have no window yet: the next ones are kept until a step uses them.
+        self._used = False
+        self._was_held_back = False
+        if set_to_none:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+        if self._drop_unreduced is not None:
+            self._drop_unreduced(self.optimizer)
+        if self._at_start is not None:
+            self._at_start = gradient_marks(self.optimizer)
+        if self.scaling is not None:
+            self.scaling.forget(self.optimizer)
+
+    def begin_last_batch(self) -> None:
+        """Note the gradients that there are as the last batch of a window begins, by which those of
+        that batch are recognised."""
+        self._at_start = gradient_marks(self.optimizer)
+        self._was_held_back = False
+
+    def end_last_batch(self) -> None:
+        """Note that the last batch of a window has ended: a window that was dropped is cleared."""
+        is_dropped = self._was_held_back and not self._used and not self._has_new_gradients()
+        self._at_start = None
+        if is_dropped:
+            self._clear(set_to_none=True)
+
+    def _has_new_gradients(self) -> bool:
+        """Whether the last batch of a window is running and has had a backward."""
+        return self._at_start is not None and gradient_marks(self.optimizer) != self._at_start
+
+    def train(self) -> None:
+        """Let an optimizer that has two modes (schedule-free ones) train; others have none."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Let an optimizer that has two modes give the weights to evaluate; others have none."""
+        self._set_mode("eval")
+
+    def _set_mode(self, name: str) -> None:
+        set_mode = getattr(self.optimizer, name, None)
+        if callable(set_mode):
+            set_mode()
+
+    def drop_gradients(self) -> None:
+        """Clear all gradients, those of a window that is open too."""
+        self._clear(set_to_none=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not yet there: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Windows and loss scale are the process's; one that is unpickled takes those it finds.
+        return AcceleratedOptimizer, (self.optimizer, False)
+
+    def __notebook_accel_unwrap__(self) -> Optimizer:
+        """What a rank sends back instead: the wrapped optimizer."""
+        return self.optimizer
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer in a prepared one; any other as it is, also one that wraps another."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
+    """Whether the optimizer steps a parameter whose ``id`` is in ``wanted``."""
+    return any(
+        id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+class UnpreparedWatch:
+    """Warns once when an optimizer of a prepared model steps without having been prepared.
+
+    Such a step would use gradients of an open window, or gradients that are still scaled.
+    """
+
+    def __init__(
+        self,
+        *,
+        accumulation: Accumulation,
+        scaling: LossScaling | None,
+        models: Sequence[PreparedModel],
+    ) -> None:
+        self._accumulation = accumulation
+        self.scaling = scaling
+        self._models = models
+        self._started = False
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def knows(self, optimizer: Optimizer) -> None:
+        """Note that this optimizer was prepared."""
+        self._known.add(optimizer)
+
+    def start(self, owner: object) -> None:
+        """Look at every optimizer's step for as long as ``owner`` lives.
+
+        Nothing is watched where an unprepared optimizer would step rightly: without windows and
+        without a loss scale.
+        """
+        if self._started or (self.scaling is None and self._accumulation.num_steps == 1):
+            return
+        self._started = True
+        watch = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            seen = watch()
+            if seen is not None:
+                seen._look(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(owner, handle.remove)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        reason = self._reason()
+        if self._accumulation.is_stepping or not reason or optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        prepared = {id(weight) for model in self._models for weight in model.inner.parameters()}
+        if shares_parameters(optimizer, prepared):
+            notice(
+                f"{type(optimizer).__name__} was stepped without accelerator.prepare(optimizer), "
+                f"{reason}"
+            )
+
+    def _reason(self) -> str:
+        if self.scaling is not None:
+            return "so it used gradients that are still multiplied with the loss scale"
+        if not self._accumulation.sync_gradients:
+            return "so it used the gradients of a window that is not complete"
+        return ""

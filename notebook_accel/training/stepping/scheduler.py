@@ -1,0 +1,159 @@
+"""A prepared scheduler: moves when its optimizers made a real step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from notebook_accel.training.collectives.data_group import current_data_group
+from notebook_accel.training.processes import topology
+from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.stepping.accumulation import current_accumulation
+from notebook_accel.training.stepping.gradient_state import GradientState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from notebook_accel.training.stepping.accumulation import Accumulation
+    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+
+__all__ = ["AcceleratedScheduler"]
+
+# A rate this much smaller than the highest one counts as none.
+_NOTHING = 1e-9
+
+
+class AcceleratedScheduler:
+    """Wraps a scheduler so that its length counts batches of the loader before ``prepare``.
+
+    An optimizer's step of P ranks uses P such batches, so the schedule moves P steps with it;
+    none while gradients are accumulated or when the step was skipped. A scheduler that is given
+    a metric (``ReduceLROnPlateau``) moves once a call. ``prepare`` makes it; one that is made by
+    hand moves with the windows of the newest ``Accelerator``.
+
+    Attributes:
+        scheduler: the scheduler that it wraps.
+        optimizers: the prepared optimizers whose rates it sets.
+        num_steps: steps of the schedule for one of an optimizer.
+        step_with_optimizer: False moves the schedule at each call, whatever the optimizers do.
+    """
+
+    _notebook_accel_stays_home = "make it inside the function"
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizers: Sequence[AcceleratedOptimizer] | AcceleratedOptimizer,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        accumulation: Accumulation | None = None,
+        num_steps: int | None = None,
+        num_shares: int | None = None,
+    ) -> None:
+        if num_steps is None:
+            num_steps = 1 if split_batches else topology.topology().num_processes
+        self.scheduler = scheduler
+        several: Any = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers: list[AcceleratedOptimizer] = list(several)
+        self.num_steps = num_steps
+        self._num_shares = num_shares  # into which the data is divided; None: as by the newest
+        self.step_with_optimizer = step_with_optimizer
+        self._peak = 0.0
+        self._ran_out = False
+        self._accumulation = accumulation or current_accumulation()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the training stands in its window and its loader."""
+        return GradientState(accumulation=self._accumulation)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the schedule moves one step with an optimizer's, however many ranks there are.
+
+        It may be set, for a length that counts steps of the optimizer.
+        """
+        return self.num_steps == 1
+
+    @split_batches.setter
+    def split_batches(self, value: bool) -> None:
+        if value:
+            self.num_steps = 1
+        elif self._num_shares is not None:
+            self.num_steps = self._num_shares
+        else:
+            shown = current_data_group()
+            self.num_steps = topology.topology().num_processes if shown is None else shown.size
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the schedule, if the optimizers made a step.
+
+        On batches that only accumulate the schedule does not move at all: torch's schedulers
+        compute with ``_step_count`` too, so not even that may count such a batch.
+        """
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif isinstance(self.scheduler, ReduceLROnPlateau):
+            # A metric is one, however many ranks found it; after the loop, where it is measured,
+            # a window may be open.
+            if self._accumulation.sync_gradients or not self._accumulation.inside:
+                self.scheduler.step(*args, **kwargs)
+        elif self._accumulation.sync_gradients and not self._was_skipped:
+            self._move(*args, **kwargs)
+
+    @property
+    def _was_skipped(self) -> bool:
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    def _move(self, *args: Any, **kwargs: Any) -> None:
+        total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises beyond its end
+        for _ in range(self.num_steps):
+            if total is None or self.scheduler.last_epoch < total:
+                self.scheduler.step(*args, **kwargs)
+        if self.num_steps > 1:
+            self._watch_the_end()
+
+    def _watch_the_end(self) -> None:
+        """Warn once of a rate that has been 0 for two moves: the length was counted too short."""
+        highest = max(float(rate) for rate in self.scheduler.get_last_lr())
+        self._peak = max(self._peak, highest)
+        if highest > _NOTHING * self._peak:
+            self._ran_out = False
+        elif not self._ran_out:
+            # A schedule of the right length reaches 0 too, with its last step.
+            self._ran_out = self._peak > 0
+        else:
+            notice_once(
+                "schedule ran out",
+                f"the learning rate has reached 0 while training goes on: a prepared "
+                f"{type(self.scheduler).__name__} moves {self.num_steps} steps with each step of "
+                "the optimizer, so count its length with len() of the loader before prepare()",
+            )
+
+    def get_last_lr(self) -> list[float]:
+        """Give the rates that the optimizers use now, one a parameter group."""
+        return [float(rate) for rate in self.scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the wrapped scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` gave."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not yet there: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedScheduler({self.scheduler!r})"
+
+    def __notebook_accel_unwrap__(self) -> LRScheduler:
+        """What a rank sends back instead: the wrapped scheduler."""
+        return self.scheduler

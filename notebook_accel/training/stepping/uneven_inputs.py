@@ -1,0 +1,80 @@
+"""Loops in which ranks have different numbers of batches, by torch's ``Join``.
+
+A rank that has no more batches takes part in the exchanges of the others until they are through.
+``DistributedDataParallel`` and torch's ``ZeroRedundancyOptimizer`` know how; a model whose weights
+are in parts over the ranks does not, and the others would wait for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.join import Join
+
+from notebook_accel.training.models import uncompiled
+from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.stepping.optimizer import inner_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["join_uneven_inputs"]
+
+
+@contextmanager
+def join_uneven_inputs(
+    joinables: Sequence[Any], loaders: Sequence[Any], even_batches: bool | None
+) -> Iterator[None]:
+    """A block in which ranks may have different numbers of batches, where there are several ranks.
+
+    Args:
+        joinables: the prepared models.
+        loaders: those that were prepared.
+        even_batches: whether they fill their last round up within the block; None leaves them as
+            they are.
+    """
+    able = [one for one in map(_innermost, joinables) if hasattr(one, "join_hook")]
+    if not able:
+        kinds = ", ".join(sorted({type(one).__name__ for one in joinables})) or "nothing"
+        notice_once(
+            "join",
+            "join_uneven_inputs() has no effect, and loaders stay as they are: ranks that have no "
+            "more batches can join the others for a model under DistributedDataParallel, and it "
+            f"was given {kinds}",
+        )
+        yield
+        return
+    with _filling_up(loaders, even_batches), Join(able):
+        yield
+
+
+def _innermost(joinable: Any) -> Any:
+    """The object inside a prepared optimizer or a compiled model, on which ``Join`` sets marks."""
+    own: Any = inner_optimizer(joinable)
+    return uncompiled(own)
+
+
+@contextmanager
+def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
+    """A block in which loaders fill their last round up, or do not; None changes nothing."""
+    # Those of others may be among them, which a subclass's prepare_data_loader gives.
+    asked: list[Any] = (
+        [] if value is None else [getattr(loader, "_shard", None) for loader in loaders]
+    )
+    found = [shard for shard in asked if hasattr(shard, "even_batches")]
+    if len(found) < len(asked):
+        notice_once(
+            "join: even_batches",
+            f"join_uneven_inputs(even_batches={value}) is only supported for map-style datasets "
+            f"and streams that each rank reads: {len(asked) - len(found)} of the {len(asked)} "
+            "prepared loaders stay as they are",
+        )
+    before = [shard.even_batches for shard in found]
+    for shard in found:
+        shard.even_batches = value
+    try:
+        yield
+    finally:
+        for shard, was in zip(found, before, strict=True):
+            shard.even_batches = was

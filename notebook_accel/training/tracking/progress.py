@@ -1,0 +1,56 @@
+"""Progress bars: one a rank in the run's view, one in all elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tqdm import auto
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+from notebook_accel.training.processes import topology
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["progress", "tqdm"]
+
+_Item = TypeVar("_Item")
+
+
+def progress(
+    iterable: Iterable[_Item],
+    desc: str | None = None,
+    total: float | None = None,
+    *,
+    is_shown: bool,
+) -> Iterable[_Item]:
+    """``iterable`` with a bar; under our launcher each rank has its own.
+
+    Args:
+        iterable: what is gone through.
+        desc: name of the bar.
+        total: number of items, where ``iterable`` cannot say.
+        is_shown: whether this rank shows one outside our launcher.
+    """
+    return auto.tqdm(iterable, desc=desc, total=total, disable=not (is_shown or current().launched))
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm[Any]:
+    """tqdm's own bar, shown by the first rank of each machine alone.
+
+    Args:
+        args, kwargs: what tqdm takes.
+        main_process_only: False shows a bar of every rank.
+
+    Raises:
+        ConfigError: it is given by position, as in old releases of Accelerate.
+    """
+    if args and isinstance(args[0], bool):
+        raise ConfigError(
+            f"tqdm({args[0]}, ...): expected what to go over first; write "
+            f"tqdm(..., main_process_only={args[0]})"
+        )
+    if main_process_only and topology.topology().local_process_index != 0:
+        kwargs["disable"] = True
+    return auto.tqdm(*args, **kwargs)
