@@ -169,6 +169,9 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     assert "rank 0 has no error to look into; rank 1 has" in book.fails("%accelerate debug 0")
     assert book.run("%%accelerate\nrank") == "rank 0: 0\nrank 1: 1\n"
     assert "no rank has an error to look into" in book.fails("%accelerate debug")
+    book.fails("%%accelerate\naccelerator.skip_first_batches(None, -1)")
+    text = typed(book, "%accelerate debug 0", "rank 0 (pdb) ", ["q"])
+    assert text.endswith("-> accelerator.skip_first_batches(None, -1)\n"), "ours is not opened"
     book.run("found = 'here'")
     book.run("%%accelerate --bg --pull found\nfound = 'there'\nif rank:\n    late = 1 // 0")
     assert "ZeroDivisionError" in typed(book, "%accelerate debug", "rank 1 (pdb) ", ["q"])

@@ -78,17 +78,22 @@ class PostMortem:
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:
-    """A traceback without our frames at its end, as that of ``breakpoint()``."""
+    """A traceback without our frames at its end, as those of ``breakpoint()`` or ``prepare``."""
     entries = []
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
-    while len(entries) > 1 and "__tracebackhide__" in entries[-1].tb_frame.f_locals:
+    while len(entries) > 1 and _is_ours(entries[-1].tb_frame):
         entries.pop()
     made: TracebackType | None = None
     for one in reversed(entries):
         made = TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return made
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__"))
+    return "__tracebackhide__" in frame.f_locals or module.startswith("notebook_accel.")
 
 
 class _Debugger(pdb.Pdb):
