@@ -34,7 +34,7 @@ from notebook_accel.training.preparing.plan import (
     resolve_project,
 )
 from notebook_accel.training.preparing.prepare import Preparation, extract_model_from_parallel
-from notebook_accel.training.processes import ProcessView, devices
+from notebook_accel.training.processes import ProcessInfo, devices
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
@@ -54,11 +54,11 @@ from notebook_accel.training.stepping.accumulation import Window
 from notebook_accel.training.stepping.gradient_state import GradientState
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
+from notebook_accel.training.tracking.active_trackers import Tracking
 from notebook_accel.training.tracking.base import BlankTracker
 from notebook_accel.training.tracking.profiling import profile
 from notebook_accel.training.tracking.progress import progress
 from notebook_accel.training.tracking.registry import resolve_trackers
-from notebook_accel.training.tracking.view import Tracking
 
 if TYPE_CHECKING:
     import os
@@ -101,7 +101,7 @@ _Handler = TypeVar("_Handler", bound=KwargsHandler)
 _STRATEGY = "strategy"
 
 
-class Accelerator(ProcessView):
+class Accelerator(ProcessInfo):
     """Makes the objects of a training loop ready for where it runs, and runs its steps.
 
     Attributes:

@@ -14,7 +14,7 @@ from notebook_accel.training.collectives import set_debugging
 from notebook_accel.training.collectives.agreement import is_debugging
 from notebook_accel.training.models.compiling import TorchDynamoPlugin
 from notebook_accel.training.precision import resolve_precision
-from notebook_accel.training.processes import ProcessView, devices, topology
+from notebook_accel.training.processes import ProcessInfo, devices, topology
 from notebook_accel.training.processes.process_group import close_process_group
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import (
@@ -61,7 +61,7 @@ class _SharedState:
         return {name: getattr(state, name) for name in self.names}
 
 
-class PartialState(ProcessView):
+class PartialState(ProcessInfo):
     """Which rank this is, where it computes, and what it does together with the others."""
 
     _shared_state = _SharedState(

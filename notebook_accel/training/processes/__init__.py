@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.handlers import DistributedType
 
-__all__ = ["ProcessView"]
+__all__ = ["ProcessInfo"]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
-class ProcessView:
+class ProcessInfo:
     """Base of ``PartialState``, ``AcceleratorState`` and ``Accelerator``."""
 
     @property
