@@ -16,7 +16,9 @@ from notebook_accel.launch.system import scratch
 if TYPE_CHECKING:
     import pytest
 
-_RUN = "20260101-000000-beef00"
+# Names in /dev/shm are the machine's: other runs of these tests have others.
+_NAME = f"{os.getpid() % 16**6:06x}"
+_RUN = f"20260101-000000-{_NAME}"
 
 
 def _leave(said: Any) -> None:
@@ -26,7 +28,7 @@ def _leave(said: Any) -> None:
     shared = Path("/dev/shm")
     name = multiprocessing.synchronize.SemLock._make_name()  # type: ignore[attr-defined]
     (shared / f"sem.{name[1:]}").touch()
-    os.link(shared / f"sem.{name[1:]}", shared / "sem.beef00")
+    os.link(shared / f"sem.{name[1:]}", shared / f"sem.{_NAME}")
     said.send((listener.address, name))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -38,9 +40,10 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         heard, said = context.Pipe()
         process = context.Process(target=_leave, args=(said,))
         process.start()
+        said.close()  # so that a child that fails is seen at once
         address, name = heard.recv()
         process.join()
-        left = [Path(address), Path(f"/dev/shm/sem.{name[1:]}"), Path("/dev/shm/sem.beef00")]
+        left = [Path(address), Path(f"/dev/shm/sem.{name[1:]}"), Path(f"/dev/shm/sem.{_NAME}")]
         assert all(path.exists() for path in left)
         assert Path(address).is_relative_to(folder)
         # Between two that cannot be removed, as those of another user: one of them comes first.
