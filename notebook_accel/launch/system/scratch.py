@@ -63,12 +63,11 @@ def _remove_tensors(pids: Collection[int]) -> None:
 def _remove_links(path: Path) -> None:
     """Remove a semaphore, also under the name that it had while it was made."""
     with contextlib.suppress(OSError):
-        stat = path.stat()
-        links = [path]
-        if stat.st_nlink > 1:
-            links = [entry for entry in _SHARED.glob("sem.*") if entry.samefile(path)]
+        number = path.stat().st_ino
+        # Nobody else's file is looked into: it may be removed meanwhile.
+        links = [entry.path for entry in os.scandir(_SHARED) if entry.inode() == number]
         for link in links:
-            link.unlink()
+            os.unlink(link)
 
 
 def _folder(run: str) -> Path:

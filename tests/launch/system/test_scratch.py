@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import multiprocessing.synchronize
 import os
@@ -16,9 +17,7 @@ from notebook_accel.launch.system import scratch
 if TYPE_CHECKING:
     import pytest
 
-# Names in /dev/shm are the machine's: other runs of these tests have others.
-_NAME = f"{os.getpid() % 16**6:06x}"
-_RUN = f"20260101-000000-{_NAME}"
+_RUN = "20260101-000000-beef00"
 
 
 def _leave(said: Any) -> None:
@@ -26,9 +25,11 @@ def _leave(said: Any) -> None:
     scratch.use(_RUN)
     listener = Listener()
     shared = Path("/dev/shm")
+    # As it was before another test imported joblib, which names semaphores in its own way.
+    importlib.reload(multiprocessing.synchronize)
     name = multiprocessing.synchronize.SemLock._make_name()  # type: ignore[attr-defined]
     (shared / f"sem.{name[1:]}").touch()
-    os.link(shared / f"sem.{name[1:]}", shared / f"sem.{_NAME}")
+    os.link(shared / f"sem.{name[1:]}", shared / f"sem.{os.getpid()}")
     said.send((listener.address, name))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -40,11 +41,14 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         heard, said = context.Pipe()
         process = context.Process(target=_leave, args=(said,))
         process.start()
-        said.close()  # so that a child that fails is seen at once
         address, name = heard.recv()
         process.join()
-        left = [Path(address), Path(f"/dev/shm/sem.{name[1:]}"), Path(f"/dev/shm/sem.{_NAME}")]
+        links = [Path(f"/dev/shm/sem.{end}") for end in (name[1:], process.pid)]
+        left = [Path(address), *links]
         assert all(path.exists() for path in left)
+        # As one that another process removes meanwhile.
+        vanished = Path(f"/dev/shm/sem.{process.pid}-vanished")
+        vanished.symlink_to("nowhere")
         assert Path(address).is_relative_to(folder)
         # Between two that cannot be removed, as those of another user: one of them comes first.
         stubborn = [Path(f"/dev/shm/torch_{process.pid}_{number}_0") for number in (0, 2)]
@@ -60,6 +64,7 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         assert not any(path.exists() for path in left)
         assert of_another.exists()
         of_another.unlink()
+        vanished.unlink()
         for path in stubborn:
             path.rmdir()
         assert os.listdir(folder) == []
