@@ -167,6 +167,9 @@ def test_an_example_is_stored_as_it_ran(path: Path) -> None:
     assert cells[-1].outputs
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="packages_distributions() of Python 3.10 misses some"
+)
 def test_binder_has_what_the_examples_import() -> None:
     cells = [cell for path in EXAMPLES for cell in nbformat.read(path, as_version=4).cells]
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")

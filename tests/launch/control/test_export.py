@@ -260,7 +260,10 @@ class HalfMade:
 
 
 class Settings(dict[str, float]):
-    __getattr__ = dict.__getitem__  # and dict's own text
+    def __getattr__(self, name: str) -> float:  # and dict's own text
+        if name not in self:
+            raise AttributeError(name)  # pickle of Python 3.10 looks for more than it has
+        return self[name]
 
 
 def test_what_has_no_text_of_its_own_is_no_plain_value() -> None:
