@@ -38,7 +38,7 @@ help:
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
-	@echo 'make bench           the figures of the README, peers beside us'
+	@echo 'make bench           the figures of benchmarks/README.md, peers beside us'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
 # Several files at a time (with JOBS=1 one), then the browsers two at a time, and then, alone, what

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TREE = PACKAGE.parent
 README = (TREE / "README.md").read_text(encoding="utf-8")
+FIGURES = (TREE / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -54,10 +55,17 @@ def test_each_extra_link_and_benchmark_that_is_named_exists() -> None:
     assert (
         {"plot", "fp8"} <= {*extras} <= {*metadata("notebook-accel").get_all("Provides-Extra", [])}
     )
-    scripts = re.findall(r"`(\w+\.py)[^`]*` \|$", README, flags=re.MULTILINE)
+    scripts = re.findall(r"`(\w+\.py)[^`]*` \|$", README + FIGURES, flags=re.MULTILINE)
     files = [*re.findall(r"\]\(([\w./]+)", README), *(f"benchmarks/{name}" for name in scripts)]
     assert {"CONTRIBUTING.md", "benchmarks/panel.py"} <= {*files}
     assert not [file for file in files if not (TREE / file).exists()]
+
+
+def test_the_figures_of_the_readme_stand_in_the_full_table() -> None:
+    figures = README.split("## Figures")[1].split("## ")[0]
+    rows = re.findall(r"^\|.*\|$", figures, flags=re.MULTILINE)
+    assert len(rows) > 2
+    assert {*rows} <= {*FIGURES.splitlines()}
 
 
 def test_the_cell_for_colab_installs_the_clone(
