@@ -35,6 +35,7 @@ __all__ = [
     "StorePort",
     "current",
     "enter",
+    "has_context",
     "has_process_group",
 ]
 
@@ -345,6 +346,11 @@ def current() -> RankContext:
         if _process_context is None:
             _process_context = RankContext.from_environment()
         return _process_context
+
+
+def has_context() -> bool:
+    """Whether :func:`current` has been asked yet: the first question reads the environment."""
+    return (_context.get() or _process_context) is not None
 
 
 def enter(context: RankContext, *, whole_process: bool = True) -> None:

@@ -629,7 +629,7 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     book.fails("sizes.append(nowhere)")
     book.run("sizes.append(1)")
     book.fails("%%accelerate\npartial = 1\npartial // 0")
-    book.run("%%accelerate --ranks 1\nsolo = 1")
+    book.run("%%accelerate --ranks 1\nalone = 1")
     book.run("%%accelerate\nimport torch\nown = torch.tensor(scaled(rank + wide), device=device)")
     shown = book.run(f"""
         %%accelerate --write {target}
@@ -638,7 +638,7 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     """)
     others = r"In\[\d+\], which did not end well; In\[\d+\], which ran with --ranks"
     assert re.fullmatch(rf"wrote {target}, without {others}\nranks 0-1: \(70, 2\)\n", shown), shown
-    assert "`solo` is assigned by In[" in book.fails(f"%%accelerate --write {target}\nsolo")
+    assert "`alone` is assigned by In[" in book.fails(f"%%accelerate --write {target}\nalone")
     text = target.read_text()
     assert "def scaled(value):\n    return value * scale\n" in text
     assert "unused" not in text
@@ -732,7 +732,8 @@ def test_a_session_outlives_what_a_cell_does_to_its_process(book: Notebook, dama
 
 def test_a_session_that_a_cell_has_broken_for_good_says_to_restart_it(book: Notebook) -> None:
     book.run(
-        "%%accelerate\nimport notebook_accel.notebook.worker as own\nown.shell.RankShell.run = None"
+        "%%accelerate\nfrom notebook_accel.notebook.worker.namespace import RankShell\n"
+        "RankShell.run = None"
     )
     assert "If each cell fails so: `%accelerate restart`" in book.fails("%%accelerate\n1")
     book.run("%accelerate restart")

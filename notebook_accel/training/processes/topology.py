@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from notebook_accel.launch.rank import RankContext, current, has_process_group
+from notebook_accel.launch.rank import RankContext, current, has_context, has_process_group
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.process_group import open_process_group
 from notebook_accel.training.settings import environment
@@ -112,7 +112,8 @@ def tell(listener: Callable[[Topology], None]) -> None:
     """Call a function with the topology: now, where it is established, and whenever it is anew."""
     if listener not in _listeners:
         _listeners.append(listener)
-    found: Topology | None = current().shared.get(_KEY)
+    # A module that is imported asks, perhaps in a process that forks the ranks only later.
+    found: Topology | None = current().shared.get(_KEY) if has_context() else None
     if found is not None:
         listener(found)
 

@@ -128,7 +128,9 @@ def text_to_image(accelerate: Any, folder: Path) -> dict[str, Any]:
                 train_loss = 0.0
                 if global_step % 2 == 0:
                     if accelerator.is_main_process:
-                        there = sorted(d for d in os.listdir(folder) if d.startswith("checkpoint"))
+                        # The other rank may have made this step's folder already.
+                        there = [f"checkpoint-{step}" for step in range(2, global_step, 2)]
+                        there = [each for each in there if (folder / each).exists()]
                         for old in there[: max(0, len(there) - 1)]:
                             shutil.rmtree(folder / old)
                     accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
