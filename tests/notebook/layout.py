@@ -61,7 +61,7 @@ _FAULTS = """(width) => {
 # On a page that is narrower still, how each rank stands.
 _STATES_FIT = """() => {
   const states = [...document.querySelectorAll('td.na-c-state')];
-  return document.querySelector('.na-panel').offsetWidth < 260 && states.every((state) =>
+  return document.querySelector('.na-panel').offsetWidth < 310 && states.every((state) =>
     state.offsetWidth && state.scrollWidth <= state.clientWidth);
 }"""
 
