@@ -629,7 +629,7 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     book.fails("sizes.append(nowhere)")
     book.run("sizes.append(1)")
     book.fails("%%accelerate\npartial = 1\npartial // 0")
-    book.run("%%accelerate --ranks 1\nalone = 1")
+    book.run("%%accelerate --ranks 1\nlonely = 1")
     book.run("%%accelerate\nimport torch\nown = torch.tensor(scaled(rank + wide), device=device)")
     shown = book.run(f"""
         %%accelerate --write {target}
@@ -638,7 +638,7 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     """)
     others = r"In\[\d+\], which did not end well; In\[\d+\], which ran with --ranks"
     assert re.fullmatch(rf"wrote {target}, without {others}\nranks 0-1: \(70, 2\)\n", shown), shown
-    assert "`alone` is assigned by In[" in book.fails(f"%%accelerate --write {target}\nalone")
+    assert "`lonely` is assigned by In[" in book.fails(f"%%accelerate --write {target}\nlonely")
     text = target.read_text()
     assert "def scaled(value):\n    return value * scale\n" in text
     assert "unused" not in text
