@@ -124,10 +124,10 @@ class LivePanel:
         self._is_folder_asked = False
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
-        # The body and the box outlive the others, since they have the summary in the end.
+        # These outlive the others, since they have the summary in the end.
         self._lasting = PanelWidgets()
         self._widgets = widgets = PanelWidgets()
-        self._body = self._lasting.make(ipywidgets.HTML)
+        self._body, self._ended_note = (self._lasting.make(ipywidgets.HTML) for _ in range(2))
         self._title, self._note = (widgets.make(ipywidgets.HTML) for _ in range(2))
         self._alert, self._displays = (widgets.make(ipywidgets.HTML) for _ in range(2))
         tooltip = f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip()
@@ -279,12 +279,11 @@ class LivePanel:
         # class of its own: the style sheet of another panel in the page is not meant for it.
         button = self._lasting.make(ipywidgets.Button)
         button.add_class("na-lacking")
-        button.on_click(lambda _: self._lacking())
-        self._box.children = (self._body, button)
-        show = f"{run_list.expression(self._run.id)}.show()"
-        note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
-        self._ended = f"{_ENDED_STYLE}{self._hiding_style}{snapshot.bundle['text/html']}"
-        self._body.value = f"{self._ended}{note}{_SAY_LACKING}"
+        button.on_click(self._on_lacking)
+        self._box.children = (self._body, self._ended_note, button)
+        html = snapshot.bundle["text/html"]
+        self._body.value = f"{_ENDED_STYLE}{self._hiding_style}{html}"
+        self._ended_note.value = str(_SAY_LACKING)
         self._box.remove_class("na-panel")
         self._box.add_class("na-ended")
         self._widgets.close()
@@ -301,11 +300,12 @@ class LivePanel:
 
     def has_summary_elsewhere(self) -> None:
         """A cell has put the summary into the notebook: no page needs to ask for it any more."""
-        self._body.value = self._ended
+        self._ended_note.value = ""
 
     def send_again(self) -> None:
         """Send the end once more, to a page that may not have got it."""
         self._body.send_state()
+        self._ended_note.send_state()
         # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
         self._slot.send_again()
 
@@ -313,6 +313,13 @@ class LivePanel:
         self._lasting.close()
 
     # ---- clicks ----------------------------------------------------------------------------
+
+    def _on_lacking(self, _button: Any) -> None:
+        self._lacking()
+        # What it promises holds from now on, and not before.
+        show = f"{run_list.expression(self._run.id)}.show()"
+        note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
+        self._ended_note.value = str(note)
 
     def _on_kill(self, _button: Any) -> None:
         now = time.monotonic()

@@ -180,7 +180,6 @@ def test_the_summary_takes_the_place_of_a_panel_that_is_still_whole(
     # For pages that were reloaded, which know the widget only.
     assert shown.panel._box.children[0] is shown.panel._body
     assert page.only["text/html"] in shown.panel._body.value
-    assert "find_run(&#39;calm-otter&#39;).show() in a cell" in shown.panel._body.value
     # What the style sheet of a live panel says of one whose kernel is gone is not for summaries.
     assert shown.panel._box._dom_classes == ("na-ended",)
     shown.await_last_message()
