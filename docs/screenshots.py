@@ -41,9 +41,9 @@ LAUNCH = "run = notebook_launcher(train, (DigitNet(),), num_processes=2)"
 CHANGES = {
     "epochs=12": "epochs=40",
     "batch_size=32": "batch_size=4",
-    "        accelerator.log(": (
+    '        accelerator.log({"accuracy"': (
         '        print(f"epoch {epoch + 1}: loss {loss.item():.4f}, accuracy {accuracy:.1%}")\n'
-        "        accelerator.log("
+        '        accelerator.log({"accuracy"'
     ),
 }
 

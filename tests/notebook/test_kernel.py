@@ -84,9 +84,9 @@ def test_the_live_panel_gives_way_to_a_summary_that_is_sent_again(
     assert (reply.text, reply.outputs) == ("", [])
     kernel.seen.clear()
     assert kernel.listen_until(lambda: _sent(kernel, "update_display_data") >= 1, seconds=20)
-    # Widgets do not pile up: of a run that has ended there are the box, its summary, the button by
-    # which a page asks for that, and their looks.
-    assert int(run(kernel, count).text) - before <= 6
+    # Widgets do not pile up: of a run that has ended there are the box, its summary, a note, the
+    # button by which a page asks for the summary, and their looks.
+    assert int(run(kernel, count).text) - before <= 7
     assert run(kernel, "print(run.results)").text == "[0, 1]\n"
 
 
