@@ -109,6 +109,38 @@ def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path / "checkpoints")) == names[-2:]
 
 
+@pytest.mark.parametrize("hung", [1, 3])
+def test_a_writer_that_hangs_as_it_is_forked_is_forked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: int
+) -> None:
+    """As CPython's does, up to 3.11.9, where another thread holds a lock at the fork."""
+    monkeypatch.setattr(background, "_FORK_MAY_HANG", True)
+    monkeypatch.setattr(background, "_BEGIN_SECONDS", 0.3)
+    children: list[int] = []
+    fork = os.fork
+
+    def hanging_fork() -> int:
+        child = fork()
+        children.append(child)
+        if not child and len(children) <= hung:
+            threading.Event().wait()
+        return child
+
+    monkeypatch.setattr(os, "fork", hanging_fork)
+    parts = setup()
+    if hung == 1:
+        parts[0].save_state(tmp_path / "state", async_save=True)
+        parts[0].wait_for_checkpoint()
+        assert set(os.listdir(tmp_path / "state")) == FILES
+    else:
+        with pytest.raises(NotebookAccelError, match=r"hung three times.*update Python"):
+            parts[0].save_state(tmp_path / "state", async_save=True)
+    assert len(children) == hung + (hung == 1)
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
 class Unsafe(Counter):
     def state_dict(self) -> dict[str, Any]:
         return {"count": nn.Linear(1, 1)}

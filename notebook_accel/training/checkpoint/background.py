@@ -25,6 +25,7 @@ import ctypes
 import gc
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -48,6 +49,9 @@ __all__ = ["Pending", "Writer", "make_writer"]
 
 # The longest that an interrupt goes unheard while somebody waits for the writer.
 _SLICE_SECONDS = 0.1
+# A child begins within milliseconds, on a busy machine within a second.
+_BEGIN_SECONDS = 5.0
+_FORK_MAY_HANG = sys.version_info < (3, 12)
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -84,13 +88,9 @@ class ForkingWriter(Writer):
         answer = os.fdopen(os.memfd_create("checkpoint-answer"), "w+b")
         is_main = threading.current_thread() is threading.main_thread()
         parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-            child = os.fork()
-        if not child:
-            # Linux sends the death signal as the *thread* that forked ends, and only the end of the
-            # main one is that of the rank.
-            _write_in_child(work, answer, parent if is_main else None)
+        # Linux sends the death signal as the *thread* that forked ends, and only the end of the
+        # main one is that of the rank.
+        child = _fork(lambda: _write_in_child(work, answer, parent if is_main else None))
 
         def wait() -> Any:
             with contextlib.suppress(ChildProcessError):  # the user's code waits for any child
@@ -109,6 +109,42 @@ class ForkingWriter(Writer):
             return result
 
         return wait
+
+
+def _fork(run: Callable[[], Any]) -> int:
+    """Fork a child that calls ``run``, which never returns; gives its process id.
+
+    Raises:
+        NotebookAccelError: three children in a row hung before they could begin.
+    """
+    # CPython up to 3.10.14 and 3.11.9 hangs in the child where another thread, one of gloo's say,
+    # held the lock of its list of threads at the fork (github.com/python/cpython/issues/112275).
+    for _ in range(3):
+        begun = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+                child = os.fork()
+            if not child:
+                os.eventfd_write(begun, 1)
+                run()
+            if not _FORK_MAY_HANG or _is_written(begun, _BEGIN_SECONDS):
+                return child
+        finally:
+            os.close(begun)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    raise NotebookAccelError(
+        "the process that was to write it hung three times as it began: update Python "
+        f"({sys.version.split()[0]} here; 3.10.15, 3.11.10 and 3.12 are mended), or save with "
+        "async_save=False"
+    )
+
+
+def _is_written(event: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(event, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _write_in_child(work: Callable[[], Any], answer: Any, parent: int | None) -> None:
