@@ -1,27 +1,48 @@
-"""Curves as SVG, without a plotting library: a pure function of numbers.
+"""Curves as SVG, without a plotting library: pure functions of numbers.
 
-:func:`chart` gives an image for saved notebooks: their sanitisers drop inline SVG and variables
-but keep an ``<img>`` with a data URI, so its colours are mid tones that read on light and dark.
+    curves --> _draw --> render_charts   the live panel: HTML around an inline SVG
+                    +--> saved_chart     a saved notebook: two images
+
+The box stretches with the page, so the numbers stand beside it, where they keep their size. A saved
+notebook has images: its sanitisers drop inline SVG and variables but keep an ``<img>`` with a data
+URI. So all colours are mid tones that read on light and dark.
 """
 
 from __future__ import annotations
 
 import base64
 import math
+from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text import wording
-from notebook_accel.notebook.markup import Markup, element
+from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.launch.view.progress import name_of, not_finite_note, spread
+from notebook_accel.notebook.markup import Markup, element, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from notebook_accel.launch.control.curves import Curve
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["chart", "colour_of", "line_path", "share_of", "thin_out", "tick", "ticks"]
+__all__ = [
+    "MAX_LINES",
+    "PAGE_SIZE",
+    "Look",
+    "colour_of",
+    "render_charts",
+    "saved_chart",
+    "thin_out",
+]
 
+# Charts that the live panel draws at once; they share the points below.
+PAGE_SIZE = 6
+# Of more ranks the live panel draws their mean.
+MAX_LINES = 8
 # Mid tones: at least 3:1 against white and against #1e1e1e alike.
 _COLOURS = (
     "#2f86d6",
@@ -36,16 +57,40 @@ _COLOURS = (
 _GREY = "#808080"
 _STEP = itemgetter(0)
 _VALUE = itemgetter(1)
-# Pixels without a line on each side of a value that is not finite.
-_GAP = 2.0
-# Characters of a label beside an axis.
-_MAX_LABEL = 7
-# Points of a curve; more make the saved notebook larger, not the picture.
+# The box that stretches, in units of its own: the curves lie between _TOP and _BOTTOM.
+_WIDTH, _HEIGHT, _TOP, _BOTTOM = 480, 400, 24, 376
+# Points of a curve; more make the message and the notebook larger, not the picture.
 _MAX_POINTS = 160
-# Pixels: of the labels beside a chart, of its height, and of the box with the curves and what is
-# above that. Units: of the box's width, which stretch.
-_LEFT, _HEIGHT, _BOX, _TOP = 54, 112, 84, 8
-_WIDTH = 430
+# Of all live charts of a page; a point takes eight bytes, a stripe about a hundred.
+_MAX_LIVE_POINTS = 1_000
+_MAX_STRIPES = 48
+# Of one live chart: points of the mean, and stripes.
+_MEAN_POINTS = 120
+_STRIPES = 20
+# Stands for a rank where the mean of all is drawn.
+_MEAN = -1
+# Pixels of a saved chart: the labels beside it, its height, and the height of the box in that.
+_LEFT, _SAVED_HEIGHT, _BOX = 54, 112, 98
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How live charts are drawn.
+
+    Attributes:
+        is_mean: the mean of all ranks, instead of a line a rank.
+        is_log: a logarithmic scale, where all values are above zero.
+        smoothing: 0 to 1: how much of the smoothed value before each one keeps.
+    """
+
+    is_mean: bool = False
+    is_log: bool = False
+    smoothing: float = 0.0
+
+
+def colour_of(rank: int) -> str:
+    """The colour of a rank's lines wherever they are drawn, and of the mean's (-1)."""
+    return _COLOURS[max(0, rank) % len(_COLOURS)]
 
 
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
@@ -61,7 +106,7 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     num = (limit - 2) // (2 if all(math.isfinite(y) for _, y in points) else 3)
 
     def number(point: Point) -> int:
-        return int(share_of(point[0], first[0], last[0]) * num * (1 - 1e-9))
+        return int(_share(point[0], first[0], last[0]) * num * (1 - 1e-9))
 
     kept = [first]
     for _, stretch in groupby(points, key=number):
@@ -73,69 +118,128 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     return [*kept, last]
 
 
-def line_path(
-    points: Iterable[Point], place: Callable[[Point], Point], *, decimals: int = 0
-) -> str:
-    """The ``d`` of a line through points, with a gap where a value is not finite.
+# ---- the one renderer ----------------------------------------------------------------------
 
-    Args:
-        points: in the order of their steps.
-        place: the pixel of a point.
-        decimals: of the pixels.
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """Curves in the box.
+
+    Attributes:
+        lines: a path for each curve that has a finite value.
+        first, last: the lowest and the highest step.
+        labels: of the value axis, by where they stand: "top" and "bottom", or "middle" where all
+            values are one; none where no value is finite.
     """
-    pieces: list[list[Point]] = []
-    gap = -math.inf
-    for is_finite, found in groupby(points, key=lambda point: math.isfinite(point[1])):
-        if is_finite:
-            piece = [place(point) for point in found]
-            # What is left out for the gap to be seen never is the whole piece.
-            first = next((i for i, (x, _) in enumerate(piece) if x - gap >= _GAP), len(piece) - 1)
-            pieces.append(piece[first:])
-            continue
-        steps = [x for x, _ in found]
-        # 1 stands for the value, of which nothing is drawn: any scale has a place for it.
-        if pieces:
-            start = place((steps[0], 1.0))[0]
-            while len(pieces[-1]) > 1 and start - pieces[-1][-1][0] < _GAP:
-                pieces[-1].pop()
-        gap = place((steps[-1], 1.0))[0]
-    texts = [" ".join(f"{x:.{decimals}f},{y:.{decimals}f}" for x, y in piece) for piece in pieces]
-    # Of a point between two gaps the round ends of a line of no length are drawn.
-    return "".join(f"M{text}" if " " in text else f"M{text}h0" for text in texts)
+
+    lines: Sequence[Markup]
+    first: float
+    last: float
+    labels: Mapping[str, str]
 
 
-def colour_of(rank: int) -> str:
-    """The colour of a rank's lines wherever they are drawn, and of the mean's (-1)."""
-    return _COLOURS[max(0, rank) % len(_COLOURS)]
+def _draw(curves: Mapping[int, Sequence[Point]], *, limit: int, is_log: bool = False) -> _Drawn:
+    """Draw curves, which have points in the order of their steps, with ``limit`` points each.
+
+    A line has a gap where a value is not finite.
+    """
+    scale = math.log10 if is_log else float
+    xs = [x for points in curves.values() for x, _ in points]
+    ys = [y for points in curves.values() for _, y in points if math.isfinite(y)]
+    first, last, low, high = min(xs), max(xs), min(ys, default=0.0), max(ys, default=0.0)
+    # The means of equal numbers differ in their last digits.
+    is_flat = math.isclose(low, high, rel_tol=1e-12)
+    bottom, top = (0.0, 0.0) if is_flat else (scale(low), scale(high))
+
+    def place(point: Point) -> str:
+        across = _share(point[0], first, last) * _WIDTH
+        up = 0.5 if is_flat else _share(scale(point[1]), bottom, top)
+        return f"{across:.0f},{_BOTTOM - up * (_BOTTOM - _TOP):.0f}"
+
+    lines = []
+    for rank, points in curves.items():
+        path = ""
+        for is_finite, piece in groupby(thin_out(points, limit), lambda p: math.isfinite(p[1])):
+            if is_finite:
+                text = " ".join(map(place, piece))
+                # Of a point between two gaps the round ends of a line of no length are drawn.
+                path += f"M{text}" if " " in text else f"M{text}h0"
+        if path:
+            lines.append(
+                element("path", d=path, stroke=colour_of(rank), vector_effect="non-scaling-stroke")
+            )
+    labels = {}
+    if ys:
+        texts = _labels(low, high)
+        labels = {"middle": texts[0]} if is_flat else {"top": texts[1], "bottom": texts[0]}
+    return _Drawn(lines=lines, first=first, last=last, labels=labels)
 
 
-def chart(curves: Mapping[int, Sequence[Point]], *, alt: str) -> Markup:
-    """Draw curves over their steps, as wide as their place: an ``<img>`` beside that of its labels.
+def _svg(parts: Iterable[Markup], **attributes: str | float) -> Markup:
+    """The box, in which lines do not get thicker as it stretches."""
+    return element(
+        "svg",
+        *parts,
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        preserveAspectRatio="none",
+        fill="none",
+        stroke_width=1.6,
+        stroke_linejoin="round",
+        stroke_linecap="round",
+        **attributes,
+    )
+
+
+def _labels(low: float, high: float) -> tuple[str, str]:
+    """Both values, with as many digits as tell them apart."""
+    digits = 4 if max(abs(low), abs(high)) >= 1000 else 3
+    texts = wording.number(low, digits), wording.number(high, digits)
+    while texts[0] == texts[1] and digits < 17:
+        digits += 1
+        texts = wording.number(low, digits), wording.number(high, digits)
+    return texts
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """How far ``value`` is from ``low`` to ``high``: 0 to 1, and 0 where these are equal."""
+    if low == high:
+        return 0.0
+    if math.isinf(high - low):  # the difference is more than a float holds
+        value, low, high = value / 2, low / 2, high / 2
+    return (value - low) / (high - low)
+
+
+# ---- of a saved notebook -------------------------------------------------------------------
+
+
+def saved_chart(curves: Mapping[int, Sequence[Point]], *, alt: str) -> Markup:
+    """Draw curves as wide as their place: an ``<img>`` beside that of its labels.
 
     Args:
-        curves: points (x, y) of each rank, in the order of x; a line has a gap where y is not
-            finite.
+        curves: points (x, y) of each rank, in the order of x.
         alt: what the image shows, for those who cannot see it.
     """
     # Images of many curves stay small: a notebook keeps them for good.
     limit = max(40, min(_MAX_POINTS, 2 * _MAX_POINTS // max(1, len(curves))))
-    filled = {rank: thin_out(points, limit) for rank, points in curves.items() if points}
-    points = [point for found in filled.values() for point in found]
-    xs = [x for x, _ in points] or [0.0]
-    ys = [y for _, y in points if math.isfinite(y)]
-    (x_low, x_high), (y_low, y_high) = _range(xs), _range(ys or [0.0])
-
-    def place(point: Point) -> Point:
-        across, up = share_of(point[0], x_low, x_high), share_of(point[1], y_low, y_high)
-        return across * _WIDTH, (1 - up) * _BOX
-
-    grid = [(round(place((x_low, y))[1], 1), text) for y, text in _grid(y_low, y_high, ys)]
-    paths = {rank: line_path(found, place, decimals=1) for rank, found in filled.items()}
-    labels = [_text(text, _LEFT - 6, _TOP + y + 4, "end") for y, text in grid if text]
-    drawn = [_stretched([y for y, _ in grid], paths), *_steps(min(xs), max(xs))]
+    drawn = _draw(curves, limit=limit)
+    heights = {
+        "top": _TOP * _BOX / _HEIGHT,
+        "middle": _BOX / 2,
+        "bottom": _BOTTOM * _BOX / _HEIGHT,
+    }
+    grid = [
+        element("line", x2="100%", y1=y, y2=y, stroke=_GREY, opacity=0.35) for y in heights.values()
+    ]
+    labels = [_text(text, _LEFT - 6, heights[at] + 4, "end") for at, text in drawn.labels.items()]
+    end, foot = f"step {wording.count(drawn.last)}", _SAVED_HEIGHT - 5
+    steps = [_text(end, "50%", foot, "middle")]
+    if drawn.first != drawn.last:
+        first = _text(wording.count(drawn.first), 0, foot, "start")
+        steps = [first, _text(end, "100%", foot, "end")]
+    box = _svg(drawn.lines, width="100%", height=_BOX)
     images = [
         _image(labels, alt="", width=_LEFT, style=f"width:{_LEFT}px"),
-        _image(drawn, alt=alt, width=_WIDTH, style=f"width:calc(100% - {_LEFT}px)"),
+        _image([*grid, box, *steps], alt=alt, width=_WIDTH, style=f"width:calc(100% - {_LEFT}px)"),
     ]
     return element("div", *images, style="white-space:nowrap;line-height:0")
 
@@ -146,7 +250,7 @@ def _image(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Mark
         *parts,
         xmlns="http://www.w3.org/2000/svg",
         width="100%",
-        height=_HEIGHT,
+        height=_SAVED_HEIGHT,
         font_family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
         font_size="11",
         fill=_GREY,
@@ -155,120 +259,142 @@ def _image(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Mark
         "img",
         alt=alt,
         width=width,
-        height=_HEIGHT,
+        height=_SAVED_HEIGHT,
         src=f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}",
-        style=f"{style};height:{_HEIGHT}px;margin:0",
+        style=f"{style};height:{_SAVED_HEIGHT}px;margin:0",
     )
-
-
-def _stretched(grid: Sequence[float], paths: Mapping[int, str]) -> Markup:
-    """The lines of a chart, in a box that stretches with the image; they do not get thicker."""
-    same = "non-scaling-stroke"
-    lines = [
-        element("line", x2=_WIDTH, y1=y, y2=y, stroke=_GREY, opacity=0.35, vector_effect=same)
-        for y in grid
-    ]
-    curves = [
-        element("path", d=path, stroke=colour_of(rank), stroke_width=1.8, vector_effect=same)
-        for rank, path in paths.items()
-        if path
-    ]
-    return element(
-        "svg",
-        *lines,
-        *curves,
-        y=_TOP,
-        width="100%",
-        height=_BOX,
-        viewBox=f"0 0 {_WIDTH} {_BOX}",
-        preserveAspectRatio="none",
-        overflow="visible",
-        fill="none",
-        stroke_linejoin="round",
-        stroke_linecap="round",
-    )
-
-
-def _grid(low: float, high: float, values: Sequence[float]) -> list[tuple[float, str]]:
-    """Where horizontal lines are drawn, and their labels; "" where there are no values.
-
-    Args:
-        low, high: the range that is drawn.
-        values: all that are drawn.
-    """
-    middle = low / 2 + high / 2
-    if not values:
-        return [(y, "") for y in (low, middle, high)]
-    if min(values) == max(values):
-        return [(high, ""), (middle, tick(values[0])), (low, "")]
-    # Between whole numbers, such as epochs, half of one means nothing.
-    if all(value.is_integer() for value in values):
-        middle = math.ceil(middle)
-    heights = sorted({low, middle, high})
-    return [*zip(heights, ticks(heights), strict=True)][::-1]
-
-
-def _steps(first: float, last: float) -> list[Markup]:
-    end = f"step {wording.count(last)}"
-    if first == last:
-        return [_text(end, "50%", _HEIGHT - 5, "middle")]
-    start = _text(wording.count(first), 0, _HEIGHT - 5, "start")
-    return [start, _text(end, "100%", _HEIGHT - 5, "end")]
-
-
-def tick(value: float, limit: int = _MAX_LABEL) -> str:
-    """A label that fits beside an axis: ``1,240``, ``-1.2e6``."""
-    text = wording.number(value)
-    return text if len(text) <= limit and "e" not in text else _with_digits(value, 2, limit)
-
-
-def _with_digits(value: float, digits: int, limit: int = _MAX_LABEL) -> str:
-    text = wording.number(value, digits)
-    if len(text) > limit and "e" not in text:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        text = f"{mantissa}e{int(exponent)}"
-    return text
-
-
-def ticks(values: Sequence[float]) -> list[str]:
-    """Labels of the values of an axis, from the lowest on: as short as tells them apart.
-
-    Where no short label does, those above the lowest say how much more they are: ``+2e4``.
-
-    Args:
-        values: different ones, in order.
-    """
-    texts = [tick(value) for value in values]
-    digits = 2
-    while len(set(texts)) < len(values):
-        digits += 1
-        texts = [_with_digits(value, digits) for value in values]
-        if max(map(len, texts)) > _MAX_LABEL:
-            low = values[0]
-            more = [value - low for value in values[1:]]
-            texts = [tick(value, _MAX_LABEL - 1) for value in more]
-            if any("e" in text for text in texts):  # then all, so that they compare
-                texts = [tick(value, 0) for value in more]
-            return [tick(low), *(f"+{text}" for text in texts)]
-    return texts
 
 
 def _text(text: str, x: float | str, y: float, anchor: str) -> Markup:
     return element("text", text, x=x, y=y, text_anchor=anchor)
 
 
-def _range(values: Sequence[float]) -> Point:
-    """Lowest and highest value; around a flat curve some room, since scales divide by it."""
-    low, high = min(values), max(values)
-    room = 0.0 if low < high else abs(low) * 0.1 or 1.0
-    return low - room, high + room
+# ---- of the live panel ---------------------------------------------------------------------
 
 
-def share_of(value: float, low: float, high: float) -> float:
-    """How far ``value`` is from ``low`` to ``high``: 0 to 1, and 0 where these are equal."""
-    if low == high:
-        return 0.0
-    if math.isinf(high - low):  # the difference is more than a float holds
-        value, low, high = value / 2, low / 2, high / 2
-    return (value - low) / (high - low)
+def render_charts(
+    shown: Mapping[str, Mapping[int, Curve]], look: Look, *, num_places: int = 0
+) -> Markup:
+    """The charts of one page, side by side where there is room.
+
+    Args:
+        shown: the curve of each rank, by the name of its metric.
+        look: how they are drawn.
+        num_places: charts for which there is room at least.
+    """
+    num_lines = sum(min(len(by_rank), MAX_LINES) for by_rank in shown.values())
+    limit = max(16, min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, num_lines)))
+    num_stripes = max(6, min(_STRIPES, _MAX_STRIPES // max(1, len(shown))))
+    cards = [_card(name, by_rank, look, limit, num_stripes) for name, by_rank in shown.items()]
+    cards += [element("div", class_="na-chart")] * (num_places - len(cards))
+    columns = {1: 2, 5: 3, 6: 3}.get(len(cards), len(cards))
+    return element("div", *cards, class_="na-charts", style=f"--columns:{columns}")
+
+
+def _card(
+    name: str, by_rank: Mapping[int, Curve], look: Look, limit: int, num_stripes: int
+) -> Markup:
+    is_mean = len(by_rank) > 1 and (look.is_mean or len(by_rank) > MAX_LINES)
+    if is_mean:
+        logged = {_MEAN: _mean([curve.means() for curve in by_rank.values()])}
+    else:
+        logged = {rank: curve.points() for rank, curve in by_rank.items()}
+    lines = {rank: _smoothed(points, look.smoothing) for rank, points in logged.items()}
+    last = {rank: curve.last for rank, curve in by_rank.items()}
+    finite = [value for value in last.values() if math.isfinite(value)]
+    shown = next(iter(last.values()), math.nan)
+    if is_mean:
+        shown = sum(value / len(finite) for value in finite) if finite else math.nan
+    can_be_log = all(y > 0 for points in lines.values() for _, y in points if math.isfinite(y))
+    said = not_finite_note({rank: curve.not_finite for rank, curve in by_rank.items()})
+    # Beside the steps, where it moves nothing as it comes.
+    note = element("span", shorten(said, 120), class_="na-not-finite", title=shorten(said, 200))
+    note = note if said else Markup("")
+    no_log = element(
+        "span", "linear", class_="na-muted", title="a logarithmic scale needs values above zero"
+    )
+    title = shorten(one_line(name, 90), 120)
+    head = element(
+        "div",
+        element("span", shorten(name_of(name), 60), class_="na-name", title=title),
+        element("span", "mean", class_="na-muted") if is_mean else "",
+        element("b", wording.number(shown)),
+        no_log if look.is_log and not can_be_log else "",
+        element("span", spread(last), class_="na-muted na-spread"),
+        class_="na-chart-head",
+    )
+    if not any(len(points) > 1 for points in lines.values()):
+        # One value is no curve, and its number says it all.
+        return element("div", head, note, class_="na-chart")
+    drawn = _draw(lines, limit=limit, is_log=look.is_log and can_be_log)
+    ends = " to ".join(reversed([*drawn.labels.values()]))
+    steps = element(
+        "div",
+        element("span", wording.count(round(drawn.first))),
+        note,
+        element("span", f"step {wording.count(round(drawn.last))}"),
+        class_="na-chart-steps",
+    )
+    plot = element(
+        "div",
+        _svg(drawn.lines, role="img", aria_label=f"from {ends}" if ends else "no value is finite"),
+        *(element("span", text, class_=f"na-tick-{at}") for at, text in drawn.labels.items()),
+        steps,
+        element("div", *_stripes(lines, drawn, num_stripes), class_="na-stripes"),
+        class_="na-plot",
+    )
+    return element("div", head, plot, class_="na-chart")
+
+
+def _mean(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    """The mean of the curves that are finite at a step, each of which has steps of its own."""
+    import numpy as np
+
+    columns = [np.array(points).T for points in curves if points]
+    low, high = min(xs[0] for xs, _ in columns), max(xs[-1] for xs, _ in columns)
+    grid = np.linspace(low, high, min(_MEAN_POINTS, max(len(xs) for xs, _ in columns)))
+    values = np.array([np.interp(grid, xs, ys) for xs, ys in columns])
+    is_finite = np.isfinite(values)
+    count = np.where(is_finite.any(axis=0), is_finite.sum(axis=0), np.nan)
+    means = np.where(is_finite, values / count, 0.0).sum(axis=0)
+    return [*zip(grid.tolist(), np.where(np.isnan(count), np.nan, means).tolist(), strict=True)]
+
+
+def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
+    """An exponential mean, corrected for its begin, as TensorBoard's."""
+    if not weight:
+        return points
+    mean, rest, result = 0.0, 1.0, []
+    for x, y in points:
+        if not math.isfinite(y):
+            result.append((x, y))
+            continue
+        rest *= weight
+        share = (1 - weight) / (1 - rest)
+        mean += share * y - share * mean
+        result.append((x, mean))
+    return result
+
+
+def _stripes(lines: Mapping[int, Sequence[Point]], drawn: _Drawn, number: int) -> list[Markup]:
+    """Stripes of one width, which hold the values nearest to their middles: the one below the
+    pointer shows its own. A tooltip of the page would vanish each time the chart is drawn anew."""
+    stripes = []
+    for index in range(number):
+        middle = drawn.first + (drawn.last - drawn.first) * (index + 0.5) / number
+        nearest = {rank: _nearest(points, middle) for rank, points in lines.items()}
+        values = (
+            f"{'mean' if rank == _MEAN else f'rank {rank}'} {wording.number(value)}"
+            for rank, (_, value) in nearest.items()
+        )
+        step = next(iter(nearest.values()))[0]
+        text = f"step {wording.count(round(step))}: {', '.join(values)}"
+        stripes.append(element("i", element("span", shorten(text, 160))))
+    return stripes
+
+
+def _nearest(points: Sequence[Point], x: float) -> Point:
+    """The point whose step is nearest to ``x``; points are in the order of their steps."""
+    after = bisect_right(points, x, key=_STEP)
+    around = points[max(0, after - 1) : after + 1]
+    return min(reversed(around), key=lambda point: abs(point[0] - x))

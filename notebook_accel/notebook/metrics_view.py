@@ -7,21 +7,16 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.metric_charts import (
-    MAX_LINES,
-    PAGE_SIZE,
-    Chart,
-    Look,
-    groups_of,
-    render_charts,
-)
+from notebook_accel.notebook.charts import MAX_LINES, PAGE_SIZE, Look, render_charts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from notebook_accel.launch.control.curves import LiveCurves
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.panel_widgets import PanelWidgets
 
-__all__ = ["MetricsView"]
+__all__ = ["MetricsView", "groups_of"]
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0
@@ -123,14 +118,13 @@ class MetricsView:
         self._before.disabled = self._page == 0
         self._after.disabled = self._page >= pages - 1
         (self._pager.remove_class if pages > 1 else self._pager.add_class)("na-hidden")
-        look = self._look()
-        charts = [_chart(curves, name, look) for name in page]
+        charts = {name: curves.of(name) for name in page}
         # Of more ranks the mean is drawn in any case.
-        if any(1 < len(chart.points) <= MAX_LINES for chart in charts):
+        if any(1 < len(by_rank) <= MAX_LINES for by_rank in charts.values()):
             self._lines.remove_class("na-hidden")
         # The last page is as high as the others.
-        num_places = PAGE_SIZE if pages > 1 else len(charts)
-        self._charts.value = str(render_charts(charts, look, num_places=num_places))
+        num_places = PAGE_SIZE if pages > 1 else 0
+        self._charts.value = str(render_charts(charts, self._look(), num_places=num_places))
         # All at once: the choices alone would come before the charts.
         if is_first:
             self.box.remove_class("na-hidden")
@@ -158,13 +152,11 @@ class MetricsView:
         self._page = max(0, self._page + step)
 
 
-def _chart(curves: LiveCurves, name: str, look: Look) -> Chart:
-    by_rank = curves.of(name)
-    is_mean = look.is_mean or len(by_rank) > MAX_LINES
-    return Chart(
-        name=name,
-        points={rank: curve.points() for rank, curve in by_rank.items()},
-        means={rank: curve.means() for rank, curve in by_rank.items()} if is_mean else {},
-        last={rank: curve.last for rank, curve in by_rank.items()},
-        not_finite={rank: curve.not_finite for rank, curve in by_rank.items()},
-    )
+def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Names by what comes before their first slash; all of them under ""."""
+    groups: dict[str, list[str]] = {"": list(names)}
+    for name in names:
+        prefix, slash, _ = name.partition("/")
+        if slash and prefix:
+            groups.setdefault(prefix, []).append(name)
+    return groups

@@ -26,9 +26,8 @@ from notebook_accel.launch.view.summary import (
     num_ranks,
     slowest_first,
 )
-from notebook_accel.notebook.charts import colour_of
+from notebook_accel.notebook.charts import MAX_LINES, colour_of
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
-from notebook_accel.notebook.metric_charts import MAX_LINES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -376,7 +376,7 @@ def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> list[Markup]:
         first_curve = next(iter(shown.values()))
         first, last = (wording.number(value) for _, value in (first_curve[0], first_curve[-1]))
         alt = f"{name_of(name)}: {first} → {last} at step {wording.count(first_curve[-1][0])}"
-        parts.append(charts.chart(shown, alt=alt))
+        parts.append(charts.saved_chart(shown, alt=alt))
     not_finite = {rank: NotFinite() for rank in by_rank}
     for rank, points in by_rank.items():
         for step, value in points:

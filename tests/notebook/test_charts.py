@@ -1,17 +1,34 @@
+"""Charts, live and saved: which lines, how much of them, and what they say in words."""
+
 from __future__ import annotations
 
 import base64
 import math
+import re
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel.notebook.charts import chart, colour_of, thin_out, tick, ticks
-from tests.notebook.test_markup import Tags
+from notebook_accel.launch.control.curves import Curve, LiveCurves
+from notebook_accel.notebook.charts import Look, colour_of, render_charts, saved_chart, thin_out
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.markup import message_bytes
+from notebook_accel.notebook.metrics_view import MetricsView, groups_of
+from notebook_accel.notebook.panel_widgets import PanelWidgets
+from tests.notebook.test_markup import HOSTILE, Tags
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from notebook_accel.launch.control.plotting import Point
 
 
-def drawn(markup: str) -> ET.Element:
+# ---- of a saved notebook
+
+
+def image_of(markup: str) -> ET.Element:
     """The images inside of both ``<img>``: that of the labels, and that of the curves."""
     both = ET.Element("both")
     for name, source in Tags(markup).attributes:
@@ -32,20 +49,20 @@ def labels(image: ET.Element) -> list[str | None]:
 
 def test_a_chart_is_an_image_with_a_line_for_each_curve() -> None:
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
-    markup = chart({0: curve, 9: curve}, alt="loss: 1 → 0.02")
+    markup = saved_chart({0: curve, 9: curve}, alt="loss: 1 → 0.02")
     assert Tags(markup).tags == ["div", "img", "img"]
     alts = [value for name, value in Tags(markup).attributes if name == "alt"]
     assert alts == ["", "loss: 1 → 0.02"], "the labels say nothing to those who cannot see them"
-    image = drawn(markup)
+    image = image_of(markup)
     # That of the rank's number, as in the live panel.
     colours = [line.attrib["stroke"] for line in tags(image, "path")]
     assert colours == [colour_of(0), colour_of(9)] == [colour_of(8), colour_of(1)]
-    assert labels(image) == ["1", "0.51", "0.02", "0", "step 49"]
+    assert labels(image) == ["1", "0.02", "0", "step 49"]
 
 
 @pytest.mark.parametrize("most", [1e9, 1.7e308, 5e-324])
 def test_every_point_lies_inside_of_the_image(most: float) -> None:
-    image = drawn(chart({0: [(0, -most), (5, most), (9, 0.0)]}, alt=""))
+    image = image_of(saved_chart({0: [(0, -most), (5, most), (9, 0.0)]}, alt=""))
     # Of the box that stretches with the page, beside which the labels stand.
     (box,) = (found for found in tags(image, "svg") if "viewBox" in found.attrib)
     width, height = map(float, box.attrib["viewBox"].split()[2:])
@@ -60,28 +77,28 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
     points = [(float(x), float(x)) for x in range(10)]
     points[4] = (4.0, math.nan)
     points[8] = (8.0, math.inf)
-    image = drawn(chart({0: points}, alt=""))
+    image = image_of(saved_chart({0: points}, alt=""))
     (line,) = tags(image, "path")
     pieces = line.attrib["d"].split("M")[1:]
     assert [len(piece.split()) for piece in pieces] == [4, 3, 1]
-    assert labels(image) == ["9", "5", "0", "0", "step 9"]
+    assert labels(image) == ["9", "0", "0", "step 9"]
 
 
 @pytest.mark.parametrize("number", [100, 5_000])
 def test_the_axis_goes_to_the_last_step_that_was_logged(number: int) -> None:
     points = [(float(x), 1 / (x + 1) if x < 40 else math.nan) for x in range(number)]
-    image = drawn(chart({0: points}, alt=""))
+    image = image_of(saved_chart({0: points}, alt=""))
     assert labels(image)[-2:] == ["0", f"step {number - 1:,}"]
-    none = drawn(chart({0: [(x, math.nan) for x, _ in points]}, alt=""))
+    none = image_of(saved_chart({0: [(x, math.nan) for x, _ in points]}, alt=""))
     assert labels(none) == ["0", f"step {number - 1:,}"]
     assert not tags(none, "path")
 
 
-def test_a_flat_curve_and_a_single_point_are_drawn() -> None:
-    flat = drawn(chart({0: [(0.0, 3.0), (1.0, 3.0)]}, alt=""))
+def test_a_flat_curve_and_a_single_point_are_image_of() -> None:
+    flat = image_of(saved_chart({0: [(0.0, 3.0), (1.0, 3.0)]}, alt=""))
     assert tags(flat, "path")
     assert labels(flat) == ["3", "0", "step 1"]
-    (point,) = tags(drawn(chart({0: [(4.0, 3.0)]}, alt="")), "path")
+    (point,) = tags(image_of(saved_chart({0: [(4.0, 3.0)]}, alt="")), "path")
     assert point.attrib["d"].endswith("h0")
 
 
@@ -119,44 +136,215 @@ def test_thinning_keeps_a_gap_of_one_value() -> None:
     assert len(kept) <= 160
 
 
+# ---- of the live panel
+
+
+def curves_of(points: Mapping[int, Sequence[Point]]) -> dict[int, Curve]:
+    """The curve of each rank."""
+    curves = LiveCurves(world_size=len(points))
+    for rank, found in points.items():
+        for step, value in found:
+            curves.add(rank, int(step), {"loss": value})
+    return curves.of("loss")
+
+
+def falling(num_ranks: int = 2, *, steps: int = 300) -> dict[int, Curve]:
+    return curves_of(
+        {
+            rank: [(float(step), math.exp(-step / 50) + rank) for step in range(steps)]
+            for rank in range(num_ranks)
+        }
+    )
+
+
+def heights(markup: str) -> list[list[float]]:
+    """The heights of the points of each line, from the top."""
+    lines = re.findall(r" d='([^']*)'", markup)
+    return [
+        [float(pair.split(",")[1]) for pair in line.replace("M", " ").split()] for line in lines
+    ]
+
+
+def test_a_line_a_rank_with_values_to_hover_over() -> None:
+    page = Tags(render_charts({"loss": falling()}, Look()))
+    assert page.tags.count("path") == 2
+    assert "loss" in page.text
+    assert "step 299" in page.text
+    assert re.search(r"step \d+: rank 0 0\.\d+, rank 1 1\.\d+", page.text)
+    assert ("aria-label", "from 0.00253 to 2") in page.attributes
+
+
+def test_the_mean_is_one_line() -> None:
+    page = Tags(render_charts({"loss": falling()}, Look(is_mean=True)))
+    assert page.tags.count("path") == 1
+    assert "mean 1.36" in page.text
+    # Of many ranks nobody could tell the lines apart.
+    assert Tags(render_charts({"loss": falling(64)}, Look())).tags.count("path") == 1
+
+
+def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero() -> None:
+    (line,) = heights(render_charts({"loss": falling(1)}, Look(is_log=True)))
+    middle = line[len(line) // 2]
+    assert middle == pytest.approx((line[0] + line[-1]) / 2, abs=12)
+    below = {"x": curves_of({0: [(0, -1.0), (1, 1.0)]})}
+    assert heights(render_charts(below, Look(is_log=True))) == heights(render_charts(below, Look()))
+    # It is said, as well: nothing would change at the click otherwise.
+    assert "x1linear" in Tags(render_charts(below, Look(is_log=True))).text
+    assert "linear" not in Tags(render_charts({"loss": falling(1)}, Look(is_log=True))).text
+    assert "linear" not in Tags(render_charts(below, Look())).text
+
+
+@pytest.mark.parametrize("most", [1.7e308, 1e-320])
+def test_the_largest_and_the_smallest_numbers_are_drawn(most: float) -> None:
+    markup = render_charts({"x": curves_of({0: [(0, -most), (1, 0.0), (2, most)]})}, Look())
+    assert heights(markup) == [[376, 200, 24]]
+
+
+def test_a_value_that_stays_is_a_line_in_the_middle_with_one_label() -> None:
+    flat = {"lr": curves_of({0: [(0, 0.1), (9, 0.1)]})}
+    for look in (Look(), Look(is_log=True)):
+        markup = render_charts(flat, look)
+        assert heights(markup) == [[200, 200]]
+        assert re.findall("na-tick-([a-z]+)", markup) == ["middle"]
+
+
+def test_smoothing_calms_a_line() -> None:
+    points = [(float(step), float(step % 2)) for step in range(100)]
+    page = Tags(render_charts({"x": curves_of({0: points})}, Look(smoothing=0.97)))
+    values = [float(value) for value in re.findall(r"rank 0 (0\.\d{1,4}|1)", page.text)]
+    assert all(0.4 < value < 0.6 for value in values[2:])
+
+
+def test_the_last_page_has_as_many_places_as_the_others() -> None:
+    markup = render_charts({"a": falling(), "b": falling()}, Look(), num_places=6)
+    assert markup.count("class='na-chart'") == 6
+    assert "--columns:3" in markup
+
+
+def test_a_single_value_and_one_that_is_no_number() -> None:
+    shown = {"best": curves_of({0: [(3, 0.5)]}), "bad": curves_of({0: [(3, math.nan)]})}
+    page = Tags(render_charts(shown, Look()))
+    assert "best0.5" in page.text
+    assert "badnan" in page.text
+    assert "svg" not in page.tags
+
+
+@pytest.mark.parametrize(("num_charts", "num_ranks"), [(1, 1), (6, 1), (6, 8), (6, 128), (1, 8)])
+def test_a_page_is_small(num_charts: int, num_ranks: int) -> None:
+    shown = {f"{HOSTILE}{n}": falling(num_ranks) for n in range(num_charts)}
+    for look in (Look(), Look(is_mean=True)):
+        markup = render_charts(shown, look)
+        assert message_bytes(markup) < 24_000
+        assert "script" not in Tags(markup).tags
+
+
+def live(steps: int, **values: Callable[[int], float]) -> LiveCurves:
+    curves = LiveCurves(world_size=1)
+    for step in range(steps):
+        curves.add(0, step, {name: value(step) for name, value in values.items()})
+    return curves
+
+
+def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
+    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
+    view._scale.value = is_log
+    view.draw(curves, now=0.0)
+    return str(view._charts.value)
+
+
+@pytest.mark.parametrize("steps", [221, 1_250, 20_000])
+def test_metrics_of_one_call_cover_one_range(steps: int) -> None:
+    markup = drawn(live(steps, loss=lambda s: 1 / (s + 1) + s % 7, epoch=lambda s: s * 4 // steps))
+    lines = re.findall(r" d='M([^']*)'", markup)
+    ends = [[pair.split(",")[0] for pair in (line.split()[0], line.split()[-1])] for line in lines]
+    assert ends == [["0", "480"]] * 2
+    assert (
+        re.findall(r"<div class='na-chart-steps'><span>0</span>.*?step ([\d,]*)<", markup)
+        == [f"{steps - 1:,}"] * 2
+    )
+
+
+@pytest.mark.parametrize("steps", [100, 5_000])
+def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
+    curves = live(
+        steps,
+        loss=lambda s: math.nan if s > 40 else 1 / (s + 1),
+        single=lambda s: math.inf if s == steps // 2 else 1.0 + s,
+        never=lambda s: math.nan,
+    )
+    markup, drawn_with_log = drawn(curves), drawn(curves, is_log=True)
+    page = Tags(markup)
+    assert page.tags.count("svg") == 3
+    assert page.text.count(f"step {steps - 1:,}") >= 3
+    assert "not finite since step 41" in page.text
+    assert "1 value is not finite" in page.text
+    assert "not finite since step 0" in page.text
+    assert markup.count("na-not-finite") == 3
+    for found in (markup, drawn_with_log):
+        before, after = re.findall(r" d='([^']*)'", found)
+        assert (before.count("M"), after.count("M")) == (1, 2)
+
+
+def test_the_note_names_the_ranks_that_differ() -> None:
+    curves = LiveCurves(world_size=2)
+    for step in range(10):
+        curves.add(0, step, {"loss": 1.0})
+        curves.add(1, step, {"loss": math.nan if step > 4 else 2.0})
+    assert "rank 1: not finite since step 5" in drawn(curves)
+
+
+def test_the_mean_is_that_of_the_ranks_that_are_finite() -> None:
+    points = {0: [(s, 1.0) for s in range(99)], 1: [(s, math.nan) for s in range(99)]}
+    page = Tags(render_charts({"x": curves_of(points)}, Look(is_mean=True)))
+    assert "mean 1" in page.text
+    gone = {rank: [(s, 1.0 if s < 9 else math.nan) for s in range(99)] for rank in range(2)}
+    (line,) = re.findall(r" d='([^']*)'", render_charts({"x": curves_of(gone)}, Look(is_mean=True)))
+    assert int(line.split()[-1].split(",")[0]) < 60
+
+
 @pytest.mark.parametrize(
-    ("values", "texts"),
+    ("low", "high", "texts"),
     [
-        ([0, 3], ["0", "3"]),
-        ([3e9, 3.00002e9, 3.00004e9], ["3e9", "+20,000", "+40,000"]),
-        ([3e9, 3.000099995e9, 3.00019999e9], ["3e9", "+1e5", "+2e5"]),
-        ([3e9, 3.1e9], ["3e9", "3.1e9"]),
-        ([1_234_567, 1_239_567], ["1.23e6", "1.24e6"]),
-        ([3.00001, 3.00002], ["3.00001", "3.00002"]),
-        ([-1.7e308, 0, 1.7e308], ["-1.7e308", "0", "1.7e308"]),
+        (0, 3, ["0", "3"]),
+        (3e9, 3.00002e9, ["3e9", "3.00002e9"]),
+        (3.00001, 3.00002, ["3.00001", "3.00002"]),
+        (1_240.4, 1_250.4, ["1240", "1250"]),
+        (-1.7e308, 1.7e308, ["-1.7e308", "1.7e308"]),
     ],
 )
-def test_labels_of_an_axis_are_distinct(values: list[float], texts: list[str]) -> None:
-    assert ticks(values) == texts
+def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str]) -> None:
+    image = image_of(saved_chart({0: [(0, low), (1, high)]}, alt=""))
+    assert sorted(labels(image)[:2], key=str) == sorted(texts)
 
 
-def test_whole_numbers_have_whole_labels() -> None:
-    def of(high: int) -> list[str | None]:
-        points = [(float(x), float(x * high // 20)) for x in range(21)]
-        return labels(drawn(chart({0: points}, alt="")))[:-2]
+def test_groups_by_prefix() -> None:
+    names = ["loss", "train/loss", "train/lr", "eval/loss", "/odd"]
+    assert groups_of(names) == {
+        "": names,
+        "train": ["train/loss", "train/lr"],
+        "eval": ["eval/loss"],
+    }
 
-    assert of(3) == ["3", "2", "0"]
-    assert of(4) == ["4", "2", "0"]
-    assert of(1) == ["1", "0"]
 
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.25, "0.25"),
-        (1240, "1,240"),
-        (-1e5, "-1e5"),
-        (-1234567.0, "-1.2e6"),
-        (1e-12, "1e-12"),
-        (9.99e99, "1e100"),
-        (-0.00012345, "-1.2e-4"),
-    ],
-)
-def test_a_label_beside_an_axis_is_short(value: float, text: str) -> None:
-    assert tick(value) == text
-    assert len(text) <= 7
+def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
+    curves = LiveCurves(world_size=1)
+    curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
+    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
+    view.draw(curves, now=0.0)
+    view._group.value = "eval"
+    view._after.click()
+    view.draw(curves, now=10.0)
+    assert view._title.value == "metrics 7-7 of 7"
+    assert view._charts.value.count("class='na-chart'") == 6
+    curves.add(0, 1, {"train/accuracy": 1.0})
+    view.draw(curves, now=20.0)
+    assert (view._group.value, view._title.value) == ("eval", "metrics 7-7 of 7")
+    assert len(view._group.options) == 3
+    view._group.value = ""
+    view.draw(curves, now=30.0)
+    assert view._title.value == "metrics 1-6 of 9"
+    # A group is named as metrics are, however long its name is.
+    curves.add(0, 2, {"\x1b[2J" + "long" * 1000 + "/loss": 1.0})
+    view.draw(curves, now=40.0)
+    label = view._group.options[-1][0]
+    assert (label[:8], label[-6:], len(label)) == ("longlong", "…/ (1)", 45)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Curve", "LiveCurves", "NotFinite"]
 
-# The most stretches of a curve; a chart is about as many pixels wide (notebook/metric_charts.py).
+# The most stretches of a curve; a chart is about as many pixels wide (notebook/charts.py).
 _MAX_STRETCHES = 256
 # With more ranks than this nobody looks at the line of each one: fewer stretches will do.
 _MANY_RANKS = 16
