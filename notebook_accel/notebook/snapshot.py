@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from notebook_accel.launch.control.plotting import Curves, Point
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.state import RunState
 
 __all__ = ["MAX_BYTES", "AskedStacks", "Snapshot", "render_line", "render_slim", "render_snapshot"]
 
@@ -41,18 +41,13 @@ _MAX_PLOTS = 6
 _MAX_CURVES = 8
 # Different stacks below one fold.
 _MAX_STACKS = 8
-# Characters of the error, which is a tenth of all; the stacks below one fold take as many.
+# Bytes of the error, whose end is kept, and of the stacks below one fold.
 _MAX_ERROR = 12_000
-# Lines of each output, plots and characters of the error's traceback (and of the stacks), less and
-# less of them: the first that stays below the limit is taken. Without lines, a line says where the
-# output is.
-_SIZES = (
-    (200, _MAX_PLOTS, _MAX_ERROR),
-    (40, _MAX_PLOTS, _MAX_ERROR),
-    (8, _MAX_PLOTS, _MAX_ERROR),
-    (0, _MAX_PLOTS, _MAX_ERROR),
-    (0, 0, 2_000),
-)
+# The last lines of each block of output, as far as all blocks together have room.
+_MAX_LINES = 200
+# Bytes of a line; and of a block of output: its elements, and the least that is worth a block.
+_MAX_LINE = 2_000
+_BLOCK_BYTES, _MIN_BLOCK = 800, 400
 # Output up to this many lines stays open; of a longer one the last lines do.
 _SHORT_OUTPUT = 24
 _LAST_LINES = 10
@@ -61,8 +56,6 @@ _MAX_OPEN_LINES = 60
 # Characters of output in the summary as text, and of a line of it.
 _MAX_OUTPUT_TEXT = 6_000
 _MAX_LINE_TEXT = 200
-# More folds than these are in one that holds them all.
-_MAX_FOLDS = 8
 
 _LINE = "1px solid rgba(128,128,128,.3)"
 _FONT = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
@@ -153,13 +146,11 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
     title = summary.summary_lines(state, now=now)[0]
     text = [f"{title}, {values}" if values else title]
     text += _output_text(state) if with_output else []
-    for max_lines, _, _ in _SIZES:
-        output = _output(state, _PLAIN_TEXT, max_lines) if with_output else ""
-        parts = [line, _notices(state), output, _other_displays(state)]
-        # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
-        html = element("div", *parts, class_=_NO_MATHS, style="padding:0 7px")
-        if message_bytes(html) <= MAX_BYTES:
-            break
+    parts = [line, _notices(state), _other_displays(state)]
+    if with_output:
+        parts.insert(-1, _output(state, _PLAIN_TEXT, MAX_BYTES - message_bytes(join(parts))))
+    # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
+    html = element("div", *parts, class_=_NO_MATHS, style="padding:0 7px")
     return Snapshot(html, "\n".join(text))
 
 
@@ -186,20 +177,18 @@ def render_snapshot(
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
     curves = metric_curves(metrics)
-    for max_lines, num_plots, max_error in _SIZES:
-        parts = [
-            element("div", *_title_parts(state, seconds)),
-            _table(state, seconds),
-            _notices(state),
-            *(_stacks(found, max_error) for found in (_stacks_of_hang(state), asked_stacks)),
-            _failure(state, max_error),
-            _metrics(curves, num_plots),
-            _output(state, _TEXT, max_lines) if with_output else "",
-            _other_displays(state),
-        ]
-        html = element("div", *parts, class_=_NO_MATHS, style=_FRAME)
-        if message_bytes(html) <= MAX_BYTES:
-            break
+    parts = [
+        element("div", *_title_parts(state, seconds)),
+        _table(state, seconds),
+        _notices(state),
+        *(_stacks(found) for found in (_stacks_of_hang(state), asked_stacks)),
+        _failure(state),
+        _metrics(curves),
+        _other_displays(state),
+    ]
+    if with_output:
+        parts.insert(-1, _output(state, _TEXT, MAX_BYTES - message_bytes(join(parts))))
+    html = element("div", *parts, class_=_NO_MATHS, style=_FRAME)
     # Not as Markup, which would escape what it is added to.
     displays = str(render_displays(state)) if with_displays else ""
     return Snapshot(html, _text(state, now, with_output=with_output), displays)
@@ -283,12 +272,12 @@ def _stacks_of_hang(state: RunState) -> AskedStacks | None:
     return AskedStacks("stacks of the ranks", stacks)
 
 
-def _stacks(found: AskedStacks | None, max_bytes: int) -> Markup:
-    """Stacks below a fold; so many bytes, about."""
+def _stacks(found: AskedStacks | None) -> Markup:
+    """Stacks below a fold."""
     if found is None:
         return Markup("")
     shown = found.stacks[:_MAX_STACKS]
-    share = max_bytes // len(shown)
+    share = _MAX_ERROR // len(shown)
     parts: list[Markup] = []
     for who, text in shown:
         parts.append(element("div", who, style=_MUTED))
@@ -298,7 +287,7 @@ def _stacks(found: AskedStacks | None, max_bytes: int) -> Markup:
     return element("details", element("summary", found.title), *parts, rest)
 
 
-def _failure(state: RunState, max_characters: int) -> Markup:
+def _failure(state: RunState) -> Markup:
     """The error's first line, and the end of the rest of it folded."""
     if not state.error:
         return Markup("")
@@ -307,14 +296,14 @@ def _failure(state: RunState, max_characters: int) -> Markup:
     parts = [element("div", element("b", shorten(first, 500)), style=colour)]
     if rest.strip():
         fold = element("summary", "traceback")
-        text = element("pre", _end(rest.strip("\n"), max_characters), style=_TEXT)
+        text = element("pre", _end(rest.strip("\n"), _MAX_ERROR), style=_TEXT)
         parts.append(element("details", fold, text))
     return join(parts)
 
 
-def _end(text: str, limit: int) -> str:
+def _end(text: str, max_bytes: int) -> str:
     """The end of a long text, where a traceback says what was wrong."""
-    return text if len(text) <= limit else "…" + text[-limit:]
+    return shorten(text[: -max_bytes - 2 : -1], max_bytes)[::-1]
 
 
 def _other_displays(state: RunState) -> Markup:
@@ -325,18 +314,18 @@ def _other_displays(state: RunState) -> Markup:
 # ---- metrics -------------------------------------------------------------------------------
 
 
-def _metrics(curves: Curves, num_plots: int) -> Markup:
+def _metrics(curves: Curves) -> Markup:
     """Plots of the first metrics, and the last values of the others."""
     if not curves:
         return Markup("")
     names = list(curves)
-    shown = names[:num_plots]
+    shown = names[:_MAX_PLOTS]
     # As wide as in the live panel: two or three in a row, and on a narrow page one.
     size = f"flex:1 1 {330 if len(shown) == 4 else 280}px;max-width:480px"
     plots = [element("div", *_plot(name, curves[name]), style=size) for name in shown]
     row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
     parts = [element("div", *plots, style=row)]
-    others = names[num_plots:]
+    others = names[_MAX_PLOTS:]
     if others:
         row = "display:flex;flex-wrap:wrap;gap:0 24px;margin:6px 0 2px"
         values = [
@@ -396,118 +385,111 @@ def _last_value(by_rank: Mapping[int, Sequence[Point]]) -> str:
 # ---- output --------------------------------------------------------------------------------
 
 
-def _output(state: RunState, style: str, max_lines: int) -> Markup:
+def _output(state: RunState, style: str, room: int) -> Markup:
     """What ranks printed: ranks that printed the same share a block, and short blocks are open.
 
     Args:
         state: of the run.
         style: of the text.
-        max_lines: of each block, the last ones; 0 for none, where a line says where they are.
+        room: bytes of all blocks; where each has too few, a line says where the output is.
     """
-    if not max_lines:
-        total = sum(rank.num_lines + rank.open_line for rank in state.ranks)
-        lines = f"{total:,} line{'' if total == 1 else 's'} of output: all of it in run.logs()"
-        return element("div", lines, style=_MUTED) if total else Markup("")
-    open_blocks: list[Markup] = []
+    alike = _printed_alike(state, _MAX_LINES)
+    share = room // (len(alike) + 1) - _BLOCK_BYTES
+    if alike and share < _MIN_BLOCK:
+        num = sum(total * len(ranks) for (_, total), ranks in alike)
+        return element("div", f"{num:,} lines of output: all of it in run.logs()", style=_MUTED)
+    blocks: list[Markup] = []
     folds: list[Markup] = []
     folded: list[int] = []
-    room = _MAX_OPEN_LINES
-    for printed, ranks in _printed_alike(state, max_lines):
+    num_open = _MAX_OPEN_LINES
+    for (printed, total), ranks in alike:
         label = wording.rank_list(ranks) if state.world_size > 1 else ""
-        num_lines = min(printed.total, printed.num_open)
+        lines = _newest(printed, share)
         # The output of the rank at fault, else of the first one, is what most people look for,
         # however long.
-        if not open_blocks or (not printed.is_long and num_lines <= room):
-            room -= num_lines
-            open_blocks.append(_block(printed, label, style, is_open=True))
+        if not blocks or total <= min(num_open, _SHORT_OUTPUT):
+            num_open -= total
+            num = _LAST_LINES if total > _SHORT_OUTPUT else _SHORT_OUTPUT
+            blocks.append(_block(lines[-num:], total, label, style, lines[:-num]))
         else:
-            folds.append(_block(printed, label, style, is_open=False))
+            folds.append(_block(lines, total, label, style))
             folded += ranks
-    if len(folds) > _MAX_FOLDS:
+    if folds:
         title = element("summary", f"output of {wording.rank_list(folded)}", style=_FONT)
-        folds = [element("details", title, *folds)]
-    return join([*open_blocks, *folds])
+        blocks.append(element("details", title, *folds))
+    return join(blocks)
 
 
-@dataclass(frozen=True)
-class _Printed:
-    """The last lines that a rank printed, and how many it printed in all."""
+def _printed_alike(
+    state: RunState, max_lines: int
+) -> list[tuple[tuple[tuple[str, ...], int], list[int]]]:
+    """The last lines that were printed, the number of all, and the ranks that printed them.
 
-    lines: tuple[str, ...]
-    total: int
-
-    @property
-    def is_long(self) -> bool:
-        return self.total > _SHORT_OUTPUT
-
-    @property
-    def num_open(self) -> int:
-        """How many of the lines are shown without a click, at most."""
-        return _LAST_LINES if self.is_long else _SHORT_OUTPUT
-
-
-def _printed_alike(state: RunState, max_lines: int) -> list[tuple[_Printed, list[int]]]:
-    """What was printed, with the ranks that printed it; that of a rank at fault comes first."""
-    alike: dict[_Printed, list[int]] = {}
+    Those of a rank at fault come first.
+    """
+    alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
     for rank in state.ranks:
-        printed = _printed(rank, max_lines)
-        if printed.total:
-            alike.setdefault(printed, []).append(rank.rank)
+        lines = rank.tail
+        total = max(rank.num_lines + rank.open_line, len(lines))
+        if rank.failure is not None:
+            # A rank prints the traceback that the error shows: once is enough.
+            traceback = tuple(rank.failure.traceback.rstrip("\n").split("\n"))
+            if lines[-len(traceback) :] == traceback:
+                lines, total = lines[: -len(traceback)], total - len(traceback)
+        if total:
+            alike.setdefault((lines[-max_lines:], total), []).append(rank.rank)
     culprits = {rank.rank for rank in state.ranks if summary.condition(rank) == "failed"}
     return sorted(alike.items(), key=lambda item: culprits.isdisjoint(item[1]))
+
+
+def _newest(lines: Sequence[str], room: int) -> list[str]:
+    """The last lines that take no more bytes than ``room``, each of them cut where it is long."""
+    kept: list[str] = []
+    for line in reversed(lines):
+        cut = shorten(line, _MAX_LINE)
+        room -= message_bytes(ansi_to_markup(cut)) + 2
+        if room < 0:
+            break
+        kept.insert(0, cut)
+    return kept
+
+
+def _block(
+    lines: Sequence[str], total: int, label: str, style: str, earlier: Sequence[str] = ()
+) -> Markup:
+    """The last lines of some ranks' output, below a fold with the earlier ones if there are any."""
+    title = label
+    if len(lines) < total:
+        who = f"{label}: " if label else ""
+        title = f"{who}last {len(lines)} of {total:,} lines of output"
+    head = element("div", title, style=f"{_FONT};{_MUTED}") if title else Markup("")
+    if earlier:
+        # True of the fold while it is closed, and of the open one.
+        title += f", {len(earlier)} earlier ones in this fold"
+        head = element("details", element("summary", title, style=_FONT), _pre(earlier, style))
+    return join([head, _pre(lines, style)])
+
+
+def _pre(lines: Sequence[str], style: str) -> Markup:
+    # All at once: a colour goes on in the next line, until the program ends it.
+    text = ansi_to_markup("\n".join(lines))
+    # A parser drops a newline right after the tag, so an empty first line needs one more.
+    return element("pre", Markup("\n") + text if text.startswith("\n") else text, style=style)
 
 
 def _output_text(state: RunState) -> list[str]:
     """The last lines that ranks printed, for readers that show no HTML."""
     lines: list[str] = []
     room = _MAX_OUTPUT_TEXT
-    for printed, ranks in _printed_alike(state, _SHORT_OUTPUT):
-        found = [plain_text(line)[:_MAX_LINE_TEXT] for line in printed.lines[-printed.num_open :]]
+    for (printed, total), ranks in _printed_alike(state, _SHORT_OUTPUT):
+        num = _LAST_LINES if total > _SHORT_OUTPUT else _SHORT_OUTPUT
+        found = [plain_text(line)[:_MAX_LINE_TEXT] for line in printed[-num:]]
         room -= sum(map(len, found))
         if room < 0:
             lines.append("more output: run.logs()")
             break
         title = f"output of {wording.rank_list(ranks)}" if state.world_size > 1 else "output"
-        hidden = printed.total - len(found)
-        lines += [f"{title}, the last lines of {printed.total:,}:" if hidden else f"{title}:"]
+        hidden = total - len(found)
+        lines += [f"{title}, the last lines of {total:,}:" if hidden else f"{title}:"]
         lines += found
     return lines
-
-
-def _printed(rank: RankState, max_lines: int) -> _Printed:
-    lines = rank.tail
-    total = max(rank.num_lines + rank.open_line, len(lines))
-    if rank.failure is not None:
-        # A rank prints the traceback that the error shows: once is enough.
-        traceback = tuple(rank.failure.traceback.rstrip("\n").split("\n"))
-        if lines[-len(traceback) :] == traceback:
-            lines, total = lines[: -len(traceback)], total - len(traceback)
-    return _Printed(lines[-max_lines:], total)
-
-
-def _block(printed: _Printed, label: str, style: str, *, is_open: bool) -> Markup:
-    """The output of some ranks: open, folded, or its last lines below a fold with the others."""
-    lines = printed.lines
-    who = f"{label}: " if label else ""
-    total = f"{printed.total:,} line{'' if printed.total == 1 else 's'} of output"
-    if not is_open:
-        part = f", the last {len(lines)} of them here" if printed.total > len(lines) else ""
-        title = element("summary", f"{who}{total}{part}", style=_FONT)
-        return element("details", title, _pre(lines, style))
-    if not printed.is_long:
-        name = element("div", label, style=f"{_FONT};{_MUTED}") if label else ""
-        return join([name, _pre(lines, style)])
-    earlier, last = lines[:-_LAST_LINES], lines[-_LAST_LINES:]
-    part = f"{who}last {len(last)} of {total}"
-    if not earlier:
-        return join([element("div", part, style=f"{_FONT};{_MUTED}"), _pre(last, style)])
-    # True of the fold while it is closed, and of the open one.
-    title = element("summary", f"{part}, {len(earlier)} earlier ones in this fold", style=_FONT)
-    return join([element("details", title, _pre(earlier, style)), _pre(last, style)])
-
-
-def _pre(lines: Sequence[str], style: str) -> Markup:
-    # All at once: a colour goes on in the next line, until the program ends it.
-    text = ansi_to_markup("\n".join(shorten(line, 2_000) for line in lines))
-    # A parser drops a newline right after the tag, so an empty first line needs one more.
-    return element("pre", Markup("\n") + text if text.startswith("\n") else text, style=style)
