@@ -16,22 +16,6 @@ def test_colours_become_spans_and_end_where_they_end() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("by_colons", "by_semicolons"),
-    [
-        ("38:5:196", "38;5;196"),
-        ("38:2:9:200:30", "38;2;9;200;30"),
-        ("38:2::9:200:30", "38;2;9;200;30"),
-        ("1;48:2::9:200:30;3", "1;48;2;9;200;30;3"),
-        ("4:3", "4"),
-        ("4;4:0;31", "31"),
-    ],
-)
-def test_what_colons_join_is_one_code(by_colons: str, by_semicolons: str) -> None:
-    expected = ansi_to_markup(f"\x1b[{by_semicolons}mx")
-    assert ansi_to_markup(f"\x1b[{by_colons}mx") == expected != "x"
-
-
 def test_text_without_colours_is_only_escaped() -> None:
     assert ansi_to_markup("<b>") == "&lt;b&gt;"
 

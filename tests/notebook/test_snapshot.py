@@ -202,7 +202,7 @@ def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
 
 
 def test_where_the_earlier_lines_have_no_room_there_is_no_fold_for_them() -> None:
-    printed = [wire.Output(rank=rank, text=f"{rank}{'x' * 400}\n" * 30) for rank in range(20)]
+    printed = [wire.Output(rank=rank, text=f"{rank}{'x' * 600}\n" * 30) for rank in range(20)]
     page = Tags(render_snapshot(after(running(20), *printed)).html)
     assert re.search(r"rank 0: last \d+ of 30 lines of output", page.text)
     assert "earlier" not in page.text
