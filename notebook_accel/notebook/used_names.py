@@ -5,16 +5,17 @@
     print(total)             uses print; total is the cell's own by now
     rows.append(total)       uses rows
 
-What a cell does by ``exec`` or by magics is not seen, apart from names that stand in the text of a
-magic: in ``%time f(x)`` are ``f`` and ``x``. Which names in functions and classes are their own,
-and which are the cell's, Python's ``symtable`` knows.
+Python's own compiler says which names of a statement are the cell's, and which belong to a function
+or a comprehension in it. What a cell does by ``exec`` or by magics is not seen, apart from names
+that stand in the text of a magic: in ``%time f(x)`` are ``f`` and ``x``.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
+import dis
 import re
-import symtable
 import sys
 import types
 import unicodedata
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "CellNames",
@@ -76,13 +77,11 @@ def names_of(text: str) -> CellNames:
 
     A text that is no Python uses and assigns nothing.
     """
+    reader, certain = _Reader(), set[str]()
     try:
-        tree = ast.parse(text)
-        reader = _Reader(symtable.symtable(text, "", "exec"))
+        reader.block(ast.parse(text).body, certain)
     except _NO_PYTHON:
         return CellNames()
-    certain: set[str] = set()
-    reader.block(tree.body, certain)
     return CellNames(
         used=frozenset(reader.used),
         dotted=frozenset(reader.dotted),
@@ -109,46 +108,21 @@ def submodules(dotted: Iterable[str], namespace: Mapping[str, Any]) -> frozenset
     return frozenset(found)
 
 
-def _definitions(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    """The functions and classes of a cell, also those in comprehensions."""
-    for child in table.get_children():
-        if child.get_name() in ("listcomp", "setcomp", "dictcomp", "genexpr"):
-            yield from _definitions(child)
-        else:
-            yield child
-
-
-def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
-    """Names that a function or a class looks up among the globals."""
-    is_class = table.get_type() == "class"
-    for symbol in table.get_symbols():
-        # A class that assigns a name may have looked it up among the globals before: ``lr = lr``.
-        may_be_global = symbol.is_global() or (is_class and symbol.is_local())
-        if may_be_global and symbol.is_referenced():
-            yield symbol.get_name()
-    for child in table.get_children():
-        yield from _looked_up(child)
-
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_LOADS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
+_STORES = {"STORE_NAME", "STORE_GLOBAL"}
+_DELETES = {"DELETE_NAME", "DELETE_GLOBAL"}
+# Code that runs where it stands, and has a scope of its own for its variables alone.
+_COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+# In the place of a block, so that what stands around it can be compiled alone.
+_BLOCK = ast.parse("__block__()").body
 # What parsing a text raises that is none.
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 class _Reader:
-    """Goes through statements in their order, with the names that are certainly there so far.
+    """Goes through statements in their order, with the names that are certainly there so far."""
 
-    Args:
-        table: Python's own account of the cell's names.
-    """
-
-    def __init__(self, table: symtable.SymbolTable) -> None:
-        # By the line where a function or class at the top of the cell begins.
-        self._looked_up: dict[int, set[str]] = {}
-        for child in _definitions(table):
-            self._looked_up.setdefault(child.get_lineno(), set()).update(_looked_up(child))
+    def __init__(self) -> None:
         self.used: set[str] = set()
         self.dotted: set[str] = set()
         self.assigned: set[str] = set()
@@ -156,89 +130,71 @@ class _Reader:
     def block(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
         """Read statements that run one after the other; adds to ``own`` what they assign."""
         for statement in statements:
-            self._statement(statement, own)
+            if not isinstance(statement, (ast.Break, ast.Continue)):
+                self._statement(statement, own)
 
     def _statement(self, node: ast.stmt, own: set[str]) -> None:
-        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [part.body for part in getattr(node, "handlers", [])]
-        blocks += [part.body for part in getattr(node, "cases", [])]
         is_definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        if is_definition or not any(blocks):
-            self._read(node, own)
-            own |= self._bound(node)
-            return
-        # What runs first, such as the header of a loop or the context of a ``with``.
-        inside = [inner for block in blocks for inner in block]
-        for part in ast.iter_child_nodes(node):
-            if part not in inside:
-                self._read(part, own, skip=inside)
-                own |= self._bound(part, skip=inside)
+        head: Any = copy.copy(node)
+        blocks: list[tuple[list[ast.stmt], str | None]] = []
+        for name in () if is_definition else ("body", "orelse", "finalbody"):
+            if getattr(node, name, []):
+                blocks.append((getattr(node, name), None))
+                setattr(head, name, _BLOCK)
+        for name in ("handlers", "cases"):
+            parts = [copy.copy(part) for part in getattr(node, name, [])]
+            if parts:
+                blocks += [(part.body, getattr(part, "name", None)) for part in parts]
+                setattr(head, name, parts)
+            for part in parts:
+                part.body = _BLOCK
+        self._read(head, own)
         # Whether a branch runs is not known: what it assigns is its own alone.
-        for block in blocks:
-            self.block(block, own if isinstance(node, (ast.With, ast.AsyncWith)) else set(own))
+        for block, caught in blocks:
+            is_certain = isinstance(node, (ast.With, ast.AsyncWith))
+            self.block(block, own if is_certain else own | ({caught} if caught else set()))
 
-    def _read(self, node: ast.AST, own: set[str], skip: Iterable[ast.AST] = ()) -> None:
-        """Note the names that a node reads, functions inside of it included."""
-        read: set[str] = set()
-        declared: set[str] = set()
-        rebound: set[str] = set()
-        for part in _walk(node, skip):
-            if isinstance(part, ast.Global):
-                declared.update(part.names)
-            for text in _texts_for_ipython(part) if isinstance(part, ast.Call) else ():
-                read |= _names_in_magic(text)
-                self.dotted |= names_of(text).dotted
+    def _read(self, node: ast.stmt, own: set[str]) -> None:
+        """Read a statement without the blocks in it."""
+        for part in ast.walk(node):
             self.dotted |= _dotted(part)
-            rebound |= _rebound(part)
-        self.assigned |= declared
-        # Of ``global n; n += 1`` the table says only that it assigns.
-        read |= (declared & rebound) | self._found_outside(node, skip)
-        self.used |= read - own
+            for text in _texts_for_ipython(part) if isinstance(part, ast.Call) else ():
+                self.used |= _names_in_magic(text) - own
+                self.dotted |= names_of(text).dotted
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            exported = _exported(node.module)
+            self.assigned |= exported
+            own |= exported
+        module = ast.Module([node], [])
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        self._code(compile(module, "", "exec", flags, dont_inherit=True), own)
 
-    def _found_outside(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
-        """Names that a node reads and has not of its own."""
-        read: set[str] = set()
-        for part in _walk(node, skip, _parts_around):
-            if isinstance(part, _DEFINITIONS):
-                read |= self._looked_up.get(part.lineno, set())
-            elif isinstance(part, _COMPREHENSIONS):
-                # Not from the table: from Python 3.12 on it has no part for these.
-                inside = set[str]()
-                for child in ast.iter_child_nodes(part):
-                    inside |= self._found_outside(child, [part.generators[0].iter])
-                read |= inside.difference(*(_names_in(each.target) for each in part.generators))
-            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-                read.add(part.id)
-            else:
-                read |= _rebound(part)
-        return read
+    def _code(self, code: types.CodeType, own: set[str], local: set[str] | None = None) -> None:
+        """Follow instructions in their order.
 
-    def _bound(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
-        """The names that a statement assigns here, not those inside of functions and classes."""
-        found: set[str] = set()
-        deleted: set[str] = set()
-        for part in _walk(node, skip, _parts_here):
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                found.add(part.id)
-            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Del):
-                deleted.add(part.id)
-            elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                found.add(part.name)
-            elif isinstance(part, ast.ImportFrom) and part.names[0].name == "*":
-                found |= _exported(part.module)
-            elif isinstance(part, ast.alias) and part.name != "*":
-                found.add((part.asname or part.name).partition(".")[0])
-            elif isinstance(part, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and part.name:
-                found.add(part.name)
-        self.assigned |= found | deleted
-        return found - deleted
+        Args:
+            code: of a statement; or of a function, a class or a comprehension in it.
+            own: the names that are certainly there.
+            local: of a function or a class: what it has assigned for itself so far.
+        """
+        for step in dis.get_instructions(code):
+            name = step.argval
+            if isinstance(name, types.CodeType):
+                runs_here = local is None and name.co_name in _COMPREHENSIONS
+                self._code(name, own, None if runs_here else set())
+            elif step.opname == "STORE_NAME" and local is not None:
+                local.add(name)
+            elif step.opname in _LOADS | _STORES | _DELETES and not _is_pythons(name):
+                if step.opname not in _STORES and name not in own | (local or set()):
+                    self.used.add(name)
+                if step.opname not in _LOADS:
+                    self.assigned.add(name)
+                    if local is None:
+                        (own.discard if step.opname in _DELETES else own.add)(name)
 
 
-def _rebound(node: ast.AST) -> set[str]:
-    """The name that must be there for a node to assign or delete it."""
-    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        return {node.target.id}
-    return {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del) else set()
+def _is_pythons(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _dotted(node: ast.AST) -> set[str]:
@@ -252,51 +208,11 @@ def _dotted(node: ast.AST) -> set[str]:
     return {".".join([node.id, *names])}
 
 
-def _walk(
-    node: ast.AST,
-    skip: Iterable[ast.AST] = (),
-    parts_of: Callable[[ast.AST], Iterable[ast.AST]] = ast.iter_child_nodes,
-) -> Iterator[ast.AST]:
-    """A node with all that is in it, apart from ``skip``; ``parts_of`` says what of a node counts
-    as being in it."""
-    skipped = set(map(id, skip))
-    waiting = [node]
-    while waiting:
-        part = waiting.pop()
-        if id(part) not in skipped:
-            yield part
-            waiting += parts_of(part)
-
-
-def _parts_around(node: ast.AST) -> Iterable[ast.AST]:
-    """Of what has names of its own only what is evaluated around it, such as the defaults of a
-    function; of other nodes all parts."""
-    if isinstance(node, _COMPREHENSIONS):
-        return [node.generators[0].iter]
-    inside: Any = getattr(node, "body", []) if isinstance(node, _DEFINITIONS) else []
-    inside = inside if isinstance(inside, list) else [inside]
-    return [one for one in ast.iter_child_nodes(node) if one not in inside]
-
-
-def _parts_here(node: ast.AST) -> Iterable[ast.AST]:
-    """The parts of a node whose names are not those of a function, class or comprehension."""
-    if isinstance(node, _DEFINITIONS):
-        return []
-    if isinstance(node, _COMPREHENSIONS):
-        # Of a comprehension only ``:=`` assigns outside of it.
-        return [one.target for one in ast.walk(node) if isinstance(one, ast.NamedExpr)]
-    return ast.iter_child_nodes(node)
-
-
 def _exported(name: str | None) -> set[str]:
     """What ``from module import *`` assigns; nothing where this process has not imported it."""
     module = sys.modules.get(name or "")
     known = {} if module is None else vars(module)
     return set(known.get("__all__", [each for each in known if not each.startswith("_")]))
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def _texts_for_ipython(call: ast.Call) -> list[str]:
