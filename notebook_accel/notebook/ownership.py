@@ -4,8 +4,7 @@
     session:  x = 2         the session's: the notebook's x stays at home
     notebook: x = 3         the notebook's again, also while a call goes on that assigns x
     %accelerate pull x      the session's: both have the same, and neither is newer
-    notebook: del x         the ranks keep what they got, unless it hides a builtin: after
-                            `list = [1]` and `del list`, list is Python's again on both sides
+    notebook: del x         the ranks keep what they got
 
 A name of the notebook's is pushed again when its object changed, as a list does that was appended
 to. What the ranks do to what they got, such as training a model, changes nothing here.
@@ -13,7 +12,6 @@ to. What the ranks do to what they got, such as training a model, changes nothin
 
 from __future__ import annotations
 
-import builtins
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +38,10 @@ class Push:
         lines: about large ones, for the person.
         fills: of the names, those that some ranks have assigned, and others do not have: they go
             to the others alone.
-        forgets: names that the ranks got and are to have no longer.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     fills: frozenset[str] = frozenset()
-    forgets: frozenset[str] = frozenset()
     lines: tuple[str, ...] = ()
 
 
@@ -148,7 +144,6 @@ class Ownership:
         values: dict[str, Any] = {}
         lines: list[str] = []
         fills: set[str] = set()
-        forgets: set[str] = set()
         forced = frozenset(forced)
         seen: set[str] = set()
         waiting = [*used, *forced]
@@ -160,8 +155,6 @@ class Ownership:
             known = self._known.get(name)
             if not self.is_ours(name):
                 waiting += self._uses.get(name, ())
-                if known is not None and known.digest is not None and self._shows_builtin(name):
-                    forgets.add(name)
                 continue
             is_newer = (
                 known is None
@@ -184,7 +177,6 @@ class Ownership:
             values=values,
             lines=tuple(lines),
             fills=frozenset(fills),
-            forgets=frozenset(forgets),
         )
 
     def note_pushed(self, push: Push) -> None:
@@ -202,10 +194,6 @@ class Ownership:
         if name not in _IPYTHONS and not name.startswith("__"):
             return True
         return name not in self._hidden or self._hidden[name] is not self._namespace[name]
-
-    def _shows_builtin(self, name: str) -> bool:
-        """Whether ``name`` is Python's in the notebook."""
-        return name not in self._namespace and hasattr(builtins, name)
 
     def _agree(self, name: str, agreed: _AgreedName) -> None:
         self._known[name] = agreed

@@ -387,7 +387,7 @@ class NotebookSession:
         notices: Sequence[str] = (),
     ) -> Run:
         """Send a request with the names that go along; waits for it with ``block``."""
-        request.fills, request.forgets = push.fills, push.forgets
+        request.fills = push.fills
         sources = cell_sources(self._shell)
         self._owners.note_call()
         self._ends.about_to_send(

@@ -126,20 +126,3 @@ def test_names_of_startup_files_are_the_persons_and_those_of_ipython_are_not(
     book.run("%%accelerate\nopen = 4")
     assert book.run("%%accelerate\nopen") == "ranks 0-1: 4\n"
     book.run("del open")
-
-
-def test_a_name_that_hid_a_builtin_is_pythons_again_once_the_notebook_deletes_it(
-    book: Notebook,
-) -> None:
-    book.run("list, max, kept = [1], len, [7]\ndef of_notebook(): return list((1, 2))")
-    book.run("%%accelerate\ndef of_ranks(): return max(1, 2)\nlist, max, kept;")
-    book.run("del list, max, kept")
-    assert book.run("%%accelerate\nof_notebook(), of_ranks(), kept") == (
-        "ranks 0-1: ([1, 2], 2, [7])\n"
-    )
-    # What the session has assigned itself stays.
-    book.run("list = [1]")
-    book.run("%%accelerate\nlist = ['of the session']")
-    book.run("del list")
-    assert book.run("%%accelerate\nlist") == "ranks 0-1: ['of the session']\n"
-    book.run("%%accelerate\ndel list")

@@ -96,18 +96,16 @@ class NamesCall:
         pull: names of values that are to come back.
         pull_from: the rank whose values those are; None for all.
         fills: of the names that are pushed, those that a rank takes only where it has none.
-        forgets: names that the notebook has pushed before, and deleted.
     """
 
     pull: tuple[str, ...] = ()
     pull_from: int | None = None
     fills: frozenset[str] = frozenset()
-    forgets: frozenset[str] = frozenset()
 
     def __call__(self, /, **names: Any) -> NamesOutcome:
         """Answer for this rank."""
         namespace = _rank_namespace()
-        namespace.push(names, self.fills, self.forgets)
+        namespace.push(names, self.fills)
         return NamesOutcome(**self.report(namespace))
 
     def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
@@ -158,7 +156,7 @@ class CellCall(NamesCall):
         """
         __tracebackhide__ = True
         namespace = _rank_namespace()
-        namespace.push(names, self.fills, self.forgets)
+        namespace.push(names, self.fills)
         namespace.get_ready(self.mentions, renews_group=self.renews_group)
         namespace.import_modules(self.imports)
         value = None
@@ -197,7 +195,7 @@ class FunctionCall(NamesCall):
         """
         __tracebackhide__ = True
         namespace = _rank_namespace()
-        namespace.push(names, self.fills, self.forgets)
+        namespace.push(names, self.fills)
         namespace.get_ready(self.mentions, renews_group=self.renews_group, function=self.function)
         return self.function(*self.args, **self.kwargs)
 
