@@ -921,7 +921,7 @@ from pathlib import Path
 from notebook_accel import ConfigError, LaunchConfig
 from notebook_accel.config import resolve
 from notebook_accel.launch.control.environment import rank_environment
-from notebook_accel.notebook.picker_fields import setting_rows
+from notebook_accel.notebook.picker import setting_rows
 
 assert LaunchConfig.__module__ and "warmup: int | None = None" in pydoc.render_doc(LaunchConfig)
 file = Path(sys.argv[1])

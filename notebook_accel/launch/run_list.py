@@ -4,7 +4,7 @@ a launch: NewRun.begin -> add -> _known --+
                                           +--> runs()
 folders of runs on disk: _read_run -------+
 
-What a person calls is in notebook/run_list.py, which knows how to show a run in a notebook.
+What a person calls is in notebook/runs.py, which knows how to show a run in a notebook.
 """
 
 from __future__ import annotations

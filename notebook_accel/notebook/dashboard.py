@@ -15,9 +15,8 @@ from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.clicks import page_of_cell
-from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.display_slot import DisplaySlot, LostWidgetText
 from notebook_accel.notebook.live_panel import LivePanel
-from notebook_accel.notebook.lost_widget import LostWidgetText
 from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot

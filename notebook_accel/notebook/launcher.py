@@ -15,10 +15,9 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.notebook.held_launch import end_held_launch, launch_for_debugger
+from notebook_accel.notebook.debugger import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.kernel_session import session_for
-from notebook_accel.notebook.sources import cell_sources
-from notebook_accel.notebook.tracebacks import show_in_short
+from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.views import choose_view, dashboard_in
 from notebook_accel.text_values import shown
 
@@ -30,9 +29,15 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
     from notebook_accel.notebook.display_slot import DisplaySlot
-    from notebook_accel.notebook.picker_texts import Arguments
+    from notebook_accel.notebook.picker import Arguments
 
-__all__ = ["check_leaves_notebook_free", "launch_below", "notebook_launcher", "run_cell"]
+__all__ = [
+    "check_leaves_notebook_free",
+    "debug_launcher",
+    "launch_below",
+    "notebook_launcher",
+    "run_cell",
+]
 
 P = ParamSpec("P")
 
@@ -369,3 +374,26 @@ def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
         return []
     verb = "is" if len(names) == 1 else "are"
     return [f"{', '.join(names)} {verb} not used by {chosen.description}"]
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> Run:
+    """Call ``function(*args)`` on processes of the CPU in debug mode, in full precision whatever
+    the environment and the default config file say.
+
+    Args:
+        function: what each rank calls.
+        args: its arguments.
+        num_processes: number of ranks.
+
+    Returns:
+        the run, which has ended.
+
+    Raises:
+        ConfigError, LaunchError, WorkerError, RunStopped, KeyboardInterrupt: as of
+            ``notebook_launcher``.
+    """
+    return notebook_launcher(
+        function, args, num_processes, mixed_precision="no", devices="cpu", debug=True
+    )

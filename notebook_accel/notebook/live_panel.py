@@ -24,7 +24,7 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import widget_view
 from notebook_accel.notebook.log_view import LogView
-from notebook_accel.notebook.markup import Markup, copyable, element
+from notebook_accel.notebook.markup import Markup, copyable, element, style_element
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import (
     Details,
@@ -36,7 +36,6 @@ from notebook_accel.notebook.panel import (
 from notebook_accel.notebook.panel_widgets import PanelWidgets
 from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
 from notebook_accel.notebook.snapshot import AskedStacks
-from notebook_accel.notebook.style import style_element
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,18 +26,17 @@ from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.launch.text.terminal_text import plain_text
-from notebook_accel.notebook import kernel_session, post_mortem
+from notebook_accel.notebook import debugger, kernel_session
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cells
+from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
-from notebook_accel.notebook.held_launch import end_held_launch, held_launch
 from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
+from notebook_accel.notebook.rank_displays import by_rank
 from notebook_accel.notebook.session import CellOptions
-from notebook_accel.notebook.sources import cell_sources
-from notebook_accel.notebook.tracebacks import show_in_short
-from notebook_accel.notebook.unread_requests import keep_reading
-from notebook_accel.notebook.values import by_rank
+from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
+from notebook_accel.notebook.warming import keep_reading
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -403,9 +402,9 @@ class AccelerateMagics(Magics):
     def _debug(self, arguments: Sequence[str]) -> None:
         held, rank = held_launch(), _parse_rank(arguments)
         if held is None:
-            post_mortem.debug(self._running(), rank)
+            debugger.debug(self._running(), rank)
         else:
-            post_mortem.debug(held, rank)
+            debugger.debug(held, rank)
             end_held_launch()
             print("the ranks of the launch have ended")  # noqa: T201
 

@@ -6,6 +6,8 @@ the texts of exceptions are plain ``str`` and become ``Markup`` here, and nowher
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import markupsafe
@@ -25,6 +27,7 @@ __all__ = [
     "join_lines",
     "message_bytes",
     "shorten",
+    "style_element",
 ]
 
 # Bytes of the characters that markupsafe writes as several.
@@ -106,3 +109,9 @@ def shorten(text: str, max_bytes: int) -> str:
 def message_bytes(markup: str) -> int:
     """Bytes that ``markup`` takes as a JSON string in a message to the page."""
     return len(markup.encode()) + markup.count('"') + markup.count("\n") + markup.count("\\")
+
+
+@lru_cache
+def style_element(name: str = "panel") -> Markup:
+    """The style sheet of that name as a ``<style>`` element, for a widget beside what it styles."""
+    return Markup(f"<style>{Path(__file__).with_name(f'{name}.css').read_text()}</style>")

@@ -3,27 +3,36 @@
     LaunchConfig's fields --> rows --what a person gives--> LaunchConfig --> code, YAML, Launch
 
 The rows come from the fields of ``LaunchConfig`` and from the table of plugins, their texts from
-what is written under each field: there is no second list of settings. A value that makes no sense
-is refused by ``LaunchConfig`` itself, and its words stand beside the row that they name.
+what is written under each field: there is no second list of settings. A row's value is what a
+person typed, as the type wants it; None where the row is left empty. What cannot be read stays
+text: a value that makes no sense is refused by ``LaunchConfig`` itself, and its words stand beside
+the row that they name.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import contextvars
 import hashlib
 import itertools
+import json
+import math
 import os
+import re
 import threading
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from os import PathLike
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import platformdirs
+import yaml
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import (
@@ -38,29 +47,343 @@ from notebook_accel.launch.launcher import notebook_file
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.notebook.clicks import clicks_for
-from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
+from notebook_accel.notebook.display_slot import DisplaySlot, LostWidgetText, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
-from notebook_accel.notebook.lost_widget import LostWidgetText
-from notebook_accel.notebook.markup import copyable, element, join
-from notebook_accel.notebook.picker_fields import StrategyRow, plugin_rows, setting_rows
-from notebook_accel.notebook.picker_texts import (
-    as_code,
-    as_yaml,
-    devices_line,
-    is_of_notebook,
-    read_arguments,
-    row_of_error,
-)
-from notebook_accel.notebook.style import style_element
+from notebook_accel.notebook.markup import Markup, copyable, element, join, style_element
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from notebook_accel.config.plugins import Plugin
+    from notebook_accel.config.setting import Setting
     from notebook_accel.launch.machine import Machine
     from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.picker_fields import Row
 
-__all__ = ["ConfigPicker", "config_picker", "recall", "remember"]
+__all__ = ["Arguments", "ConfigPicker", "config_picker", "remember"]
+
+
+# ---- The form: one row a setting, made from the setting's own type.
+
+_DATA_PARALLEL = "Data parallel (DDP)"
+_OPEN = ""
+
+
+class Row:
+    """One setting in the form, and the base of all kinds of rows.
+
+    Args:
+        name: of the setting.
+        label: what stands before it.
+        about: one sentence on what it does.
+        widget: where a person gives the value.
+    """
+
+    def __init__(self, name: str, label: str, about: str, widget: Any) -> None:
+        self.name = name
+        self.widget = widget
+        widget.tooltip = about
+        widget.add_class("na-field")
+        # The label belongs to the widget for a screen reader: its own description, widened by CSS.
+        widget.description = label
+        widget.style.description_width = "240px"
+        self._note = ipywidgets.HTML()
+        self._note.add_class("na-note")
+        self._about = about
+        self.box = ipywidgets.HBox([widget, self._note])
+        self.box.add_class("na-row")
+        self.say(None)
+
+    @property
+    def value(self) -> Any:
+        """What the setting is to be; None leaves it open."""
+        return self.widget.value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.widget.value = value
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call ``call`` after each change."""
+        self.widget.observe(lambda _: call(), names="value")
+
+    def say(self, text: str | None, kind: str = "na-wrong") -> None:
+        """Show what is wrong with the value beside it; None: what the setting does.
+
+        Args:
+            text: what is wrong.
+            kind: the class of the text: "na-wrong", or "na-warn" for what is worth a thought.
+        """
+        kind, role = ("na-about", None) if text is None else (kind, "alert")
+        self._note.value = str(element("span", text or self._about, class_=kind, role=role))
+
+
+class TextRow(Row):
+    """Text, or a number, which ``read`` makes of the text."""
+
+    def __init__(
+        self, name: str, label: str, about: str, *, default: str, read: Callable[[str], Any]
+    ) -> None:
+        # A value that is sent with each key, so that what is wrong is told while one types.
+        widget = ipywidgets.Text(placeholder=default, continuous_update=True)
+        super().__init__(name, label, about, widget)
+        self._read = read
+
+    @property
+    def value(self) -> Any:
+        text = self.widget.value.strip()
+        return self._read(text) if text else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            value = ", ".join(map(str, value))
+        self.widget.value = "" if value is None else str(value)
+
+
+class ChoiceRow(Row):
+    """One of several; the first, ``default``, leaves the setting open."""
+
+    def __init__(
+        self, name: str, label: str, about: str, *, default: str, choices: Sequence[Any]
+    ) -> None:
+        # None would mean that nothing is chosen, and be shown as an empty field.
+        options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
+        super().__init__(name, label, about, ipywidgets.Dropdown(options=options, value=_OPEN))
+
+    @property
+    def value(self) -> Any:
+        return None if self.widget.value == _OPEN else self.widget.value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.widget.value = _OPEN if value is None else value
+
+
+class FlagRow(Row):
+    """Yes or no."""
+
+    def __init__(self, name: str, label: str, about: str) -> None:
+        super().__init__(name, label, about, ipywidgets.Checkbox(indent=True))
+
+    @property
+    def value(self) -> Any:
+        return True if self.widget.value else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.widget.value = bool(value)
+
+
+class LinesRow(Row):
+    """Names with values, one ``NAME=value`` a line; a value with line breaks as JSON has it."""
+
+    def __init__(self, name: str, label: str, about: str) -> None:
+        widget = ipywidgets.Textarea(placeholder="NAME=value", rows=2, continuous_update=True)
+        super().__init__(name, label, about, widget)
+
+    @property
+    def value(self) -> Any:
+        lines = [line.strip() for line in self.widget.value.splitlines() if line.strip()]
+        pairs = (line.partition("=")[::2] for line in lines)
+        return {name: _value_of_line(text) for name, text in pairs} or None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        lines = (f"{name}={_line_of_value(text)}" for name, text in (value or {}).items())
+        self.widget.value = "\n".join(lines)
+
+
+def _line_of_value(value: str) -> str:
+    # What a line would not give back as it is: breaks, blanks at its ends, quotes as JSON's.
+    is_line = value == value.strip() and len(value.splitlines()) <= 1
+    return value if is_line and not value.startswith('"') else json.dumps(value)
+
+
+def _value_of_line(text: str) -> str:
+    if text.startswith('"'):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(text))
+    return text
+
+
+class StrategyRow(Row):
+    """Which kinds of parallelism: the names of their plugins, none for data parallelism alone."""
+
+    def __init__(self) -> None:
+        chosen = [
+            names
+            for number in range(1, len(PLUGINS) + 1)
+            for names in combinations(PLUGINS, number)
+            if number == 1 or all(PLUGINS[name].composes for name in names)
+        ]
+        options: list[tuple[str, tuple[str, ...]]] = [(_DATA_PARALLEL, ())]
+        options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]
+        widget = ipywidgets.Dropdown(options=options, value=())
+        super().__init__("strategy", "Strategy", "How ranks share the model and the data.", widget)
+
+
+def setting_rows() -> dict[str, Row]:
+    """A row for each setting of ``LaunchConfig`` that is no plugin, by its name."""
+    return {
+        name: LinesRow(name, one.label, f"{one.about}.") if name == "env" else _row(one)
+        for name, one in settings_of(LaunchConfig).items()
+        if name not in PLUGINS
+    }
+
+
+def plugin_rows(plugin: Plugin) -> list[Row]:
+    """A row for each option of a plugin."""
+    return [_row(option) for option in plugin.options.values()]
+
+
+def _row(one: Setting) -> Row:
+    # An option is called by its own name, as the documentation of every library has it.
+    label, about = one.label or one.name, f"{one.about}.".replace("``", "")
+    default = one.unset or ("default" if one.default is None else str(one.default))
+    if one.kind is bool and one.default is False:
+        return FlagRow(one.name, label, about)
+    if one.texts or one.kind is bool:
+        choices = [choice for choice in one.texts or (True, False) if choice != default]
+        return ChoiceRow(one.name, label, about, default=default, choices=choices)
+    return TextRow(one.name, label, about, default=default, read=one.from_text)
+
+
+# ---- Its texts: what a machine has, code and YAML of settings, whose row an error is.
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a function is called with.
+
+    Attributes:
+        text: as it was typed, between the brackets of a call.
+        args, kwargs: what that means.
+    """
+
+    text: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def devices_line(machine: Machine | None) -> Markup:
+    """What trains on this machine; None: it is being found out."""
+    if machine is None:
+        return element("div", "Looking for devices …", class_="na-devices na-about", role="status")
+    host = (
+        f"{machine.num_cores} CPU cores, {machine.memory / _GIB:.0f} GB of memory, "
+        f"{machine.free_memory / _GIB:.0f} GB of it free"
+    )
+    if machine.error:
+        lines: list[str] = [element("span", machine.error, class_="na-wrong"), host]
+    elif not machine.devices:
+        lines = [f"No accelerator: ranks train on the CPU ({host})"]
+    else:
+        named = [
+            join([element("b", str(device.index)), f" {device.name}{_memory(device.memory)}"])
+            for device in machine.devices
+        ]
+        lines = [*named, host]
+    rows = join(element("div", line) for line in lines)
+    return element("div", rows, class_="na-devices", role="status", aria_label="Devices")
+
+
+def _memory(num_bytes: int) -> str:
+    return f", {num_bytes / _GIB:.0f} GB" if num_bytes else ""
+
+
+def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
+    """The cell that launches what the form's Launch does.
+
+    Raises:
+        SyntaxError: ``arguments`` is no list of arguments.
+    """
+    given = config.to_dict().items()
+    settings = "".join(f"    {name}={_expression(value)},\n" for name, value in given)
+    made = f"LaunchConfig(\n{settings})" if settings else "LaunchConfig()"
+    call = f"notebook_launcher({function or 'train'}, {_given(arguments)}config=config)"
+    return (
+        "from notebook_accel import LaunchConfig, notebook_launcher\n\n"
+        f"config = {made}\nrun = {call}"
+    )
+
+
+def _expression(value: object) -> str:
+    """``repr(value)``, in which infinite numbers are Python's as well."""
+    if isinstance(value, dict):
+        items = (f"{key!r}: {_expression(each)}" for key, each in value.items())
+        return f"{{{', '.join(items)}}}"
+    return 'float("inf")' if value == math.inf else repr(value)
+
+
+def _given(arguments: str) -> str:
+    call = _parse(arguments)
+    parts = [ast.unparse(each) for each in call.args]
+    args = f"args=({', '.join(parts)},), " if parts else ""
+    # ``**more`` has no name of its own.
+    named = ", ".join(
+        f"{each.arg!r}: {ast.unparse(each.value)}" if each.arg else f"**{ast.unparse(each.value)}"
+        for each in call.keywords
+    )
+    return args + (f"kwargs={{{named}}}, " if named else "")
+
+
+def as_yaml(config: LaunchConfig) -> str:
+    """The file that means the same."""
+    settings = config.to_dict()
+    if not settings:
+        return "# every setting is at its default"
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def read_arguments(text: str, namespace: Mapping[str, Any]) -> Arguments:
+    """The arguments that ``text`` gives, as between the brackets of a call in the notebook.
+
+    Raises:
+        SyntaxError: it is no list of arguments.
+        Exception: what an expression in it raises.
+    """
+    _parse(text)
+    scope = {
+        **namespace,
+        "_notebook_accel_arguments": lambda *args, **kwargs: Arguments(text, args, kwargs),
+    }
+    found: Arguments = eval(f"_notebook_accel_arguments({text})", scope)
+    return found
+
+
+def _parse(text: str) -> ast.Call:
+    try:
+        call = ast.parse(f"_({text})", mode="eval").body
+    except SyntaxError:
+        call = None
+    # "1) + (2" would parse as well.
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise SyntaxError(f"Arguments: {text!r} is no list of arguments, such as 3e-4, epochs=2")
+    return call
+
+
+def is_of_notebook(name: str, value: object) -> bool:
+    """Whether a variable is a function that a cell has defined, and that a person would launch."""
+    return (
+        isinstance(value, FunctionType)
+        and not name.startswith("_")
+        and value.__module__ == "__main__"
+    )
+
+
+def row_of_error(
+    text: str, rows: Mapping[str, Row], plugins: Mapping[str, Sequence[Row]]
+) -> Row | None:
+    """The row that an error's text is about: it starts with the setting; None for none of them."""
+    found = re.match(r"(\w+)(?:\['(\w+)'\])?[= ]", text)
+    if found is None:
+        return None
+    name, option = found.groups()
+    if option is not None and name in plugins:
+        return next((row for row in plugins[name] if row.name == option), None)
+    return rows.get(name)
 
 
 # ---- The last settings that were picked in a folder of notebooks, kept in the user's state folder.

@@ -4,6 +4,7 @@
     run.show()                   the same, in the cell that runs then     RankDisplays
     run.show(rank)               the same, of any rank                    show_displays
     the cell does not wait       HTML in the panel, then in the summary   render_displays
+    a cell's last expression     the value of each rank, equal ones once  show_values
 
 Ranks mostly display the same: those of one rank are shown, the others' on demand.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.text import wording
@@ -20,19 +21,23 @@ from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.state import Display, RankState, RunState
+    from notebook_accel.notebook.worker.calls import ShownValue
 
 __all__ = [
     "RankDisplays",
+    "by_rank",
     "first_asked",
     "other_displays",
     "render_displays",
     "seconds_to_wait",
     "show_displays",
+    "show_values",
 ]
 
+T = TypeVar("T")
 # Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is
 # more than 3 MB in 3 seconds.
 _MAX_BYTES = 700_000
@@ -169,3 +174,63 @@ def _as_html(data: Mapping[str, str]) -> Markup:
             return element("img", alt=alt, src=source, style="max-width:100%")
     written = (data[mime] for mime in ("text/markdown", "text/latex", "text/plain") if mime in data)
     return element("pre", next(written, ""))
+
+
+_PLAIN = "text/plain"
+
+
+def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = None) -> None:
+    """Show what each rank gave, below a label with its ranks; nothing where none gave anything.
+
+    Args:
+        values: of each rank; None for a rank without one.
+        slot: where they go, as text and HTML in one; None for the output of the cell that runs.
+    """
+    texts = [None if value is None else value.text for value in values]
+    is_rich = any(value is not None and set(value.data) != {_PLAIN} for value in values)
+    if slot is not None:
+        _show_in_slot(values, slot)
+    elif is_rich:
+        _show_rich(values)
+    else:
+        print(by_rank(texts), end="")  # noqa: T201
+
+
+def by_rank(texts: Sequence[str | None]) -> str:
+    """What each rank shows, with a label, equal texts once: ``ranks 0-1: 3``."""
+    lines: list[str] = []
+    for text, ranks in _alike(texts):
+        # A text of several lines starts below its label, so that its columns stay aligned.
+        separator = "\n" if "\n" in text else " "
+        lines.append(f"{wording.rank_list(ranks)}:{separator}{text}\n")
+    return "".join(lines)
+
+
+def _alike(values: Sequence[T | None]) -> list[tuple[T, list[int]]]:
+    """Each value with the ranks that have it, in the order of the first of them."""
+    found: list[tuple[T, list[int]]] = []
+    for rank, value in enumerate(values):
+        same = [ranks for other, ranks in found if other == value]
+        if same:
+            same[0].append(rank)
+        elif value is not None:
+            found.append((value, [rank]))
+    return found
+
+
+def _show_rich(values: Sequence[ShownValue | None]) -> None:
+    for value, ranks in _alike(values):
+        if len(values) > 1:
+            label = wording.rank_list(ranks)
+            html = element("span", label, style="opacity:.65;font-size:13px;padding:0 7px")
+            DisplaySlot().show({"text/html": str(html), _PLAIN: label})
+        DisplaySlot().show(value.data)
+
+
+def _show_in_slot(values: Sequence[ShownValue | None], slot: DisplaySlot) -> None:
+    """Of a cell that has ended long ago nothing but a slot can be filled, with one thing."""
+    groups = _alike(values)
+    if len(groups) == 1 and groups[0][1] == list(range(len(values))):
+        slot.show(groups[0][0].data)
+    elif groups:
+        slot.show({_PLAIN: by_rank([None if value is None else value.text for value in values])})

@@ -1,11 +1,13 @@
 """Errors as the cell shows them: what happened in the ranks, not the frames of this package.
 
-IPython asks an exception for ``_render_traceback_`` and shows the lines that it gives in place of
-a traceback. ``NotebookAccelError`` has the method; exceptions of Python's own are given one.
+The sources of the notebook's cells travel to the ranks for their tracebacks. IPython asks an
+exception for ``_render_traceback_`` and shows the lines that it gives in place of a traceback.
+``NotebookAccelError`` has the method; exceptions of Python's own are given one.
 """
 
 from __future__ import annotations
 
+import linecache
 import sys
 import traceback
 from contextlib import contextmanager
@@ -16,14 +18,49 @@ from IPython.core.getipython import get_ipython
 
 from notebook_accel.errors import NotebookAccelError, WorkerError
 from notebook_accel.launch import run_list
+from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.run import Run
-from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.used_names import names_of, without_watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["show_in_short"]
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["cell_numbers", "cell_sources", "show_in_short"]
+
+# Of a long session only the newest cells travel with each launch.
+_MAX_CHARACTERS = 1_000_000
+
+
+def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
+    """The cells that ``shell`` has run, newest first; none where ``shell`` is None."""
+    if shell is None:
+        return []
+    numbers = cell_numbers(shell)
+    newest = sorted(numbers, key=lambda filename: numbers[filename], reverse=True)
+    found: list[CellSource] = []
+    room = _MAX_CHARACTERS
+    for filename in newest:
+        text = "".join(linecache.getlines(filename))
+        room -= len(text)
+        if room < 0:
+            break
+        found.append(CellSource(filename, f"Cell In[{numbers[filename]}]", text))
+    return found
+
+
+def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
+    """The number of the cell that each file name stands for."""
+    known: Mapping[str, int] | None = getattr(shell.compile, "_filename_map", None)
+    if known is not None:
+        return known
+    # IPython 7 keeps no such map: its history says which cell had which text.
+    history = {text.rstrip(): number for number, text in enumerate(shell.user_ns.get("In", ()))}
+    cached: Mapping[str, Any] = getattr(linecache, "_ipython_cache", {})
+    numbers = {name: history.get("".join(entry[2]).rstrip()) for name, entry in cached.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
 
 # What to do where nothing is left of the rank that raised.
 _NEXT_TIME = (

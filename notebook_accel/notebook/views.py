@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.lost_widget import LostWidgetText
+    from notebook_accel.notebook.display_slot import LostWidgetText
 
 __all__ = ["CellDashboard", "Transcript", "VIEWS", "choose_view", "dashboard_in"]
 

@@ -301,7 +301,7 @@ def open_lab(folder: Path, versions: Sequence[str]) -> Iterator[Lab]:
 
 
 _KEEP_READING = (
-    "from notebook_accel.notebook.unread_requests import keep_reading; "
+    "from notebook_accel.notebook.warming import keep_reading; "
     "keep_reading(get_ipython().kernel); del keep_reading"
 )
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.notebook.cell_function import cell_function, shown
-from notebook_accel.notebook.values import by_rank
+from notebook_accel.notebook.rank_displays import by_rank
 
 
 def run(text: str, **names: Any) -> tuple[Any, dict[str, Any]]:

@@ -28,14 +28,15 @@ from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
-from notebook_accel.notebook.picker import remember
-from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
-from notebook_accel.notebook.picker_texts import (
+from notebook_accel.notebook.picker import (
     Arguments,
     as_code,
     as_yaml,
     devices_line,
+    plugin_rows,
     read_arguments,
+    remember,
+    setting_rows,
 )
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload import CellSource
-from notebook_accel.notebook.sources import cell_sources
+from notebook_accel.notebook.tracebacks import cell_sources
 
 if TYPE_CHECKING:
     import pytest

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import notebook_accel
 from notebook_accel.launch.rank import current
-from notebook_accel.notebook.debugging import debug_launcher
+from notebook_accel.notebook.launcher import debug_launcher
 from notebook_accel.training.state import AcceleratorState, PartialState
 from tests.public import DOORS
 from tests.training.harness import run_ranks

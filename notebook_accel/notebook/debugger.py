@@ -1,10 +1,12 @@
-"""``notebook_launcher(..., debug=True)``: where a rank fails, the ranks stay to be looked into.
+"""The frames of an error in a rank: ``%accelerate debug``, and the ranks that wait for it.
 
     launch_for_debugger --> ranks, one call --> a rank raised: they wait <--- %accelerate debug
                                             --> it ended otherwise: they end
+    cell: input("rank 1 (pdb) ") --DebugCall--> the rank's PostMortem --> text, printed in the cell
 
-At most one launch is held. Its ranks, and what they have on devices, go when the debugger is left
-(q), with the next launch or cell of ``%%accelerate``, with `%accelerate stop`, and with the kernel.
+With ``notebook_launcher(..., debug=True)`` the ranks stay where one fails. At most one launch is
+held. Its ranks, and what they have on devices, go when the debugger is left (q), with the next
+launch or cell of ``%%accelerate``, with `%accelerate stop`, and with the kernel.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import contextvars
 import threading
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.error import StdinNotImplementedError
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.errors import WorkerError
+from notebook_accel.errors import NotebookAccelError, WorkerError
 from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import GuardedView
 from notebook_accel.notebook.clicks import can_answer, find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.worker.calls import DebugCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +33,10 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
-    from notebook_accel.notebook.worker.calls import DebugAnswer, DebugCall
+    from notebook_accel.notebook.session import NotebookSession
+    from notebook_accel.notebook.worker.calls import DebugAnswer
 
-__all__ = ["HeldLaunch", "end_held_launch", "held_launch", "launch_for_debugger"]
+__all__ = ["HeldLaunch", "debug", "end_held_launch", "held_launch", "launch_for_debugger"]
 
 _HINT = (
     "`%accelerate debug` looks into its frames; the ranks wait for that until the next launch or "
@@ -179,3 +185,45 @@ def _load_magics() -> None:
 
 def _name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) -> None:
+    """Look into the error of a rank, by commands of pdb, until the person leaves them.
+
+    Args:
+        failed_call: the session, or the launch that is held: whose ranks are asked.
+        rank: whose error; None: that of the rank at fault.
+
+    Raises:
+        NotebookAccelError: no rank has an error, this one has none, or nobody can be asked.
+    """
+    answers = failed_call.ask_debuggers(DebugCall())
+    failed = [number for number, answer in enumerate(answers) if answer is not None]
+    if not failed:
+        raise NotebookAccelError(
+            "no rank has an error to look into: a cell or a function call that fails leaves one, "
+            "until the next one runs"
+        )
+    if rank is None:
+        at_fault = failed_call.rank_at_fault
+        rank = failed[0] if at_fault is None or at_fault not in failed else at_fault
+    if rank not in failed:
+        verb = "has" if len(failed) == 1 else "have"
+        raise NotebookAccelError(
+            f"rank {rank} has no error to look into; {wording.rank_list(failed)} {verb}"
+        )
+    answer = answers[rank]
+    while answer is not None and not answer.is_over:
+        print(answer.text, end="")  # noqa: T201
+        request = DebugCall(command=_ask_for_command(f"rank {rank} (pdb) "), rank=rank)
+        answer = failed_call.ask_debuggers(request)[rank]
+
+
+def _ask_for_command(prompt: str) -> str:
+    try:
+        return input(prompt)
+    except (StdinNotImplementedError, EOFError) as error:
+        raise NotebookAccelError(
+            "%accelerate debug asks for commands, and nobody can be asked here: use a frontend "
+            "with input fields (JupyterLab, Notebook, VS Code, Colab, a terminal)"
+        ) from error

@@ -1,0 +1,221 @@
+"""The runs of this process and of earlier ones: a list, a table, a comparison of metrics.
+
+A metric has a column in the table: its last value and, where its name says what is better, its
+best one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.launch import run_list
+from notebook_accel.launch.control.plotting import plot_together
+from notebook_accel.launch.run import Run
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.launch.view.progress import last_values, name_of, spread
+from notebook_accel.launch.view.summary import SIGNS, elapsed
+from notebook_accel.notebook.markup import element
+from notebook_accel.notebook.views import choose_view
+from notebook_accel.text_values import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.view import View
+
+__all__ = ["RunTable", "compare", "find_run", "last_run", "runs"]
+
+T = TypeVar("T")
+# Metrics with a column; of more the first ones have one.
+_MAX_METRICS = 8
+# Characters of what a run is called.
+_MAX_LABEL = 60
+# Words of a metric's name by which its lowest or its highest value is the best one.
+_LOWER = re.compile(r"loss|error|perplexity|(^|[^a-z])(ppl|mse|rmse|mae|wer)([^a-z]|$)")
+_HIGHER = re.compile(r"accuracy|(^|[^a-z])(acc|f1|auc|bleu|rouge|recall|reward)([^a-z]|$)")
+
+
+class RunTable(list[T]):
+    """A list that is shown as a table of ``runs``, as they are when it is shown.
+
+    Args:
+        items: what the list holds.
+        runs: a row each, by what it is called.
+        names: metrics that have a column; None: all that the runs logged.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[T],
+        runs: Sequence[tuple[str, Run]],
+        names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(items)
+        self._runs = runs
+        self._names = names
+
+    def _rows(self) -> list[list[str]]:
+        """The head and a row for each run; columns that say nothing are left out."""
+        states = [(label, run.state) for label, run in self._runs]
+        logged = dict.fromkeys(name for _, state in states for name in last_values(state))
+        names = list(logged if self._names is None else self._names)
+        rows = [_facts(label, state, names[:_MAX_METRICS]) for label, state in states]
+        head = ["run", "state", "started", "took", "arguments"]
+        head += [*map(name_of, names[:_MAX_METRICS]), "notebook", "id"]
+        columns = [(title, *cells) for title, *cells in zip(head, *rows, strict=True) if any(cells)]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def __repr__(self) -> str:
+        if not self._runs:
+            return "[]"
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = ([cell.ljust(n) for cell, n in zip(row, widths, strict=True)] for row in rows)
+        return "\n".join("  ".join(row).rstrip() for row in padded)
+
+    def _repr_html_(self) -> str | None:
+        if not self._runs:
+            return None
+        head, *rows = self._rows()
+        lines = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
+        titles = element("tr", *(element("th", title) for title in head))
+        return str(element("table", element("thead", titles), element("tbody", *lines)))
+
+
+def _facts(label: str, state: RunState, names: Sequence[str]) -> list[str]:
+    last = last_values(state)
+    return [
+        one_line(label, _MAX_LABEL),
+        f"{SIGNS.get(state.status, '●')} {state.status}",
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
+        wording.span(elapsed(state, state.now())),
+        state.arguments,
+        *(_values(name, last.get(name, {}), state) for name in names),
+        state.notebook,
+        state.run,
+    ]
+
+
+def _values(name: str, last: Mapping[int, float], state: RunState) -> str:
+    """The last value of a metric, and the best one of all ranks where it is known which that is."""
+    if not last:
+        return ""
+    text = spread(last) or wording.number(next(iter(last.values())))
+    found: Any = [rank.extremes[name] for rank in state.ranks if name in rank.extremes]
+    low, high = _LOWER.search(name.lower()), _HIGHER.search(name.lower())
+    if not found or bool(low) == bool(high):
+        return text
+    best = min(lowest for lowest, _ in found) if low else max(highest for _, highest in found)
+    return f"{text} (best {wording.number(best)})"
+
+
+def find_run(run_id: str) -> Run:
+    """The run of that id: one of this process, or one that another left on disk.
+
+    Args:
+        run_id: as ``run.id``, the name of the run's folder, says it.
+
+    Raises:
+        NotebookAccelError: there is none, or none any more.
+        LaunchError: it is not of this process, and this user has no folder for runs.
+    """
+    return run_list.find_run(run_id, view=_view_of_past)
+
+
+def last_run() -> Run:
+    """The run that this process launched last, also where it failed or was interrupted.
+
+    Such a launch returns no handle: in ``run = notebook_launcher(...)``, ``run`` keeps its value.
+
+    Raises:
+        NotebookAccelError: it has launched none.
+    """
+    here = runs()
+    if not here:
+        raise NotebookAccelError(
+            "this process has launched no run yet; runs(everywhere=True) lists those of earlier "
+            "ones, and find_run(id) opens one"
+        )
+    return here[-1]
+
+
+def runs(*, everywhere: bool = False) -> RunTable[Run]:
+    """The runs of this process, newest last; failed and interrupted ones too.
+
+    A notebook shows the list as a table.
+
+    A run whose handle nobody holds any more has logs, metrics and state, but no results. Of
+    launches that raised, and so gave no handle, the newest few have theirs.
+
+    Args:
+        everywhere: also those on disk that other processes and earlier kernels left, by time.
+
+    Raises:
+        LaunchError: ``everywhere``, and this user has no folder for runs.
+    """
+    found = run_list.runs(everywhere=everywhere, view=_view_of_past)
+    return RunTable(found, [(run.name, run) for run in found])
+
+
+def _view_of_past() -> View:
+    """The view of a run that another process launched: nothing of it moves, so no live panel."""
+    return choose_view("text")
+
+
+def compare(
+    *runs: Run | Sequence[Run] | Mapping[str, Run], names: Sequence[str] = ()
+) -> RunTable[Any]:
+    """Draw the metrics of runs together with matplotlib: axes for each metric, a colour per run.
+
+    Runs go by their names (``notebook_launcher(..., name="lr 0.1")``); those of equal names have
+    their ids beside them.
+
+    Args:
+        runs: which to compare, also those of ``runs(everywhere=True)``: one after the other, as a
+            list, or as a mapping whose keys are the names that they go by.
+        names: which metrics, in this order; all, where none is named.
+
+    Returns:
+        The axes, in the order of the names. A notebook shows the list as a table of the runs.
+
+    Raises:
+        ConfigError: no run was given, or what is no run, or ``names`` is a text, or no run has a
+            metric of that name.
+        FileNotFoundError: a run was deleted from disk.
+        ImportError: matplotlib is not installed.
+    """
+    labelled = _labelled(runs)
+    if isinstance(names, str):
+        raise ConfigError(f"names={shown(names)}: expected a list, such as names=[{shown(names)}]")
+    axes = plot_together({label: run.metrics for label, run in labelled}, names)
+    return RunTable(axes, labelled, names or None)
+
+
+def _labelled(runs: Sequence[Any]) -> list[tuple[str, Run]]:
+    """The runs, each with what it is called.
+
+    Raises:
+        ConfigError: there is none, or what is no run.
+    """
+    given = runs[0] if len(runs) == 1 and isinstance(runs[0], (list, tuple, Mapping)) else runs
+    found = [*given.values()] if isinstance(given, Mapping) else [*given]
+    wrong = [run for run in found if not isinstance(run, Run)]
+    if wrong or not found:
+        what = shown(wrong[0]) if wrong else "nothing"
+        raise ConfigError(
+            f"compare() got {what}: expected runs, as compare(run1, run2), "
+            'compare(notebook_accel.runs()[-3:]) or compare({"lr 0.1": run1, "lr 0.2": run2})'
+        )
+    if isinstance(given, Mapping):
+        return [(str(label), run) for label, run in given.items()]
+    all_names = [run.name for run in found]
+    return [
+        (run.name if all_names.count(run.name) == 1 else f"{run.name} ({run.id})", run)
+        for run in found
+    ]
