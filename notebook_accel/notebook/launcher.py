@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
     from notebook_accel.notebook.display_slot import DisplaySlot
-    from notebook_accel.notebook.picker import Arguments
 
 __all__ = [
     "check_leaves_notebook_free",
@@ -239,7 +238,8 @@ def run_cell(
 
 def launch_below(
     function: Callable[..., Any],
-    arguments: Arguments,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     *,
     config: LaunchConfig,
     slot: DisplaySlot,
@@ -252,7 +252,7 @@ def launch_below(
 
     Args:
         function: what each rank calls.
-        arguments: what it is called with.
+        args, kwargs: what it is called with.
         config: the settings that the call would give.
         slot: the place of the run's panel.
         below: the place of a line below the panel.
@@ -267,8 +267,8 @@ def launch_below(
     check_leaves_notebook_free(chosen)
     return _launch(
         function,
-        arguments.args,
-        arguments.kwargs,
+        args,
+        kwargs,
         config=chosen,
         asks_debugger=config.debug,
         view=dashboard_in(find_kernel(), waits=False, slot=slot),

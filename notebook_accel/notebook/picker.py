@@ -14,15 +14,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import contextvars
-import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import threading
 import warnings
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from os import PathLike
@@ -31,7 +28,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
-import platformdirs
 import yaml
 from IPython.core.getipython import get_ipython
 
@@ -43,7 +39,6 @@ from notebook_accel.config import (
 )
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch.launcher import notebook_file
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.notebook.clicks import clicks_for
@@ -59,28 +54,39 @@ if TYPE_CHECKING:
     from notebook_accel.launch.machine import Machine
     from notebook_accel.launch.run import Run
 
-__all__ = ["Arguments", "ConfigPicker", "config_picker", "remember"]
+__all__ = ["ConfigPicker", "config_picker"]
 
 
 # ---- The form: one row a setting, made from the setting's own type.
 
-_DATA_PARALLEL = "Data parallel (DDP)"
 _OPEN = ""
 
 
 class Row:
-    """One setting in the form, and the base of all kinds of rows.
+    """One setting in the form.
 
     Args:
         name: of the setting.
         label: what stands before it.
         about: one sentence on what it does.
         widget: where a person gives the value.
+        read: makes the setting of the widget's value; None leaves it open.
+        write: makes the widget's value of the setting.
     """
 
-    def __init__(self, name: str, label: str, about: str, widget: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        label: str,
+        about: str,
+        widget: Any,
+        *,
+        read: Callable[[Any], Any],
+        write: Callable[[Any], Any],
+    ) -> None:
         self.name = name
         self.widget = widget
+        self._read, self._write = read, write
         widget.tooltip = about
         widget.add_class("na-field")
         # The label belongs to the widget for a screen reader: its own description, widened by CSS.
@@ -96,11 +102,11 @@ class Row:
     @property
     def value(self) -> Any:
         """What the setting is to be; None leaves it open."""
-        return self.widget.value
+        return self._read(self.widget.value)
 
     @value.setter
     def value(self, value: Any) -> None:
-        self.widget.value = value
+        self.widget.value = self._write(value)
 
     def on_change(self, call: Callable[[], None]) -> None:
         """Call ``call`` after each change."""
@@ -117,117 +123,10 @@ class Row:
         self._note.value = str(element("span", text or self._about, class_=kind, role=role))
 
 
-class TextRow(Row):
-    """Text, or a number, which ``read`` makes of the text."""
-
-    def __init__(
-        self, name: str, label: str, about: str, *, default: str, read: Callable[[str], Any]
-    ) -> None:
-        # A value that is sent with each key, so that what is wrong is told while one types.
-        widget = ipywidgets.Text(placeholder=default, continuous_update=True)
-        super().__init__(name, label, about, widget)
-        self._read = read
-
-    @property
-    def value(self) -> Any:
-        text = self.widget.value.strip()
-        return self._read(text) if text else None
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        if isinstance(value, (list, tuple)):
-            value = ", ".join(map(str, value))
-        self.widget.value = "" if value is None else str(value)
-
-
-class ChoiceRow(Row):
-    """One of several; the first, ``default``, leaves the setting open."""
-
-    def __init__(
-        self, name: str, label: str, about: str, *, default: str, choices: Sequence[Any]
-    ) -> None:
-        # None would mean that nothing is chosen, and be shown as an empty field.
-        options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
-        super().__init__(name, label, about, ipywidgets.Dropdown(options=options, value=_OPEN))
-
-    @property
-    def value(self) -> Any:
-        return None if self.widget.value == _OPEN else self.widget.value
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self.widget.value = _OPEN if value is None else value
-
-
-class FlagRow(Row):
-    """Yes or no."""
-
-    def __init__(self, name: str, label: str, about: str) -> None:
-        super().__init__(name, label, about, ipywidgets.Checkbox(indent=True))
-
-    @property
-    def value(self) -> Any:
-        return True if self.widget.value else None
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self.widget.value = bool(value)
-
-
-class LinesRow(Row):
-    """Names with values, one ``NAME=value`` a line; a value with line breaks as JSON has it."""
-
-    def __init__(self, name: str, label: str, about: str) -> None:
-        widget = ipywidgets.Textarea(placeholder="NAME=value", rows=2, continuous_update=True)
-        super().__init__(name, label, about, widget)
-
-    @property
-    def value(self) -> Any:
-        lines = [line.strip() for line in self.widget.value.splitlines() if line.strip()]
-        pairs = (line.partition("=")[::2] for line in lines)
-        return {name: _value_of_line(text) for name, text in pairs} or None
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        lines = (f"{name}={_line_of_value(text)}" for name, text in (value or {}).items())
-        self.widget.value = "\n".join(lines)
-
-
-def _line_of_value(value: str) -> str:
-    # What a line would not give back as it is: breaks, blanks at its ends, quotes as JSON's.
-    is_line = value == value.strip() and len(value.splitlines()) <= 1
-    return value if is_line and not value.startswith('"') else json.dumps(value)
-
-
-def _value_of_line(text: str) -> str:
-    if text.startswith('"'):
-        with contextlib.suppress(ValueError):
-            return str(json.loads(text))
-    return text
-
-
-class StrategyRow(Row):
-    """Which kinds of parallelism: the names of their plugins, none for data parallelism alone."""
-
-    def __init__(self) -> None:
-        chosen = [
-            names
-            for number in range(1, len(PLUGINS) + 1)
-            for names in combinations(PLUGINS, number)
-            if number == 1 or all(PLUGINS[name].composes for name in names)
-        ]
-        options: list[tuple[str, tuple[str, ...]]] = [(_DATA_PARALLEL, ())]
-        options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]
-        widget = ipywidgets.Dropdown(options=options, value=())
-        super().__init__("strategy", "Strategy", "How ranks share the model and the data.", widget)
-
-
 def setting_rows() -> dict[str, Row]:
     """A row for each setting of ``LaunchConfig`` that is no plugin, by its name."""
     return {
-        name: LinesRow(name, one.label, f"{one.about}.") if name == "env" else _row(one)
-        for name, one in settings_of(LaunchConfig).items()
-        if name not in PLUGINS
+        name: _row(one) for name, one in settings_of(LaunchConfig).items() if name not in PLUGINS
     }
 
 
@@ -240,31 +139,75 @@ def _row(one: Setting) -> Row:
     # An option is called by its own name, as the documentation of every library has it.
     label, about = one.label or one.name, f"{one.about}.".replace("``", "")
     default = one.unset or ("default" if one.default is None else str(one.default))
-    if one.kind is bool and one.default is False:
-        return FlagRow(one.name, label, about)
-    if one.texts or one.kind is bool:
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+    # A text is sent with each key, so that what is wrong is told while one types.
+    if one.name == "env":
+        widget = ipywidgets.Textarea(placeholder="NAME=value", rows=2, continuous_update=True)
+        read, write = _pairs_of_lines, _lines_of_pairs
+    elif one.kind is bool and one.default is False:
+        widget = ipywidgets.Checkbox(indent=True)
+        read, write = (lambda ticked: ticked or None), bool
+    elif one.texts or one.kind is bool:
         choices = [choice for choice in one.texts or (True, False) if choice != default]
-        return ChoiceRow(one.name, label, about, default=default, choices=choices)
-    return TextRow(one.name, label, about, default=default, read=one.from_text)
+        # None would mean that nothing is chosen, and be shown as an empty field.
+        options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
+        widget = ipywidgets.Dropdown(options=options, value=_OPEN)
+        read = lambda chosen: None if chosen == _OPEN else chosen  # noqa: E731
+        write = lambda value: _OPEN if value is None else value  # noqa: E731
+    else:
+        widget = ipywidgets.Text(placeholder=default, continuous_update=True)
+        read = lambda text: one.from_text(text.strip()) if text.strip() else None  # noqa: E731
+        write = _text_of
+    return Row(one.name, label, about, widget, read=read, write=write)
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def _pairs_of_lines(text: str) -> dict[str, str] | None:
+    """The variables of lines, ``NAME=value``; a value with line breaks is quoted as in JSON."""
+    lines = (line.strip().partition("=")[::2] for line in text.splitlines() if line.strip())
+    return {name: _unquoted(value) for name, value in lines} or None
+
+
+def _unquoted(text: str) -> str:
+    if text.startswith('"'):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(text))
+    return text
+
+
+def _lines_of_pairs(given: Mapping[str, str] | None) -> str:
+    lines = []
+    for name, text in (given or {}).items():
+        # In quotes what a line would not give back as it is.
+        is_plain = text == text.strip().lstrip('"') and len(text.splitlines()) < 2
+        lines.append(f"{name}={text if is_plain else json.dumps(text)}")
+    return "\n".join(lines)
+
+
+def _strategy_row() -> Row:
+    """Which kinds of parallelism: the names of their plugins, none for data parallelism alone."""
+    chosen = [
+        names
+        for number in range(1, len(PLUGINS) + 1)
+        for names in combinations(PLUGINS, number)
+        if number == 1 or all(PLUGINS[name].composes for name in names)
+    ]
+    options: list[tuple[str, tuple[str, ...]]] = [("Data parallel (DDP)", ())]
+    options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]
+    about = "How ranks share the model and the data."
+    widget = ipywidgets.Dropdown(options=options, value=())
+    return Row("strategy", "Strategy", about, widget, read=tuple, write=tuple)
 
 
 # ---- Its texts: what a machine has, code and YAML of settings, whose row an error is.
 
 _GIB = 1024**3
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What a function is called with.
-
-    Attributes:
-        text: as it was typed, between the brackets of a call.
-        args, kwargs: what that means.
-    """
-
-    text: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def devices_line(machine: Machine | None) -> Markup:
@@ -337,7 +280,9 @@ def as_yaml(config: LaunchConfig) -> str:
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip()
 
 
-def read_arguments(text: str, namespace: Mapping[str, Any]) -> Arguments:
+def read_arguments(
+    text: str, namespace: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that ``text`` gives, as between the brackets of a call in the notebook.
 
     Raises:
@@ -345,12 +290,9 @@ def read_arguments(text: str, namespace: Mapping[str, Any]) -> Arguments:
         Exception: what an expression in it raises.
     """
     _parse(text)
-    scope = {
-        **namespace,
-        "_notebook_accel_arguments": lambda *args, **kwargs: Arguments(text, args, kwargs),
-    }
-    found: Arguments = eval(f"_notebook_accel_arguments({text})", scope)
-    return found
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    given = eval(f"(lambda *args, **kwargs: (args, kwargs))({text})", dict(namespace))
+    return given
 
 
 def _parse(text: str) -> ast.Call:
@@ -384,38 +326,6 @@ def row_of_error(
     if option is not None and name in plugins:
         return next((row for row in plugins[name] if row.name == option), None)
     return rows.get(name)
-
-
-# ---- The last settings that were picked in a folder of notebooks, kept in the user's state folder.
-
-
-def remember(config: LaunchConfig) -> None:
-    """Keep ``config`` for the notebook's folder, its variables aside, which may be secrets.
-
-    Without a word where nothing can be written: nobody asked for it.
-    """
-    with contextlib.suppress(OSError, RuntimeError):
-        replace(config, env=None).save(_path())
-
-
-def recall() -> LaunchConfig | None:
-    """What was kept for the notebook's folder; None where nothing was, or it makes no sense now."""
-    with contextlib.suppress(OSError, RuntimeError, ConfigError):
-        path = _path()
-        return LaunchConfig.load(path) if path.is_file() else None
-    return None
-
-
-def _path() -> Path:
-    # The folder's name could be long, or tell strangers what is trained there.
-    name = hashlib.sha256(_folder().encode(errors="surrogateescape")).hexdigest()[:16]
-    return Path(platformdirs.user_state_dir("notebook-accel")) / "picked" / f"{name}.yaml"
-
-
-def _folder() -> str:
-    """The notebook's, also after ``os.chdir``; the current folder where nobody says which it is."""
-    file = notebook_file()
-    return os.path.dirname(file) if os.path.isabs(file) else os.getcwd()
 
 
 _INVALID = "Settings that make no sense have no code: change what is marked."
@@ -463,7 +373,7 @@ class ConfigPicker:
         self._plugins = {name: plugin_rows(plugin) for name, plugin in PLUGINS.items()}
         self._plugin_boxes: dict[str, Any] = {}
         self._devices = ipywidgets.HTML(str(devices_line(None)))
-        self._strategy = StrategyRow()
+        self._strategy = _strategy_row()
         self._message = ipywidgets.HTML()
         self._code, self._yaml = ipywidgets.HTML(), ipywidgets.HTML()
         self._path = ipywidgets.Text(description="File", continuous_update=True)
@@ -689,7 +599,6 @@ class ConfigPicker:
     def _save(self) -> None:
         path = self._file
         self.config.save(path)
-        remember(self.config)
         used = f", {_USE_OF_DEFAULT_FILE}" if path == default_config_path() else ""
         self._say(f"Saved to {path}{used}", "na-fine")
 
@@ -709,12 +618,12 @@ class ConfigPicker:
     def _launch(self) -> None:
         if self._goes_on:  # a second click came before the page knew of the first
             return
-        arguments = read_arguments(self._arguments.value, _namespace())
-        remember(self.config)
+        args, kwargs = read_arguments(self._arguments.value, _namespace())
         self._say("", "na-fine")
         self.run = launch_below(
             _namespace()[self._function.value],
-            arguments,
+            args,
+            kwargs,
             config=self.config,
             slot=self._slot,
             below=self._below,
@@ -772,7 +681,7 @@ def config_picker(
 
     Args:
         config: what it starts with: a ``LaunchConfig``, a mapping of its fields or the path of a
-            YAML file; None takes what was picked last in this folder, else the defaults.
+            YAML file; None takes the defaults.
 
     Returns:
         The form; its ``config`` is the result, its ``run`` what it launched last.
@@ -781,7 +690,7 @@ def config_picker(
         ConfigError: ``config`` makes no sense.
     """
     if config is None:
-        return ConfigPicker(recall() or LaunchConfig())
+        return ConfigPicker(LaunchConfig())
     if isinstance(config, (str, PathLike)):
         return ConfigPicker(LaunchConfig.load(config))
     return ConfigPicker(LaunchConfig(**given_settings({}, config)))

@@ -29,13 +29,11 @@ from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.picker import (
-    Arguments,
     as_code,
     as_yaml,
     devices_line,
     plugin_rows,
     read_arguments,
-    remember,
     setting_rows,
 )
 
@@ -186,7 +184,8 @@ def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
     with pytest.raises(ConfigError, match="copy the code into a cell"):
         launcher.launch_below(
             print,
-            read_arguments("", {}),
+            (),
+            {},
             config=LaunchConfig(),
             slot=DisplaySlot(),
             below=DisplaySlot(),
@@ -230,53 +229,17 @@ def test_options_unfold_with_their_strategy_and_are_checked() -> None:
     assert picker.config == LaunchConfig()
 
 
-def test_what_was_saved_last_is_there_again_in_the_same_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_saved_file_is_where_it_was_asked_for_and_the_default_one_is_named(
+    tmp_path: Path,
 ) -> None:
     picker = config_picker(FULL)
     picker._path.value = "~/c.yaml"
     picker._buttons["Save"].click()
     assert LaunchConfig.load(tmp_path / "home" / "c.yaml") == FULL
-    # Variables may be secrets: they are only where somebody asked to have them.
-    kept = replace(FULL, env=None)
-    assert config_picker().config == kept
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert config_picker().config == LaunchConfig()
-    monkeypatch.chdir(tmp_path)
-    assert config_picker().config == kept
     assert "each launch" not in picker._message.value
-    # What was launched counts as well.
-    Notebook(monkeypatch).define("train")
-    config_picker(LaunchConfig(seed=11))._buttons["Launch"].click()
-    assert config_picker().config == LaunchConfig(seed=11)
-    picker._buttons["Save"].click()
     picker._path.value = str(default_config_path())
     picker._buttons["Save"].click()
     assert "each launch takes" in picker._message.value
-
-
-def test_the_folder_is_the_notebooks_wherever_it_has_changed_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-
-    # As Jupyter's server says it, and as VS Code does.
-    def open_notebook(folder: str, *, in_code: bool) -> None:
-        file = str(tmp_path / folder / "train.ipynb")
-        monkeypatch.setenv("JPY_SESSION_NAME", "" if in_code else file)
-        code = file if in_code else None
-        monkeypatch.setattr(sys.modules["__main__"], "__vsc_ipynb_file__", code, raising=False)
-
-    open_notebook("one", in_code=False)
-    remember(LaunchConfig(seed=3))
-    monkeypatch.chdir(tmp_path / "other")
-    assert config_picker().config == LaunchConfig(seed=3)
-    open_notebook("other", in_code=True)
-    assert config_picker().config == LaunchConfig()
-    open_notebook("one", in_code=True)
-    assert config_picker().config == LaunchConfig(seed=3)
 
 
 def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
@@ -297,8 +260,8 @@ def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
 
 
 def test_arguments_are_read_as_a_call_has_them() -> None:
-    assert read_arguments("a, 2, b=[a]", {"a": 1}) == Arguments("a, 2, b=[a]", (1, 2), {"b": [1]})
-    assert read_arguments("", {}) == Arguments("", (), {})
+    assert read_arguments("a, 2, b=[a]", {"a": 1}) == ((1, 2), {"b": [1]})
+    assert read_arguments("", {}) == ((), {})
     with pytest.raises(SyntaxError):
         read_arguments("1) + (2", {})
 
@@ -332,8 +295,8 @@ class Notebook:
             call(None)
         return function
 
-    def launch(self, function: Any, arguments: Arguments, **given: Any) -> Any:
-        self.launched.append((function, arguments.args, arguments.kwargs))
+    def launch(self, function: Any, args: Any, kwargs: Any, **given: Any) -> Any:
+        self.launched.append((function, args, kwargs))
         self.given = given
         return SimpleNamespace(id="calm-otter", _conductor=SimpleNamespace(ended=Latch()))
 
