@@ -8,7 +8,6 @@ of :data:`CLICK_WAYS`; nothing else knows of versions.
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.notebook.blocked_shell import blocked_shell_of
-from notebook_accel.notebook.markup import Markup, element
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +23,6 @@ __all__ = [
     "CLICK_WAYS",
     "ClicksAfterTheCell",
     "ClicksByPump",
-    "ClicksByServer",
     "ClicksBySubshell",
     "ClicksInColab",
     "can_answer",
@@ -34,16 +31,11 @@ __all__ = [
     "page_of_cell",
 ]
 
-_INTERRUPT_TOOLTIP = (
-    "Interrupt the cell that blocks the kernel, and the run that it waits for, as the kernel's own "
-    "Interrupt does: Stop and the other buttons get through once no cell runs"
-)
-
 
 class ClicksAfterTheCell:
     """The base of all ways, and the last one: clicks are handled when the cell has ended."""
 
-    # Said on the panel; "" where clicks get through, or there is a button that does.
+    # Said on the panel; "" where clicks get through.
     advice: ClassVar[str] = "Clicks wait while a cell runs: use the kernel's Interrupt."
     # Said in Stop's tooltip.
     tooltip: ClassVar[str] = ""
@@ -72,10 +64,6 @@ class ClicksAfterTheCell:
 
     def stop_pumping(self) -> None:
         """The thread of the cell waits no longer; called also where it never pumped."""
-
-    def more_buttons(self) -> list[Markup]:
-        """Buttons that this way needs beside those whose clicks it lets through."""
-        return []
 
 
 class ClicksBySubshell(ClicksAfterTheCell):
@@ -190,31 +178,10 @@ class ClicksInColab(ClicksByPump):
         return "google.colab" in sys.modules and super().works_in(kernel)
 
 
-class ClicksByServer(ClicksAfterTheCell):
-    """Any page of a Jupyter server: one more button asks the server to interrupt the kernel."""
-
-    advice = ""
-
-    @classmethod
-    def works_in(cls, kernel: Any) -> bool:
-        return _kernel_id(kernel) is not None
-
-    def more_buttons(self) -> list[Markup]:
-        button = element(
-            "button",
-            "Interrupt",
-            class_="jupyter-button na-small-button",
-            title=_INTERRUPT_TOOLTIP,
-            onclick=_INTERRUPT_BY_SERVER % _kernel_id(self.kernel),
-        )
-        return [button]
-
-
 CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (
     ClicksInColab,
     ClicksBySubshell,
     ClicksByPump,
-    ClicksByServer,
     ClicksAfterTheCell,
 )
 
@@ -241,24 +208,3 @@ def page_of_cell() -> str | None:
 def can_answer(kernel: Any) -> bool:
     """Whether a person can: nbclient and papermill send cells with ``allow_stdin=False``."""
     return bool(getattr(kernel, "_allow_stdin", True))
-
-
-def _kernel_id(kernel: Any) -> str | None:
-    """The server's id of the kernel, which it writes into the connection file's name."""
-    config = getattr(kernel, "config", None) or {}
-    name = str(config.get("IPKernelApp", {}).get("connection_file", ""))
-    found = re.search(r"kernel-([\w-]+)\.json$", name)
-    return found[1] if found else None
-
-
-# JupyterLab and Notebook 7 say their base URL in the page, and the token of the session in a
-# cookie, which must come back as a header.
-_INTERRUPT_BY_SERVER = (
-    "(async(b)=>{const d=document;const c=JSON.parse("
-    '(d.getElementById("jupyter-config-data")||{textContent:"{}"}).textContent);'
-    "const x=(d.cookie.match(/(?:^|; )_xsrf=([^;]*)/)||[])[1];"
-    'const r=await fetch((c.baseUrl||"/")+"api/kernels/%s/interrupt",'
-    '{method:"POST",credentials:"same-origin",'
-    'headers:x?{"X-XSRFToken":decodeURIComponent(x)}:{}});'
-    'b.textContent=r.ok?"Interrupted":"Failed"})(this)'
-)

@@ -147,12 +147,8 @@ class LivePanel:
         self._folder.on_click(self._on_folder)
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        more_buttons = [
-            widgets.make(ipywidgets.HTML, str(button)) for button in clicks.more_buttons()
-        ]
         self._buttons = widgets.make(
-            ipywidgets.HBox,
-            [self._stop, *more_buttons, self._kill, self._ask_stacks, self._folder],
+            ipywidgets.HBox, [self._stop, self._kill, self._ask_stacks, self._folder]
         )
         for widget in (self._stop, self._kill, self._ask_stacks, self._folder):
             clicks.let_through(widget)

@@ -20,6 +20,7 @@ __all__ = ["MetricsView", "groups_of"]
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0
+_LINES = (("each rank", False), ("mean", True))
 _SMOOTHING = (
     ("as logged", 0.0),
     ("smooth 0.6", 0.6),
@@ -43,31 +44,16 @@ class MetricsView:
         self._groups: dict[str, list[str]] = {}
         self._title = widgets.make(ipywidgets.HTML, "metrics")
         self._title.add_class("na-log-title")
-        self._group = widgets.make(
-            ipywidgets.Dropdown,
-            options=[("all", "")],
-            description="Which metrics",
-            tooltip="Metrics by their prefix",
-        )
-        self._lines = widgets.make(
-            ipywidgets.Dropdown,
-            options=[("each rank", False), ("mean", True)],
-            description="Lines",
-            tooltip="A line a rank, or the mean of all ranks",
-        )
-        self._scale = widgets.make(
-            ipywidgets.Dropdown,
-            options=[("linear", False), ("log", True)],
-            description="Scale",
-            tooltip="Scale",
-        )
-        self._smoothing = widgets.make(
-            ipywidgets.Dropdown,
-            options=_SMOOTHING,
-            description="Smoothing",
-            tooltip="Exponential mean over the steps",
-        )
-        choices = [self._group, self._lines, self._scale, self._smoothing]
+        choices = [
+            widgets.make(ipywidgets.Dropdown, options=options, description=name, tooltip=about)
+            for name, options, about in (
+                ("Which metrics", [("all", "")], "Metrics by their prefix"),
+                ("Lines", _LINES, "A line a rank, or the mean of all ranks"),
+                ("Scale", [("linear", False), ("log", True)], "Scale"),
+                ("Smoothing", _SMOOTHING, "Exponential mean over the steps"),
+            )
+        ]
+        self._group, self._lines, self._scale, self._smoothing = choices
         for choice in choices:
             choice.add_class("na-filter")
         self._before = widgets.make(

@@ -15,19 +15,15 @@ import pytest
 from notebook_accel.notebook.clicks import (
     ClicksAfterTheCell,
     ClicksByPump,
-    ClicksByServer,
     ClicksBySubshell,
     ClicksInColab,
     can_answer,
     clicks_for,
     find_kernel,
 )
-from tests.notebook.test_markup import Tags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-CONNECTION = {"IPKernelApp": {"connection_file": "/run/kernel-0a1b-2c.json"}}
 
 
 class Frame:
@@ -185,7 +181,7 @@ class NewKernel(OldKernel):
     ("kernel", "way"),
     [
         (NewKernel(), ClicksBySubshell),
-        (SimpleNamespace(_supports_kernel_subshells=False, config=CONNECTION), ClicksByServer),
+        (SimpleNamespace(_supports_kernel_subshells=False), ClicksAfterTheCell),
         (OldKernel(), ClicksByPump),
         (SimpleNamespace(config={}), ClicksAfterTheCell),
         (None, ClicksAfterTheCell),
@@ -334,16 +330,6 @@ def test_a_cell_waits_once_the_thread_that_takes_messages_in_has_taken_over() ->
     assert not waits.is_alive()
     kernel.send("kernel_info_request", "question")
     assert kernel.handled == ["question"]
-
-
-def test_where_a_server_interrupts_its_button_says_so() -> None:
-    clicks = ClicksByServer(SimpleNamespace(config=CONNECTION))
-    (button,) = clicks.more_buttons()
-    page = Tags(str(button))
-    assert page.tags == ["button"]
-    assert page.text == "Interrupt"
-    assert "api/kernels/0a1b-2c/interrupt" in (dict(page.attributes)["onclick"] or "")
-    assert ClicksAfterTheCell(None).more_buttons() == []
 
 
 def test_outside_of_a_notebook_there_is_no_kernel() -> None:
