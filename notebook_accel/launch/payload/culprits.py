@@ -7,8 +7,7 @@ import functools
 import inspect
 import types
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.payload.pickling import CallPickler, Discard, ResultPickler, used_globals
@@ -26,14 +25,13 @@ __all__ = [
     "variables",
 ]
 
-# Parts that lie deeper inside of a value are not named: nobody would know them by so long a path.
-_MAX_DEPTH = 12
+# Values that are looked into: each is pickled once, with all that it holds.
+_MAX_LOOKS = 100
 # Attributes of torch modules whose entries a person knows as attributes of the module.
 _FLATTENED = ("_modules", "_parameters", "_buffers")
 
 
-@dataclass(frozen=True)
-class Culprit:
+class Culprit(NamedTuple):
     """The innermost value that cannot be pickled.
 
     Attributes:
@@ -53,107 +51,75 @@ class Culprit:
         """The path and the type."""
         return f"`{self.path}` ({_type_name(self.value)})"
 
-    @property
-    def reason(self) -> str:
-        """What Python says, in one line."""
-        return str(self.error).partition("\n")[0]
-
-    @property
-    def remedy(self) -> str | None:
-        """What to do instead, where somebody has said so."""
-        return str(self.error) if isinstance(self.error, Refused) else None
+    def remedy_or(self, advice: str) -> str:
+        """What to do instead: as the value's kind says, else the advice with what Python says."""
+        if isinstance(self.error, Refused):
+            return str(self.error)
+        return f"{advice} ({str(self.error).partition(chr(10))[0]})"
 
 
-@dataclass(frozen=True)
-class ValuePart:
-    """A piece of a value, with the path that leads to it."""
-
-    path: str
-    value: Any
-    user: str
+# A piece of a value: its path, the value, and the name of the function or class that uses it.
+_Part = tuple[str, Any, str]
 
 
-class _CulpritSearch:
-    """Looks for the innermost value for which ``attempt`` gives an error.
+def _find_culprit(
+    parts: Iterable[_Part], attempt: Callable[[Any], BaseException | None]
+) -> Culprit | None:
+    """The innermost value among the parts for which ``attempt`` gives an error."""
+    # Those that failed. In a cycle all do: one that fails since it leads back is not to blame.
+    seen: set[int] = set()
 
-    Values in a cycle all fail. The culprit is the innermost failing value whose failing parts, if
-    it has any, only point back to it.
-    """
-
-    def __init__(self, attempt: Callable[[Any], BaseException | None]) -> None:
-        self._attempt = attempt
-        self._leads_to: dict[int, set[int]] = {}
-
-    def first(self, parts: Iterable[ValuePart]) -> Culprit | None:
-        """The first culprit among the parts."""
-        found = self._among(parts, 0)
-        return found if isinstance(found, Culprit) else None
-
-    def _among(self, parts: Iterable[ValuePart], depth: int) -> Culprit | set[int]:
-        """A culprit; where there is none, ids of the values to which failing parts lead back."""
-        leads_to: set[int] = set()
-        for part in parts:
-            error = self._attempt(part.value)
+    def search(parts: Iterable[_Part]) -> tuple[Culprit | None, bool]:
+        """A culprit, and whether any part has failed."""
+        has_failed = False
+        for path, value, user in parts:
+            error = None if id(value) in seen else attempt(value)
+            has_failed |= error is not None or id(value) in seen
             if error is None:
                 continue
-            found = self._inside(part, error, depth)
-            if isinstance(found, Culprit):
-                return found
-            leads_to |= found
-        return leads_to
+            seen.add(id(value))
+            is_whole = remedy_of(type(value)) is not None or len(seen) > _MAX_LOOKS
+            found, is_inside = (None, False) if is_whole else search(_parts(path, value, user))
+            if found or not is_inside:
+                return found or Culprit(path, value, user, error), True
+        return None, has_failed
 
-    def _inside(self, part: ValuePart, error: BaseException, depth: int) -> Culprit | set[int]:
-        key = id(part.value)
-        known = self._leads_to.get(key)
-        if known is not None:
-            return known
-        self._leads_to[key] = {key}
-        refused = isinstance(error, Refused) and remedy_of(type(part.value)) is not None
-        found = set() if refused or depth > _MAX_DEPTH else self._among(_parts(part), depth + 1)
-        if isinstance(found, set):
-            found.discard(key)
-            self._leads_to[key] = found
-        return found or Culprit(part.path, part.value, part.user, error)
+    return search(parts)[0]
 
 
-def _parts(part: ValuePart) -> Iterator[ValuePart]:
-    value = part.value
+def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
     if isinstance(value, types.FunctionType):
         for name, used in variables(value, used_globals(value)).items():
-            yield ValuePart(name, used, value.__name__)
+            yield name, used, value.__name__
     elif isinstance(value, type):
         for name, member in vars(value).items():
             # A property, class method or static method fails by the function inside it.
             inner = getattr(member, "__func__", member)
             inner = member.fget if isinstance(member, property) else inner
-            yield ValuePart(f"{value.__name__}.{name}", inner, value.__name__)
-    else:
-        for suffix, member in _members(value):
-            yield ValuePart(part.path + suffix, member, part.user)
-
-
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", member) for key, member in value.items())
+            yield f"{value.__name__}.{name}", inner, value.__name__
+    elif isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", member, user) for key, member in value.items())
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{index}]", member) for index, member in enumerate(value))
+        yield from ((f"{path}[{index}]", member, user) for index, member in enumerate(value))
     elif isinstance(value, types.MethodType):
-        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+        yield f"{path}.__self__", value.__self__, user
     elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), ("", value.keywords))
+        yield f"{path}.func", value.func, user
+        yield from _parts(path, {**dict(enumerate(value.args)), **value.keywords}, user)
     else:
-        yield from _attributes(value)
-        yield "", type(value)
+        for name, member in _attributes(value):
+            yield f"{path}.{name}", member, user
+        yield path, type(value), user
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     is_own = type(value).__module__ == "__main__"
     for name, member in getattr(value, "__dict__", {}).items():
         if name in _FLATTENED and isinstance(member, dict):
-            yield from ((f".{inner}", part) for inner, part in member.items())
+            yield from member.items()
         elif is_own or not name.startswith("_"):
             # The private attributes of a library's object tell a person nothing.
-            yield f".{name}", member
+            yield name, member
 
 
 def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
@@ -203,34 +169,30 @@ def cannot_travel(
 ) -> LaunchError:
     """The error for a call that could not be pickled, which raised ``error``."""
     name = _name_of(function)
-    search = _CulpritSearch(_attempt(CallPickler))
-    culprit = search.first(
-        [
-            ValuePart(name, function, ""),
-            *(ValuePart(*part, name) for part in arguments(function, args, kwargs).items()),
-        ]
-    )
+    given = arguments(function, args, kwargs).items()
+    parts = [(name, function, ""), *((label, value, name) for label, value in given)]
+    culprit = _find_culprit(parts, _attempt(CallPickler))
     if culprit is None:
         return LaunchError(f"`{name}` cannot travel to the ranks; {error}")
     used = f"used in {culprit.user}, " if culprit.user else ""
-    what = culprit.remedy or f"create it inside the function ({culprit.reason})"
+    what = culprit.remedy_or("create it inside the function")
     return LaunchError(f"{culprit.title}, {used}cannot travel; {what}")
 
 
 def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchError:
     """The error for a name of the notebook whose value could not be pickled."""
-    culprit = _CulpritSearch(_attempt(CallPickler)).first([ValuePart(name, value, "")])
+    culprit = _find_culprit([(name, value, "")], _attempt(CallPickler))
     culprit = culprit or Culprit(name, value, "", error)
-    what = culprit.remedy or f"make it in a cell of the session ({culprit.reason})"
+    what = culprit.remedy_or("make it in a cell of the session")
     return LaunchError(f"{culprit.title} cannot travel to the session; {what}")
 
 
 def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:
     """The error for a result that could not be pickled, which raised ``error``."""
-    search = _CulpritSearch(_attempt(functools.partial(ResultPickler, sent=sent)))
-    culprit = search.first([ValuePart("result", value, "")])
+    attempt = _attempt(functools.partial(ResultPickler, sent=sent))
+    culprit = _find_culprit([("result", value, "")], attempt)
     culprit = culprit or Culprit("result", value, "", error)
-    what = culprit.remedy or f"return values, tensors or models instead ({culprit.reason})"
+    what = culprit.remedy_or("return values, tensors or models instead")
     return TypeError(f"{culprit.title}, returned, cannot travel to the notebook; {what}")
 
 
