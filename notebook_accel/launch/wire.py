@@ -357,7 +357,7 @@ class Launch(Message, frozen=True, kw_only=True):
         log_dir: folder of the files with the ranks' output; None where the agent does not see the
             kernel's files: it keeps them in a folder of its own, and sends their bytes.
         num_threads: what each rank gives to ``torch.set_num_threads``.
-        notebook: what cells have set up beside variables (payload/notebook_state.py).
+        notebook: what cells have set up beside variables (a pickle of payload/notebook_state.py).
     """
 
     world_size: int

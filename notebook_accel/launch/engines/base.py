@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +38,8 @@ from notebook_accel.launch.control.environment import num_threads_of, rank_envir
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
-from notebook_accel.launch.payload import Packed, notebook_state
+from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.system.import_path import import_path
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.transport.packet import pack
@@ -343,7 +345,7 @@ def _launch_message(request: StartRequest, plan: RankPlan, *, run: str) -> wire.
         path=tuple(import_path()),
         log_dir=None,
         num_threads=num_threads,
-        notebook=notebook_state.capture(request.config.seed).to_bytes(),
+        notebook=pickle.dumps(capture(request.config.seed)),
     )
 
 

@@ -16,10 +16,10 @@ from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.engines.base import Engine, RankPlan
-from notebook_accel.launch.payload import Registry, notebook_state
+from notebook_accel.launch.payload import Registry
+from notebook_accel.launch.payload.notebook_state import apply_generators, capture
 from notebook_accel.launch.system.interrupts import Latch, let_through
 from notebook_accel.launch.text.terminal_text import plain_text
-from notebook_accel.launch.worker.apply_notebook_state import apply_generators
 from notebook_accel.launch.worker.exit_codes import exit_code
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
@@ -152,8 +152,8 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    before = notebook_state.capture()
-    apply_generators(notebook_state.capture(seed))
+    before = capture()
+    apply_generators(capture(seed))
     try:
         yield
     finally:

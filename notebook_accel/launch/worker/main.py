@@ -20,6 +20,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import rank, wire
-from notebook_accel.launch.payload.notebook_state import from_bytes
+from notebook_accel.launch.payload.notebook_state import apply_notebook_state
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.log_files import FULL_DISK
 from notebook_accel.launch.transport.channel import ProtocolError
@@ -45,7 +46,6 @@ from notebook_accel.launch.worker import (
     standard_input,
     torch_fixes,
 )
-from notebook_accel.launch.worker.apply_notebook_state import apply_notebook_state
 from notebook_accel.launch.worker.call import run_call
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
@@ -346,7 +346,7 @@ def _enter_environment(inherited: Inherited) -> None:
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     if launch.notebook:
-        apply_notebook_state(from_bytes(launch.notebook))
+        apply_notebook_state(pickle.loads(launch.notebook))
 
 
 def _store_port(inherited: Inherited) -> rank.StorePort | None:
