@@ -1258,7 +1258,7 @@ class EngineContract:
         assert len(ours) >= 11
 
     def test_a_stopped_template_is_replaced(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(handle, "_LOOK_SECONDS", 0.05)
+        monkeypatch.setattr(handle, "_FORK_SECONDS", 2.0)
         source = template()
         source.wait_until_ready()
         os.kill(source.pid, signal.SIGSTOP)

@@ -171,7 +171,10 @@ def test_ranks_die_with_their_agent_where_nobody_else_can_act(
     template.suspend()
     os.kill(prepared.pid, signal.SIGSTOP)
     agent.kill()
-    prepared.expect(0, but=template.pid, within=GONE)
+    try:
+        prepared.expect(0, but=template.pid, within=GONE)
+    finally:
+        template.resume()
 
 
 def test_an_agent_sees_its_kernel_die_where_the_template_is_dead(

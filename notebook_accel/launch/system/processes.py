@@ -31,7 +31,6 @@ __all__ = [
     "reset_signals",
     "signal_name",
     "supported",
-    "wake_with_parent",
     "watch_exit",
 ]
 
@@ -56,15 +55,6 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wake_with_parent() -> None:
-    """SIGCONT this process when its parent ends: one that is stopped sees that, and acts on it.
-
-    The system sends it when the thread that forked this process ends, and again when one ends to
-    which it was handed on since. While nobody has stopped it, the signal does nothing.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:

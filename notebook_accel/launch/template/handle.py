@@ -13,10 +13,9 @@ has done, and costs milliseconds. This file is the kernel's side, ``process.py``
               exit_of <------- AgentExited(pid)  an agent ended
               close: end of file ------------->  ends once its agents have
 
-Each question to it has a deadline. One that is stopped (SIGSTOP), that says nothing, or whose
-answers cannot be understood is ended, and a new one is asked (:func:`ask_template`); agents
-that it had forked go on without it. One template is kept; launches of other threads that need
-another keep theirs until they have their agents.
+Each question to it has a deadline. One that says nothing, or whose answers cannot be understood, is
+ended, and a new one is asked (:func:`ask_template`); agents that it had forked go on without it.
+There is one template at a time: a launch whose variables need another closes it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
-import psutil
-
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes
@@ -49,7 +46,7 @@ from notebook_accel.launch.transport.handshake import AuthenticationError, conne
 from notebook_accel.text_values import parse_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = ["Template", "UnresponsiveTemplateError", "ask_template", "template", "warm"]
 
@@ -85,17 +82,12 @@ _HANDSHAKE_SECONDS = 30.0
 _FORK_SECONDS = 20.0
 # The process gives a driver 60 s to name its devices.
 _DEVICES_SECONDS = 70.0
-# How often a process that owes an answer is looked at, and how many looks in a row must find it
-# stopped: a debugger stops it for moments.
+# How often it is looked at whether a process that owes an answer is still there.
 _LOOK_SECONDS = 0.25
-_NUM_LOOKS = 4
 # SIGKILL takes milliseconds; a process in the middle of a read from a slow disk, longer.
 _KILLED_SECONDS = 5.0
 # Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
-# A launch that has waited for the imports keeps its template from being closed until it has asked
-# for its agent, but no longer than this: it may have failed in between.
-_LAUNCH_SECONDS = 30.0
 
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
@@ -112,7 +104,6 @@ class Template:
 
     Attributes:
         pid: of the process.
-        num_users: how many wait for an answer of it; it is not closed before they have it.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -147,8 +138,6 @@ class Template:
         self._secret = secret
         self._channel: Channel | None = None
         self.pid = self._process.pid
-        self.num_users = 0
-        self._launch_until = 0.0
         self._was_lost = False
 
     @property
@@ -171,12 +160,6 @@ class Template:
         """
         with self._lock:
             self._ready()
-        self._launch_until = time.monotonic() + _LAUNCH_SECONDS
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether somebody waits for an answer, or a launch waited and has no agent yet."""
-        return self.num_users > 0 or time.monotonic() < self._launch_until
 
     def fork_agent(self, sock: socket.socket, *, run: str, secret: bytes) -> int:
         """Fork an agent that accepts the other end of ``sock`` by ``secret``; gives its pid.
@@ -192,7 +175,6 @@ class Template:
                 f"no process could be forked for the run: {answer.error}. "
                 "Free memory or processes on this machine, or end other runs, then launch again."
             )
-        self._launch_until = 0.0
         return answer.pid
 
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
@@ -217,10 +199,10 @@ class Template:
     def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:
         """How an agent ended; None if that is not known within ``timeout`` seconds.
 
-        A template that is gone or stopped says nothing: it is not waited for.
+        A template that is gone says nothing: it is not waited for.
         """
         deadline = time.monotonic() + timeout
-        while pid not in self._exits and not _is_stopped(self.pid):
+        while pid not in self._exits:
             # Whoever holds the lock may wait for another answer, and notes the exits meanwhile.
             if self._lock.acquire(timeout=_POLL_SECONDS):
                 try:
@@ -235,13 +217,11 @@ class Template:
         return self._exits.get(pid)
 
     def close(self) -> None:
-        """Let the process end once its agents have; one that is stopped is ended now."""
+        """Let the process end once its agents have."""
         self._socket.close()
         self._stderr.close()
         if self._channel is not None:
             self._channel.close()
-        if self.alive and _is_stopped(self.pid):
-            self._process.kill()
 
     def kill(self) -> None:
         """End the process, and all that it forked, now."""
@@ -297,18 +277,14 @@ class Template:
         """Return once there is something to read, or a queued question can be written.
 
         Raises:
-            UnresponsiveTemplateError: nothing comes in time, or the process is stopped and ended.
+            UnresponsiveTemplateError: nothing comes in time.
         """
         deadline = time.monotonic() + seconds
-        num_looks = 0
         wants_to_write = isinstance(source, Channel) and source.num_pending > 0
         while not is_readable(source, _LOOK_SECONDS, or_writable=wants_to_write):
             # Its end of the connection may live on in a process that it forked.
             if not self.alive:
                 raise EOFError("the process has ended")
-            num_looks = num_looks + 1 if _is_stopped(self.pid) else 0
-            if num_looks >= _NUM_LOOKS:
-                raise self._lost("was stopped (SIGSTOP), did not go on")
             if time.monotonic() >= deadline:
                 raise self._lost("did not answer in time")
 
@@ -366,22 +342,24 @@ class Template:
         return f" It wrote:\n{text[-2000:]}" if text else ""
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP) holds the process, as far as one can see."""
-    with contextlib.suppress(psutil.Error, OSError):  # this process may have too many files open
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
-
-
-_templates: dict[tuple[object, ...], Template] = {}
-# Guards it, and how many use each template.
-_templates_lock = threading.Lock()
+# The template, and what it was made for.
+_current: tuple[tuple[object, ...], Template] | None = None
+# Held by whoever asks it: another launch, whose variables need a new one, must not close it.
+_asking = threading.RLock()
 
 
 def template(environment: Mapping[str, str] | None = None) -> Template:
-    """The template for launches with this environment; made when there is none that fits."""
-    with held(), _templates_lock:
-        return _find(os.environ if environment is None else environment)
+    """The template for launches with this environment; made where there is none that fits."""
+    global _current
+    environment = os.environ if environment is None else environment
+    with _asking, held():
+        key = _key(environment)
+        if _current is None or _current[0] != key or not _current[1].alive:
+            close()
+            _current = key, Template(environment)
+            atexit.unregister(close)
+            atexit.register(close)
+        return _current[1]
 
 
 def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
@@ -392,59 +370,19 @@ def ask_template(environment: Mapping[str, str], question: Callable[[Template], 
     Raises:
         LaunchError: as ``question`` does; of :class:`UnresponsiveTemplateError` the second.
     """
-    try:
-        with _in_use(environment) as source:
-            return question(source)
-    except UnresponsiveTemplateError:
-        with _in_use(environment) as source:
-            return question(source)
+    with _asking:
+        try:
+            return question(template(environment))
+        except UnresponsiveTemplateError:
+            return question(template(environment))
 
 
-@contextlib.contextmanager
-def _in_use(environment: Mapping[str, str]) -> Iterator[Template]:
-    """The template for this environment, which is not closed inside of the block."""
-    source: Template | None = None
-    try:
-        with held(), _templates_lock:
-            source = _find(environment)
-            source.num_users += 1
-        yield source
-    finally:
-        if source is not None:
-            with held(), _templates_lock:
-                source.num_users -= 1
-                _close_unneeded(keep=source)
-
-
-def _find(environment: Mapping[str, str]) -> Template:
-    """The template that fits; called under the lock."""
-    key = _key(environment)
-    found = _templates.get(key)
-    if found is None or not found.alive:
-        if found is not None:
-            found.close()
-        found = _templates[key] = Template(environment)
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-    _close_unneeded(keep=found)
-    return found
-
-
-def _close_unneeded(*, keep: Template) -> None:
-    """Close the other templates, since each takes 300 MB; called under the lock.
-
-    Not those for whose answer a thread waits: it would take the closed connection for their end.
-    """
-    for key, source in list(_templates.items()):
-        if source is not keep and not source.is_needed:
-            del _templates[key]
-            source.close()
-
-
-def _close_all() -> None:
-    for source in _templates.values():
-        source.close()
-    _templates.clear()
+def close() -> None:
+    """Let go of the template; the next launch makes a new one."""
+    global _current
+    if _current is not None:
+        _current[1].close()
+        _current = None
 
 
 def warm() -> None:

@@ -67,9 +67,6 @@ _MAX_TRACEBACK_BYTES = 20_000
 
 def serve(fd: int, kernel_pid: int) -> None:
     """Be a template: import, then fork agents until the kernel goes."""
-    # A template that is stopped (SIGSTOP) while its kernel is killed could not notice that: the
-    # system wakes it (SIGCONT).
-    processes.wake_with_parent()
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
         return
@@ -166,8 +163,6 @@ class _Server:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
-        # Should this agent be stopped (SIGSTOP) as its template ends, the system wakes it.
-        processes.wake_with_parent()
         of_agents = (*self._agents.values(), *self._errors.values())
         for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):
             os.close(number)

@@ -1,0 +1,124 @@
+"""A template that does not answer: a launch gets a new one, within a bounded time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.template import handle
+from notebook_accel.launch.template.handle import Template, template
+from notebook_accel.launch.view import View
+from tests.engines.processes import eventually, gone
+from tests.templates import import_little
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A new template imports torch, on a busy machine.
+SOON = 40.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _light() -> Iterator[None]:
+    """Templates here are made to be ended: each imports no more than it needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "_BOOT", handle._BOOT)
+        import_little()
+        yield
+    # What comes after this file gets a whole one.
+    handle.close()
+
+
+@pytest.fixture
+def ready() -> Iterator[Template]:
+    """The template of this process, ready; afterwards it is no more, however it was left."""
+    source = template()
+    source.wait_until_ready()
+    yield source
+    eventually(lambda: gone([source.pid]), within=SOON, what="the old template is gone")
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    is_stopped = psutil.Process(pid).status
+    eventually(lambda: is_stopped() == psutil.STATUS_STOPPED, within=SOON, what="it is stopped")
+
+
+def a_launch(number: int = 1) -> list[Any]:
+    config = LaunchConfig(num_processes=2, devices="cpu")
+    return launch(lambda: number, config=config, view=View()).results
+
+
+def test_a_template_that_answers_garbage_is_replaced(ready: Template) -> None:
+    assert ready._channel is not None
+    # As if half a frame had been lost: what follows is read as another length.
+    ready._channel._incoming += b"garbage that is no frame"
+    assert a_launch() == [1, 1]
+    assert template().pid != ready.pid
+
+
+def test_a_template_whose_answer_is_lost_is_replaced(
+    ready: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "_FORK_SECONDS", 0.5)
+    # A length that more bytes are waited for than will ever come.
+    assert ready._channel is not None
+    ready._channel._incoming += b"\x00\x10\x00\x00\x00"
+    began = time.monotonic()
+    assert a_launch() == [1, 1]
+    assert time.monotonic() - began < SOON
+
+
+def test_runs_go_on_when_their_stopped_template_is_replaced(
+    ready: Template, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "_FORK_SECONDS", 2.0)
+    go = tmp_path / "go"
+
+    def wait_for(path: Any) -> int:
+        while not path.exists():
+            time.sleep(0.01)
+        return 7
+
+    config = LaunchConfig(num_processes=2, devices="cpu")
+    run = launch(wait_for, (go,), config=config, view=View(), block=False)
+    eventually(lambda: run.status == "running", within=SOON, what="it runs")
+    stop(ready.pid)
+    began = time.monotonic()
+    assert a_launch() == [1, 1]
+    assert time.monotonic() - began < SOON
+    assert template().pid != ready.pid
+    go.touch()
+    assert run.wait(SOON).results == [7, 7]
+
+
+@pytest.mark.timeout(4 * SOON)
+def test_launches_of_two_threads_with_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs a template of its own: neither closes the one that the other waits for."""
+    results: dict[int, Any] = {}
+
+    def launch_one(number: int) -> None:
+        try:
+            environment = {"OMP_OF_A_TEST": f"test-{number}"}
+            config = LaunchConfig(num_processes=1, devices="cpu", env=environment)
+            run = launch(lambda: os.environ["OMP_OF_A_TEST"], config=config, view=View())
+            results[number] = run.results
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=launch_one, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)  # the second comes while the first waits for the imports
+    for thread in threads:
+        thread.join(3 * SOON)
+    assert results == {number: [f"test-{number}"] for number in range(2)}
+    assert a_launch() == [1, 1]
