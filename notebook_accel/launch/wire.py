@@ -75,7 +75,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 7
+VERSION = 8
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -302,7 +302,6 @@ class Sample(Message, frozen=True, kw_only=True):
     cpu: int | None = None
     device_use: int | None = None
     device: str = ""
-    is_suspended: bool = False
 
 
 class RankEnded(Message, frozen=True, kw_only=True):

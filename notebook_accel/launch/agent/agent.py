@@ -310,7 +310,7 @@ class Agent:
             now=now,
             idle=self._idle(now),
             leaving=self._are_leaving(),
-            settled=self._have_settled(),
+            begun=all(rank.has_started for rank in self._in_call()),
         )
         if stage is not None:
             self._enter_stage(stage)
@@ -347,14 +347,6 @@ class Agent:
         # keep one of them for ever.
         ranks = self._in_call() or [rank for rank in self._ranks if rank.alive]
         return all(rank.row.leaving for rank in ranks)
-
-    def _have_settled(self) -> bool:
-        """Whether every rank has had the time to fail as well since one did (ending.py)."""
-        if not self._ending.is_settling:
-            return True
-        # Every rank is asked, also after a no: a clock is more exact the more often it is read.
-        settled = [rank.has_settled() for rank in self._ranks]
-        return all(settled)
 
     def _in_call(self) -> list[RankProcess]:
         """The ranks whose part of the call goes on."""
@@ -524,7 +516,7 @@ class Agent:
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
         """Act on what a rank says; gives the message as it is passed on to the kernel."""
         if isinstance(message, wire.CallStarted):
-            rank.note_started()
+            rank.has_started = True
         if not isinstance(message, (wire.Returned, wire.Raised)):
             return message
         # The kernel may take the call for ended with the next message: all that was logged and
@@ -551,11 +543,7 @@ class Agent:
 
     def _begin_settle_window(self) -> None:
         """A rank failed, here or elsewhere: the others are ended after the settle window."""
-        before = self._ending
-        self._ending = before.failed(now=time.monotonic())
-        if self._ending is not before:
-            for rank in self._ranks:
-                rank.begin_settling()
+        self._ending = self._ending.failed(now=time.monotonic())
 
     def _is_after_interrupt(self, when: float) -> bool:
         """Whether ranks here were interrupted before ``when``, a time of this machine's clock."""

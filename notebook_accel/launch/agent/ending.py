@@ -14,9 +14,8 @@ survive, and are ready for the next call; TERMINATE and KILL end them.
 
 When a rank fails, the others first have a settle window: where all make the same mistake, each is
 to be heard, and a rank that was slower must not pass for a victim of the first. The window is over
-once every rank has had ``SETTLE_SECONDS`` in which it did not wait for a processor
-(``RankProcess.has_settled``, by system/own_time.py): on a machine with fewer processors than ranks,
-a window by the clock alone ended ranks that had not run at all.
+after ``SETTLE_SECONDS`` and once every rank has called the function: on a machine with fewer
+processors than ranks, some may not have run at all.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _TERMINATE_SECONDS = 1.0
 # Once a rank has failed: the time that the others get to fail by themselves or to say that they
 # lost it, and later the time from SIGTERM to SIGKILL.
 SETTLE_SECONDS = 0.25
-# After it the settle window is over, also where a rank has not had its time.
+# After it the settle window is over, also where a rank has not called the function.
 _MAX_SETTLE_SECONDS = 2.0
 
 
@@ -138,13 +137,8 @@ class Ending:
             failed, stage=Stage.INTERRUPT, next=Stage.TERMINATE, term_seconds=SETTLE_SECONDS
         )
 
-    @property
-    def is_settling(self) -> bool:
-        """Whether a rank has failed and the others have their time to fail as well."""
-        return self.settles_from is not None
-
     def next_stage(
-        self, *, now: float, idle: float, leaving: bool, settled: bool = True
+        self, *, now: float, idle: float, leaving: bool, begun: bool = True
     ) -> Stage | None:
         """The stage that is due now.
 
@@ -153,15 +147,14 @@ class Ending:
             idle: seconds since any rank last made progress.
             leaving: every rank in the call has left its loop or has read ``should_stop``, and so
                 ends the call in its own time.
-            settled: every rank has had ``SETTLE_SECONDS`` in which it did not wait for a processor
-                since one failed.
+            begun: every rank in the call has called the function.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:
             return None
         if is_polite and idle >= _IDLE_SECONDS:
             return Stage.INTERRUPT
-        if self.settles_from is not None and settled and now >= self.settles_from:
+        if self.settles_from is not None and begun and now >= self.settles_from:
             return self.next
         if self.due is not None and now >= self.due:
             return self.next

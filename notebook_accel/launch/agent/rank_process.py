@@ -8,10 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from notebook_accel.launch import wire
-from notebook_accel.launch.agent.ending import SETTLE_SECONDS
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.polling import is_readable
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
@@ -26,51 +23,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import RankRow
 
-__all__ = ["CLOSED", "GARBAGE", "OwnTime", "RankProcess"]
-
-
-# ---- A clock for one process, which stands still while other processes have its processor.
-
-
-class OwnTime:
-    """The time that a process has had since this was made: that in which it ran, slept or waited
-    for anything but a processor.
-
-    The clock looks at the process each time it is read. Where the process is ready to run at that
-    moment, only the processor time that it used since the look before counts: it may have waited
-    for a processor. Where it sleeps or waits for something else, all of the time since then counts.
-    Linux's own count of the time without a processor (``/proc/PID/schedstat``) does not do: it
-    grows only when the process gets one again.
-
-    Args:
-        pid: of the process.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._seconds = 0.0
-        self._looked = time.monotonic()
-        self._used, _ = self._look()
-
-    def read(self) -> float:
-        """The seconds so far; more exact the more often it is read."""
-        now = time.monotonic()
-        used, is_ready_to_run = self._look()
-        self._seconds += used - self._used if is_ready_to_run else now - self._looked
-        self._looked, self._used = now, used
-        return self._seconds
-
-    def _look(self) -> tuple[float, bool]:
-        """Processor seconds that the process has used, and whether it would run now."""
-        try:
-            process = psutil.Process(self._pid)
-            with process.oneshot():
-                used = process.cpu_times()
-                return used.user + used.system, process.status() == psutil.STATUS_RUNNING
-        except psutil.Error:
-            # It has just ended, or belongs to another user now.
-            return 0.0, False
-
+__all__ = ["CLOSED", "GARBAGE", "RankProcess"]
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.
@@ -111,6 +64,7 @@ class RankProcess:
         alive: whether the process was not reaped yet.
         ended_by_agent: whether it got SIGTERM or SIGKILL from here.
         is_in_call: whether a call was sent to it that it has not reported the end of.
+        has_started: whether it has told that it calls the function of that call.
         has_returned: whether the newest call that was sent to it has returned.
         broken: what is wrong with its connection, so that nothing can be heard from it any more;
             "" while nothing is.
@@ -137,14 +91,12 @@ class RankProcess:
         self.alive = True
         self.ended_by_agent = False
         self.is_in_call = False
+        self.has_started = False
         self.has_returned = False
         self.broken = ""
         self._closed_at: float | None = None
         self._returned_at: float | None = None
         self._call = 0
-        self._has_started = False
-        self._must_settle = False
-        self._own_time: OwnTime | None = None
         self._process = process
         self._tail = tail
         self._stacks = stacks
@@ -179,14 +131,8 @@ class RankProcess:
             self._returned_at = None
             self.is_in_call = True
             self.has_returned = False
-            self._has_started = False
-            self._must_settle = False
-            self._own_time = None
+            self.has_started = False
             self.send(message, fds)
-
-    def note_started(self) -> None:
-        """The rank said that it calls the function now."""
-        self._has_started = True
 
     def end_call(self, *, has_returned: bool) -> Iterator[wire.Message]:
         """The rank reported how its call ended; gives what else is new of it until then."""
@@ -205,24 +151,6 @@ class RankProcess:
         # A rank that is stopped, or has closed its end, must not hold up the others.
         with contextlib.suppress(OSError):
             self.channel.flush(block=False)
-
-    # ---- after a failure -------------------------------------------------------------------
-
-    def begin_settling(self) -> None:
-        """A rank failed: from now on count the time that this one has had to fail as well."""
-        self._must_settle = True
-        self.has_settled()  # may start the clock
-
-    def has_settled(self) -> bool:
-        """Whether the rank has had the time to tell of a failure of its own.
-
-        Its clock starts when this is first called while it is in the function, or in no call.
-        """
-        if not (self.alive and self._must_settle):
-            return True
-        if self._own_time is None and (self._has_started or not self.is_in_call):
-            self._own_time = OwnTime(self.pid)
-        return self._own_time is not None and self._own_time.read() >= SETTLE_SECONDS
 
     # ---- its connection --------------------------------------------------------------------
 
@@ -293,7 +221,6 @@ class RankProcess:
             "cpu": gauges.cpu,
             "device_use": gauges.device_use,
             "device": gauges.device,
-            "is_suspended": gauges.is_suspended,
         }
         if sample != self._sample:
             self._sample = sample

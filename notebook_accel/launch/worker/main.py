@@ -52,33 +52,9 @@ from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from notebook_accel.launch.rank import RankContext
     from notebook_accel.launch.transport.channel import Channel
 
 __all__ = ["Inherited", "STACKS_SIGNAL", "main"]
-
-
-# Until threads of the user's are named that go on after the function has returned: those of a pool
-# that has nothing to do end at once when Python leaves.
-_PATIENCE_SECONDS = 1.0
-
-
-def _announce_late_threads(context: RankContext) -> None:
-    """Have the person told of threads that keep this process, if it is still there in a second."""
-    timer = threading.Timer(_PATIENCE_SECONDS, _name_late_threads, args=(context,))
-    timer.daemon = True
-    timer.start()
-
-
-def _name_late_threads(context: RankContext) -> None:
-    main = threading.main_thread()
-    late = [thread.name for thread in threading.enumerate() if not thread.daemon]
-    names = [f"`{name}`" for name in late if name != main.name]
-    if names:
-        context.notice(
-            f"the function has ended, but threads that it started go on ({', '.join(names)}), and "
-            "the run with them: join them before the return, or start them with daemon=True"
-        )
 
 
 # faulthandler prints the stacks on it, also while native code holds the GIL.
@@ -192,7 +168,6 @@ class _Worker:
         if code == 0:
             self._wait_for_others()
             groups.close_group_within(_LINGER_SECONDS)
-        _announce_late_threads(self._context)
         return code
 
     def _set_up(self) -> None:
