@@ -1,7 +1,7 @@
 """Write a run's function as a script that torchrun starts.
 
     imported modules, functions and classes   imported
-    functions and classes of cells            copied as source, in the order of their cells
+    functions and classes of cells            copied as source, each after what it needs at once
     numbers, texts, lists of these            written as literals
     everything else                           pickled into the script, together
 
@@ -12,7 +12,6 @@ globals that they use. What a cell changes on a class or function after its defi
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import base64
@@ -21,7 +20,7 @@ import inspect
 import io
 import keyword
 import linecache
-import re
+import math
 import symtable
 import sys
 import textwrap
@@ -35,131 +34,34 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload.remade import BY_TYPE, remake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from notebook_accel.launch.payload import CellSource
 
-__all__ = ["Script", "globals_of", "globals_read", "parsed", "script_of", "source_of"]
-
-
-# ---- The source of what cells define, and which globals it looks up.
-
-
-# As symbol tables name them, between angle brackets or not.
-_COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
-
-
-def source_of(value: Any, cells: Sequence[str]) -> str | None:
-    """The source of a function or class that stands on its own: no closure, no lambda."""
-    made = value if isinstance(value, type) else inspect.unwrap(value)
-    if getattr(made, "__closure__", None) or value.__name__ == "<lambda>":
-        return None
-    try:
-        source = textwrap.dedent(inspect.getsource(value))
-    except (OSError, TypeError):
-        return _class_in_cells(value, cells) if isinstance(value, type) else None
-    # The source makes a decorated function again if its decorators alone have made it. That is not
-    # so for `functools.singledispatch`, since what was registered with it is written elsewhere.
-    is_made_by_it = made is value or (
-        source.startswith("@")
-        and globals_of(value).get(value.__name__) is value
-        and not hasattr(value, "dispatch")
-    )
-    return source if is_made_by_it else None
-
-
-def parsed(text: str) -> ast.Module:
-    """The statements of a cell; none of one with a magic, which is no Python."""
-    try:
-        return ast.parse(text)
-    except SyntaxError:
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
-    """The class statement in a cell; ``inspect`` finds classes only in modules that have a file."""
-    for function in _functions(value):
-        code = function.__code__
-        text = "".join(linecache.getlines(code.co_filename))
-        if source := _class_statement(text, value.__qualname__, code.co_firstlineno):
-            return source
-    found = (_class_statement(text, value.__qualname__) for text in cells)
-    return next((source for source in found if source), None)
-
-
-def _class_statement(text: str, name: str, line: int | None = None) -> str | None:
-    """The last statement at the top of ``text`` that makes the class, around ``line`` if given."""
-    for node in reversed(parsed(text).body):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
-            if line is None or first <= line <= (node.end_lineno or first):
-                return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return None
-
-
-def globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
-    """The names that a definition looks up among its globals, and not among its own locals.
-
-    Those of functions, classes and comprehensions inside of it are there, and those of its
-    decorators, bases, defaults and annotations.
-
-    Args:
-        table: of the definition.
-        at_once: only those that it looks up while its own statement runs: the body of a class and
-            comprehensions run there and then, that of a function later.
-    """
-    is_top = table.get_type() == "module"
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (is_top or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        is_now = child.get_type() == "class" or child.get_name().strip("<>") in _COMPREHENSIONS
-        if is_now or not at_once:
-            yield from globals_read(child, at_once=at_once)
-
-
-def globals_of(value: Any) -> Mapping[str, Any]:
-    """The globals among which a function or class was defined."""
-    functions = _functions(value)
-    if functions:
-        return functions[0].__globals__
-    return vars(sys.modules[value.__module__])
-
-
-def _functions(value: Any) -> list[types.FunctionType]:
-    """The function itself; of a class those that it defines, not others that it has as values."""
-    if not isinstance(value, type):
-        return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
-    parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
-    return [
-        part
-        for part in parts
-        if isinstance(part, types.FunctionType)
-        and part.__module__ == value.__module__
-        and part.__qualname__.startswith(f"{value.__qualname__}.")
-    ]
-
+__all__ = ["Script", "script_of"]
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
 # A script is text to read and to commit; data belongs into files.
 _MAX_BYTES = 1_000_000
+# As symbol tables name them, between angle brackets or not.
+_COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 _HEAD = '''"""{what}, exported from a notebook.
 
 Run it with: torchrun --nproc_per_node={world_size} {file}
 """
 '''
+# So that annotations need nothing while a definition's statement runs.
 _FUTURE = "from __future__ import annotations\n"
 _LOAD = """
 # Values that no source text makes, pickled.
 def _unpickle(text):
-    import base64, functools, io, pickle
+    import base64, io, pickle
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, name):
-            name, *parts = name.split(".")
-            return functools.reduce(getattr, parts, globals()[name])
+            return globals()[name]
 
     return Unpickler(io.BytesIO(base64.b85decode(text))).load()
 
@@ -227,10 +129,8 @@ class Script:
         self._definitions: dict[str, str] = {}
         # By name, or by what an error calls it: ``args[0]``.
         self._pickled: dict[str, Any] = {}
-        self._keeps_annotations = any(
-            re.search(r"^from __future__ import .*annotations", text, re.MULTILINE)
-            for text in cells
-        )
+        # The definitions that pickled values name.
+        self._referred: set[str] = set()
 
     def value(self, label: str, value: Any) -> str:
         """Return an expression for a value, and add what it needs; an error calls it ``label``."""
@@ -251,13 +151,14 @@ class Script:
             NotebookAccelError: the script has another value of that name, or this one can neither
                 be written down nor pickled.
         """
-        if self._names.setdefault(name, value) is not value:
-            raise NotebookAccelError(
-                f"`{name}` is the name of two things that the script needs; rename one of them, "
-                "launch again, and export that run"
-            )
-        if name in self._definitions or name in self._pickled:
+        if name in self._names:
+            if self._names[name] is not value:
+                raise NotebookAccelError(
+                    f"`{name}` is the name of two things that the script needs; rename one of "
+                    "them, launch again, and export that run"
+                )
             return
+        self._names[name] = value
         if isinstance(value, types.ModuleType):
             self._import(name, value.__name__)
         elif _is_public(value):
@@ -277,17 +178,22 @@ class Script:
         Raises:
             NotebookAccelError: definitions and pickled values need each other.
         """
-        needs = self._needed_at_once()
-        late = {name for name in needs if needs[name] & self._pickled.keys()}
-        ordered = self._ordered(needs)
+        needs = {name: self._needed_at_once(name) for name in self._definitions}
+        late = [name for name in self._ordered(needs) if needs[name] & self._pickled.keys()]
+        early = [name for name in self._ordered(needs) if name not in late]
+        for name in self._referred & set(late):
+            raise NotebookAccelError(
+                f"`{name}` needs a value while it is defined that itself needs `{name}`: make "
+                "that value inside the function, launch again, and export that run"
+            )
         parts = [
             _HEAD.format(what=what, world_size=world_size, file=file),
-            _FUTURE if self._keeps_annotations else "",
+            _FUTURE,
             "\n".join(sorted(self._imports)),
             "\n".join(f"{name} = {text}" for name, text in self._literals.items()),
-            *(f"\n{self._definitions[name].strip()}" for name in ordered if name not in late),
-            self._load(late),
-            *(f"\n{self._definitions[name].strip()}" for name in ordered if name in late),
+            *(f"\n{self._definitions[name].strip()}" for name in early),
+            self._load(),
+            *(f"\n{self._definitions[name].strip()}" for name in late),
             f"\n{body}",
         ]
         return "\n".join(part for part in parts if part.strip())
@@ -300,7 +206,7 @@ class Script:
         parts = {
             alias.name
             for text in self._cells
-            for node in ast.walk(parsed(text))
+            for node in ast.walk(_parsed(text))
             if isinstance(node, ast.Import)
             for alias in node.names
             if alias.asname is None and alias.name.startswith(f"{name}.")
@@ -309,24 +215,21 @@ class Script:
 
     def _has_source(self, name: str, value: Any) -> bool:
         is_named = _is_definition(value) and getattr(value, "__name__", "") == name
-        return is_named and source_of(value, self._cells) is not None
+        return is_named and _source_of(value, self._cells) is not None
 
     def _copy(self, name: str, value: Any) -> None:
-        source = source_of(value, self._cells) or ""
-        self._definitions[name] = source
-        code = getattr(inspect.unwrap(value), "__code__", None)
-        flags = 0 if code is None else code.co_flags
-        self._keeps_annotations |= bool(flags & __future__.annotations.compiler_flag)
-        known = globals_of(value)
-        for read in sorted(set(globals_read(symtable.symtable(source, "", "exec")))):
+        source = _source_of(value, self._cells) or ""
+        known = _globals_of(value)
+        for read in sorted(set(_globals_read(symtable.symtable(source, "", "exec")))):
             if read in known:
                 self.define(read, known[read])
+        self._definitions[name] = source
 
     def _pickle(self, label: str, value: Any) -> None:
         """Keep a value for the script's pickle, once it was seen to fit and what it needs."""
         self._pickled[label] = value
         try:
-            self._dumped(value)
+            _ScriptPickler(_SmallFile(), self._reference).dump(value)
         except NotebookAccelError:
             raise
         except _TooLargeError:
@@ -337,104 +240,148 @@ class Script:
                 "Make it inside the function, launch again, and export that run"
             ) from error
 
-    def _dumped(self, value: Any) -> bytes:
-        file = _SmallFile()
-        _ScriptPickler(file, self._reference).dump(value)
-        return file.getvalue()
-
     def _reference(self, value: Any) -> str | None:
-        """Return the script's name of a definition that is copied as source, or of a part of it
-        (``Net.forward``); None for other values."""
+        """Return the script's name of a definition that is copied as source; else None."""
         if not _is_definition(value) or getattr(value, "__module__", "") != "__main__":
             return None
-        name, *parts = value.__qualname__.split(".")
-        owner = globals_of(value).get(name)
-        try:
-            is_reached = functools.reduce(getattr, parts, owner) is value
-        except AttributeError:
+        name = value.__name__
+        is_there = _globals_of(value).get(name) is value and self._has_source(name, value)
+        is_taken = self._names.get(name, value) is not value
+        if not is_there or (is_taken and isinstance(value, types.FunctionType)):
             return None
-        if owner is None or not is_reached or not self._has_source(name, owner):
-            return None
-        is_taken = self._names.get(name, owner) is not owner
-        if is_taken and isinstance(value, types.FunctionType):
-            return None
-        self.define(name, owner)
-        return str(value.__qualname__)
+        self.define(name, value)
+        self._referred.add(name)
+        return str(name)
 
-    def _load(self, late: Collection[str]) -> str:
+    def _load(self) -> str:
         """Return what reads the pickled values and gives them their names."""
         if not self._pickled:
             return ""
-
-        def reference(value: Any) -> str | None:
-            path = self._reference(value)
-            name = "" if path is None else path.partition(".")[0]
-            if name not in late:
-                return path
-            if isinstance(value, type):
-                raise NotebookAccelError(
-                    f"`{name}` needs a value while it is defined that itself needs `{name}`: make "
-                    "that value inside the function, launch again, and export that run"
-                )
-            # A function may be there twice: what was registered with a decorator, say.
-            return None
-
-        file = _SmallFile()
-        try:
-            # In one pickle: an object that two values share stays one.
-            _ScriptPickler(file, reference).dump(self._pickled)
-        except _TooLargeError:
-            raise _too_large("`, `".join(self._pickled), self._pickled) from None
+        file = io.BytesIO()
+        # In one pickle: an object that two values share stays one.
+        _ScriptPickler(file, self._reference).dump(self._pickled)
         names = [f"{name} = _pickled[{name!r}]" for name in self._pickled if name in self._names]
         text = base64.b85encode(file.getvalue()).decode()
         return "\n".join([_LOAD.format(text=text), *names])
 
-    def _needed_at_once(self) -> dict[str, set[str]]:
-        """Return the globals that each definition may look up while its statement runs.
+    def _needed_at_once(self, name: str) -> set[str]:
+        """Return the globals that a definition may look up while its statement runs.
 
         Those are its decorators, bases and defaults, what the body of a class reads, and what
         these read in turn, since they may be called.
         """
-        future = _FUTURE if self._keeps_annotations else ""
-        tables = {
-            name: symtable.symtable(future + source, "", "exec")
-            for name, source in self._definitions.items()
-        }
-        needs: dict[str, set[str]] = {}
-        for name, table in tables.items():
-            found = needs[name] = set()
-            waiting = [*globals_read(table, at_once=True)]
-            while waiting:
-                used = waiting.pop()
-                if used not in found:
-                    found.add(used)
-                    waiting += globals_read(tables[used]) if used in tables else ()
-        return needs
+        found: set[str] = set()
+        waiting = [*self._read_by(name, at_once=True)]
+        while waiting:
+            used = waiting.pop()
+            if used not in found:
+                found.add(used)
+                waiting += self._read_by(used) if used in self._definitions else ()
+        return found
+
+    def _read_by(self, name: str, *, at_once: bool = False) -> Iterator[str]:
+        table = symtable.symtable(_FUTURE + self._definitions[name], "", "exec")
+        return _globals_read(table, at_once=at_once)
 
     def _ordered(self, needs: Mapping[str, set[str]]) -> list[str]:
-        """Return the definitions in the order of their cells, each after those that it needs."""
+        """Return the definitions, each after those that it needs at once."""
         ordered: dict[str, None] = {}
         begun: set[str] = set()
 
         def add(name: str) -> None:
-            if name in begun or name not in needs:
-                return
-            begun.add(name)
-            for used in sorted(needs[name]):
-                add(used)
-            ordered[name] = None
+            if name not in begun and name in needs:
+                begun.add(name)
+                for used in sorted(needs[name]):
+                    add(used)
+                ordered[name] = None
 
-        for name in sorted(self._definitions, key=self._place):
+        for name in self._definitions:
             add(name)
         return [*ordered]
 
-    def _place(self, name: str) -> tuple[int, int]:
-        """Return the number of a definition's cell, from the oldest on, and the place in it."""
-        source = self._definitions[name].strip()
-        for index, cell in enumerate(self._cells):
-            if source in cell:
-                return len(self._cells) - index, cell.find(source)
-        return 0, list(self._definitions).index(name)
+
+# ---- the source of what cells define, and which globals it looks up ------------------------
+
+
+def _source_of(value: Any, cells: Sequence[str]) -> str | None:
+    """The source of a function or class that stands on its own: no closure, no lambda."""
+    made = value if isinstance(value, type) else inspect.unwrap(value)
+    if getattr(made, "__closure__", None) or value.__name__ == "<lambda>":
+        return None
+    try:
+        source = textwrap.dedent(inspect.getsource(value))
+    except (OSError, TypeError):
+        return _class_in_cells(value, cells) if isinstance(value, type) else None
+    # The source makes a decorated function again if its decorators alone have made it. That is not
+    # so for `functools.singledispatch`, since what was registered with it is written elsewhere.
+    is_made_by_it = made is value or (
+        source.startswith("@")
+        and _globals_of(value).get(value.__name__) is value
+        and not hasattr(value, "dispatch")
+    )
+    return source if is_made_by_it else None
+
+
+def _parsed(text: str) -> ast.Module:
+    """The statements of a cell; none of one with a magic, which is no Python."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
+    """The class statement in a cell; ``inspect`` finds classes only in modules that have a file."""
+    files = (function.__code__.co_filename for function in _functions(value))
+    for text in [*("".join(linecache.getlines(file)) for file in files), *cells]:
+        for node in reversed(_parsed(text).body):
+            if isinstance(node, ast.ClassDef) and node.name == value.__qualname__:
+                first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+                return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return None
+
+
+def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
+    """The names that a definition looks up among its globals, and not among its own locals.
+
+    Those of functions, classes and comprehensions inside of it are there, and those of its
+    decorators, bases, defaults and annotations.
+
+    Args:
+        table: of the definition.
+        at_once: only those that it looks up while its own statement runs: the body of a class and
+            comprehensions run there and then, that of a function later.
+    """
+    is_top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (is_top or symbol.is_global()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        is_now = child.get_type() == "class" or child.get_name().strip("<>") in _COMPREHENSIONS
+        if is_now or not at_once:
+            yield from _globals_read(child, at_once=at_once)
+
+
+def _globals_of(value: Any) -> Mapping[str, Any]:
+    """The globals among which a function or class was defined."""
+    functions = _functions(value)
+    if functions:
+        return functions[0].__globals__
+    return vars(sys.modules[value.__module__])
+
+
+def _functions(value: Any) -> list[types.FunctionType]:
+    """The function itself; of a class those that it defines, not others that it has as values."""
+    if not isinstance(value, type):
+        return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
+    parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
+    return [
+        part
+        for part in parts
+        if isinstance(part, types.FunctionType)
+        and part.__module__ == value.__module__
+        and part.__qualname__.startswith(f"{value.__qualname__}.")
+    ]
 
 
 class _TooLargeError(Exception):
@@ -498,20 +445,9 @@ def _is_public(value: Any) -> bool:
 
 def _is_literal(value: Any) -> bool:
     """Whether ``repr`` is an expression of an equal value of the same types."""
-    try:
-        made = ast.literal_eval(repr(value))
-        return bool(made == value) and _has_types_of(made, value)
-    except Exception:  # whatever a user's class does
-        return False
-
-
-def _has_types_of(made: Any, value: Any) -> bool:
-    """Whether literals have the very types of the equal ``value``: a class derived from dict may
-    have dict's own text."""
-    if type(made) is not type(value):
-        return False
-    if isinstance(made, dict):
-        return _has_types_of([*made, *made.values()], [*value, *value.values()])
-    if isinstance(made, (list, tuple)):
-        return all(map(_has_types_of, made, value))
-    return not isinstance(made, set) or set(map(type, made)) == set(map(type, value))
+    if isinstance(value, float):
+        return type(value) is float and math.isfinite(value)
+    if type(value) in (dict, list, tuple, set):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(map(_is_literal, parts))
+    return value is None or type(value) in (bool, int, str, bytes)
