@@ -24,7 +24,7 @@ from tests.training.scripts import LOOPS
 from tests.training.scripts.images import train_on_buckets
 
 pytest.importorskip("accelerate")
-# A launch that imports transformers and runs forty loops twice: some 15 s where nothing else runs.
+# A launch that imports transformers and runs thirty loops twice: some 12 s where nothing else runs.
 pytestmark = pytest.mark.timeout(600)
 
 

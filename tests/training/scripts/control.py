@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.training.scripts.parts import (
-    Points,
     fingerprint,
     gpt2,
     mlp,
@@ -99,36 +98,6 @@ def early_stopping(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"steps": steps, "again": accelerator.check_trigger(), "weights": fingerprint(model)}
 
 
-def patience(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """The best epoch is saved, and loaded at the end."""
-    accelerator = accelerate.Accelerator()
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    train, evaluate = DataLoader(points(12), batch_size=2), DataLoader(points(9), batch_size=2)
-    model, optimizer, train, evaluate = accelerator.prepare(model, optimizer, train, evaluate)
-    best, left, history = float("inf"), 2, []
-    for _ in range(6):
-        for batch in train:
-            step_of(accelerator, model, optimizer, batch)
-        losses = []
-        for inputs, labels in evaluate:
-            with torch.no_grad():
-                each = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
-            losses.append(accelerator.gather_for_metrics(each))
-        loss = torch.cat(losses).mean().item()
-        history.append(loss)
-        if loss < best:
-            best, left = loss, 2
-            accelerator.save_state(str(folder / "best"))
-        else:
-            left -= 1
-        accelerator.wait_for_everyone()
-        if left == 0:
-            break
-    accelerator.load_state(str(folder / "best"))
-    return {"history": history, "best": best, "weights": fingerprint(model)}
-
-
 def hub(accelerate: Any, folder: Path) -> dict[str, Any]:
     """The model for the hub: save_pretrained with the accelerator's save and state."""
     accelerator = accelerate.Accelerator()
@@ -154,31 +123,6 @@ def hub(accelerate: Any, folder: Path) -> dict[str, Any]:
         "weights": fingerprint(model),
         "files": sorted(os.listdir(folder / "weights"))[-1],
     }
-
-
-def numbered_checkpoints(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Checkpoints with automatic names and a limit, and the newest loaded."""
-    project = accelerate.utils.ProjectConfiguration(
-        project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
-    )
-    accelerator = accelerate.Accelerator(project_config=project)
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(points(8), batch_size=2)
-    )
-    for _ in range(4):
-        for batch in loader:
-            step_of(accelerator, model, optimizer, batch)
-        accelerator.save_state()
-        accelerator.wait_for_everyone()
-    saved = fingerprint(model)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.zero_()
-    accelerator.load_state()
-    there = sorted(os.listdir(folder / "checkpoints"))
-    return {"there": there, "back": fingerprint(model) == saved, "weights": saved}
 
 
 def no_sync(accelerate: Any, folder: Path) -> dict[str, Any]:
@@ -260,26 +204,6 @@ def policy(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"stats": stats, "weights": fingerprint(model)}
 
 
-def folds(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Cross-validation: everything prepared anew for each fold in one process."""
-    accelerator = accelerate.Accelerator()
-    inputs, labels = points(24).tensors
-    scores = []
-    for fold in range(3):
-        held = torch.arange(24) % 3 == fold
-        train = DataLoader(TensorDataset(inputs[~held], labels[~held]), batch_size=2)
-        test = DataLoader(TensorDataset(inputs[held], labels[held]), batch_size=3)
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
-        for batch in train:
-            step_of(accelerator, model, optimizer, batch)
-        right = [accelerator.gather_for_metrics((model(x).argmax(-1) == y).long()) for x, y in test]
-        scores.append([int(torch.cat(right).sum()), len(torch.cat(right))])
-        model, optimizer, train, test = accelerator.free_memory(model, optimizer, train, test)
-    return {"scores": scores}
-
-
 def processes(accelerate: Any, folder: Path) -> dict[str, Any]:
     """Inference without a loader: split_between_processes, decorators, main process first."""
     accelerator = accelerate.Accelerator()
@@ -318,68 +242,6 @@ def processes(accelerate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def unused(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Stochastic depth: a part without a gradient, with find_unused_parameters."""
-    handler = accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = accelerate.Accelerator(kwargs_handlers=[handler])
-    model = nn.ModuleList([mlp(4, 8, 4), mlp(4, 8, 4), mlp(4, 8, 3)])
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = model
-
-        def forward(self, inputs: torch.Tensor, skip: bool) -> torch.Tensor:
-            hidden = self.blocks[0](inputs)
-            hidden = hidden if skip else hidden + self.blocks[1](hidden)
-            out: torch.Tensor = self.blocks[2](hidden)
-            return out
-
-    deep: Any = Deep()
-    optimizer = torch.optim.SGD(deep.parameters(), lr=0.1)
-    deep, optimizer, loader = accelerator.prepare(
-        deep, optimizer, DataLoader(points(16), batch_size=2)
-    )
-    for index, (inputs, labels) in enumerate(loader):
-        loss = nn.functional.cross_entropy(deep(inputs, skip=index % 2 == 0), labels)
-        update(accelerator, optimizer, loss)
-    return {"weights": fingerprint(deep)}
-
-
-def thawed(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """The head alone at first, then the whole model, which is prepared once more."""
-    accelerator = accelerate.Accelerator()
-    model = mlp()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(points(16), batch_size=2)
-    )
-    losses = [step_of(accelerator, model, optimizer, batch) for batch in loader]
-    whole = accelerator.unwrap_model(model).requires_grad_(True)
-    optimizer.add_param_group({"params": list(whole[0].parameters()), "lr": 0.01})
-    model = accelerator.prepare(whole)
-    losses += [step_of(accelerator, model, optimizer, batch) for batch in loader]
-    return {"losses": losses, "weights": fingerprint(model)}
-
-
-def half(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """bf16, a block of autocast for the loss, outputs in float32."""
-    accelerator = accelerate.Accelerator(mixed_precision="bf16")
-    model, optimizer = mlp_and_sgd()
-    loader = DataLoader(Points(12), batch_size=3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    kinds = set()
-    for batch in loader:
-        outputs = model(batch["pixel_values"])
-        kinds.add(str(outputs.dtype))
-        with accelerator.autocast():
-            kinds.add(str((outputs @ outputs.T).dtype))
-            loss = nn.functional.cross_entropy(outputs, batch["labels"])
-        update(accelerator, optimizer, loss)
-    return {"kinds": sorted(kinds), "weights": fingerprint(model)}
-
-
 def memory(accelerate: Any, folder: Path) -> dict[str, Any]:
     """find_executable_batch_size around a whole inner loop."""
     accelerator = accelerate.Accelerator()
@@ -405,16 +267,10 @@ def memory(accelerate: Any, folder: Path) -> dict[str, Any]:
 LOOPS = [
     resume_in_mid_epoch,
     early_stopping,
-    patience,
     hub,
-    numbered_checkpoints,
     no_sync,
     windows_by_hand,
     policy,
-    folds,
     processes,
-    unused,
-    thawed,
-    half,
     memory,
 ]

@@ -203,29 +203,6 @@ def evaluation_inside(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"synced": synced, "seen": seen, "weights": fingerprint(model)}
 
 
-def metric_learning(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """A model and a loss with weights of its own, two rates, lists of tensors as batches."""
-    accelerator = accelerate.Accelerator()
-    model, head = mlp(4, 8, 4), nn.Linear(4, 3, bias=False)
-    nn.init.normal_(head.weight, generator=seeded(4))
-    optimizer = torch.optim.AdamW(
-        [{"params": model.parameters(), "lr": 1e-3}, {"params": head.parameters(), "lr": 1e-2}]
-    )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
-    loader = DataLoader(points(12), batch_size=2)
-    model, head, optimizer, loader, schedule = accelerator.prepare(
-        model, head, optimizer, loader, schedule
-    )
-    for inputs, labels in loader:
-        features = nn.functional.normalize(model(inputs))
-        cosines = head(features) - 0.2 * nn.functional.one_hot(labels, 3)
-        accelerator.backward(nn.functional.cross_entropy(8 * cosines, labels))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return {"rates": schedule.get_last_lr(), "weights": fingerprint(model) + fingerprint(head)}
-
-
 LOOPS = [
     odd_length,
     divided_batches,
@@ -240,5 +217,4 @@ LOOPS = [
     contrastive,
     two_loaders,
     evaluation_inside,
-    metric_learning,
 ]

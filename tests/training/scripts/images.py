@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import shutil
@@ -181,32 +180,6 @@ def dreambooth(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "weights": fingerprint(unet) + fingerprint(text_encoder)}
 
 
-def textual_inversion(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """diffusers: one row of an embedding is trained, the others are put back after each step."""
-    accelerator = accelerate.Accelerator()
-    encoder = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2))
-    for weight in encoder.parameters():
-        nn.init.normal_(weight, generator=seeded(6))
-    encoder[1].requires_grad_(False)
-    optimizer = torch.optim.AdamW(encoder[0].parameters(), lr=0.1)
-    ids = torch.randint(6, (12, 3), generator=seeded(7))
-    encoder, optimizer, loader = accelerator.prepare(
-        encoder, optimizer, DataLoader(ids, batch_size=2)
-    )
-    before = accelerator.unwrap_model(encoder)[0].weight.data.clone()
-    for batch in loader:
-        update(accelerator, optimizer, encoder(batch).square().mean())
-        keep = torch.ones(6, dtype=torch.bool)
-        keep[5] = False
-        with torch.no_grad():
-            accelerator.unwrap_model(encoder)[0].weight[keep] = before[keep]
-    learned = accelerator.unwrap_model(encoder)[0].weight
-    if accelerator.is_main_process:
-        torch.save({"<new>": learned[5].detach().cpu()}, folder / "learned.bin")
-    accelerator.wait_for_everyone()
-    return {"learned": torch.load(folder / "learned.bin")["<new>"].tolist()}
-
-
 class LowRank(nn.Module):
     """A frozen layer with a trained correction of low rank beside it."""
 
@@ -300,37 +273,6 @@ def gan(accelerate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def wasserstein(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """WGAN-GP: several steps of the critic a batch, with a penalty on its gradient."""
-    accelerator = accelerate.Accelerator()
-    maker, critic = mlp(4, 6, 4), mlp(4, 6, 1)
-    for_maker = torch.optim.RMSprop(maker.parameters(), lr=1e-3)
-    for_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
-    maker, critic, for_maker, for_critic, loader = accelerator.prepare(
-        maker, critic, for_maker, for_critic, DataLoader(points(12), batch_size=3)
-    )
-    noise_of, penalties = seeded(accelerator.process_index), []
-    for real, _ in loader:
-        for _ in range(3):
-            fake = maker(torch.randn(real.shape, generator=noise_of)).detach()
-            mix = torch.rand(len(real), 1, generator=noise_of)
-            between = (mix * real + (1 - mix) * fake).requires_grad_()
-            plain = accelerator.unwrap_model(critic)
-            (slope,) = torch.autograd.grad(plain(between).sum(), between, create_graph=True)
-            penalty = (slope.norm(dim=1) - 1).square().mean()
-            loss = critic(fake).mean() - critic(real).mean() + 10 * penalty
-            accelerator.backward(loss)
-            for_critic.step()
-            for_critic.zero_grad()
-            penalties.append(penalty.item())
-        loss = -critic(maker(torch.randn(real.shape, generator=noise_of))).mean()
-        accelerator.backward(loss)
-        for_maker.step()
-        for_maker.zero_grad()
-        for_critic.zero_grad()
-    return {"penalties": penalties, "weights": fingerprint(maker) + fingerprint(critic)}
-
-
 class Boxes(torch.utils.data.Dataset):
     """Images with boxes, of which some have none."""
 
@@ -420,43 +362,12 @@ def aspect_ratios(accelerate: Any, folder: Path) -> dict[str, Any]:
     return train_on_buckets(accelerate, [2, 3, 4, 4] * 4)
 
 
-def segmentation(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Counts of a confusion matrix reduced over the ranks, two losses, a copy as EMA."""
-    accelerator = accelerate.Accelerator()
-    model = mlp()
-    average = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, nesterov=True, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(points(14), batch_size=3)
-    )
-    for inputs, labels in loader:
-        logits = model(inputs)
-        loss = nn.functional.cross_entropy(logits, labels) + 0.1 * logits.square().mean()
-        accelerator.backward(loss)
-        accelerator.clip_grad_value_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        pairs = zip(average.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)
-        with torch.no_grad():
-            for shadow, weight in pairs:
-                shadow.mul_(0.9).add_(weight, alpha=0.1)
-    matrix = torch.zeros(3, 3)
-    for inputs, labels in loader:
-        for wanted, got in zip(labels, model(inputs).argmax(-1), strict=True):
-            matrix[wanted, got] += 1
-    matrix = accelerator.reduce(matrix, reduction="sum")
-    return {"matrix": matrix.tolist(), "ema": fingerprint(average), "weights": fingerprint(model)}
-
-
 LOOPS = [
     cv_example,
     text_to_image,
     dreambooth,
-    textual_inversion,
     adapters,
     gan,
-    wasserstein,
     detection,
     aspect_ratios,
-    segmentation,
 ]

@@ -156,28 +156,6 @@ def question_answering(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"rows": len(torch.cat(padded)), "sum": float(torch.cat(padded).double().sum())}
 
 
-def tokens(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """run_ner_no_trainer: labels of tokens with -100 where there is none, lists at the end."""
-    accelerator = accelerate.Accelerator()
-    tagger = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 3))
-    for weight in tagger.parameters():
-        nn.init.normal_(weight, generator=seeded(5))
-    model, loader = accelerator.prepare(tagger, Sentences(9).loader())
-    found: list[list[int]] = []
-    for batch in loader:
-        predictions = model(batch["input_ids"]).argmax(-1)
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        predictions = accelerator.pad_across_processes(predictions, dim=1, pad_index=-100)
-        labels = accelerator.pad_across_processes(labels, dim=1, pad_index=-100)
-        gathered, references = accelerator.gather((predictions, labels))
-        gathered, references = accelerator.gather_for_metrics((predictions, labels))
-        found += [
-            [int(p) for p, r in zip(row, reference, strict=True) if r != -100]
-            for row, reference in zip(gathered, references, strict=True)
-        ]
-    return {"found": found}
-
-
 def tokens_in_the_batch(accelerate: Any, folder: Path) -> dict[str, Any]:
     """The loss of a window divided by its tokens on all ranks, not by its batches."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
@@ -279,7 +257,6 @@ LOOPS = [
     language_model,
     summarization,
     question_answering,
-    tokens,
     tokens_in_the_batch,
     distillation,
 ]
