@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.data import prepare_loader
+from notebook_accel.training.data import active_loaders, prepare_loader
 from notebook_accel.training.data.config import DataLoaderConfiguration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CPU", "LISTS", "TABLE", "SizedStream", "Stream", "lists", "numbers", "prepare", "read"]
+__all__ = [
+    "CPU",
+    "LISTS",
+    "TABLE",
+    "Sharded",
+    "SizedStream",
+    "Stream",
+    "lists",
+    "no_pass_is_left",
+    "numbers",
+    "prepare",
+    "read",
+]
 
 CPU = torch.device("cpu")
 
@@ -25,6 +38,7 @@ def prepare(
     size: int = 1,
     device: Any = CPU,
     ordinal: int = 0,
+    slice_fn: Any = None,
     **config: Any,
 ) -> Any:
     return prepare_loader(
@@ -33,7 +47,16 @@ def prepare(
         device=device,
         data_group=DataGroup.of_all_ranks(size, rank),
         ordinal=ordinal,
+        slice_fn=slice_fn,
     )
+
+
+@pytest.fixture(autouse=True)
+def no_pass_is_left() -> Iterator[None]:
+    """Each test ends every pass over a loader that it began."""
+    active_loaders().clear()
+    yield
+    assert not active_loaders().in_dataloader, "a pass was left behind"
 
 
 def numbers(count: int, size: int | None = 3, **options: Any) -> DataLoader[Any]:
@@ -62,6 +85,22 @@ class Stream(IterableDataset):
 class SizedStream(Stream):
     def __len__(self) -> int:
         return self.count
+
+
+class Sharded(Stream):
+    """As an iterable dataset of Hugging Face's, which divides itself."""
+
+    num_shards = 12
+
+    def __init__(self, count: int, step: int = 1, start: int = 0) -> None:
+        super().__init__(count)
+        self.step, self.start = step, start
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.start, self.count, self.step))
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.count, num_shards, index)
 
 
 # What each rank reads of a loader: samples, batch size, ranks, settings, batches of each rank.

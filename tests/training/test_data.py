@@ -17,25 +17,24 @@ from notebook_accel.training.data import (
     DataLoaderDispatcher,
     DataLoaderShard,
     SkipDataLoader,
-    active_loaders,
     transfer,
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.data.streams import IterableDatasetShard
 from notebook_accel.training.processes import devices
-from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
+from tests.training.loading import (
+    Sharded,
+    SizedStream,
+    Stream,
+    lists,
+    no_pass_is_left,  # noqa: F401
+    numbers,
+    prepare,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True)
-def _nothing_active() -> Iterator[None]:
-    active_loaders().clear()
-    yield
-    assert not active_loaders().in_dataloader, "a pass was left behind"
 
 
 # What comes out.
@@ -61,15 +60,6 @@ def test_each_rank_gets_its_batches(workers: int) -> None:
     assert isinstance(loaders[0].batch_sampler, BatchSamplerShard)
     assert loaders[0].total_batch_size == 6
     assert loaders[0].total_dataset_length == 10
-
-
-def test_divided_batches() -> None:
-    loaders = [prepare(numbers(10, 4), rank, 2, split_batches=True) for rank in range(2)]
-    assert [lists(loader) for loader in loaders] == [
-        [[0, 1], [4, 5], [8, 9]],
-        [[2, 3], [6, 7], [0, 1]],
-    ]
-    assert loaders[0].total_batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -109,37 +99,6 @@ def test_streams_that_cannot_say_their_length_are_read() -> None:
     assert lists(prepare(unsure, 1, 2, dispatch_batches=False)) == [[2, 3]]
 
 
-def test_what_a_stream_says_of_itself_is_not_of_its_loader() -> None:
-    stream = Stream(6)
-    vars(stream).update(batch_size=1024, remainder=5, is_uneven=True)  # rows of a file, say
-    prepared = prepare(DataLoader(stream, batch_size=2), dispatch_batches=False)
-    assert prepared.total_batch_size == 2
-    assert lists(prepared) == [[0, 1], [2, 3], [4, 5]]
-    assert prepared.progress() == (1, 0, 6)
-    assert not prepared._progress.position.is_uneven
-
-
-def test_a_stream_drops_its_last_round() -> None:
-    raw = DataLoader(Stream(10), batch_size=2, drop_last=True)
-    assert lists(prepare(raw, 0, 2, dispatch_batches=False)) == [[0, 1], [4, 5]]
-
-
-class Sharded(Stream):
-    """As an iterable dataset of Hugging Face's, which divides itself."""
-
-    num_shards = 4
-
-    def __init__(self, count: int, step: int = 1, start: int = 0) -> None:
-        super().__init__(count)
-        self.step, self.start = step, start
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.start, self.count, self.step))
-
-    def shard(self, num_shards: int, index: int) -> Sharded:
-        return Sharded(self.count, num_shards, index)
-
-
 def test_a_stream_that_divides_itself_does() -> None:
     raw = DataLoader(Sharded(6), batch_size=2)
     assert lists(prepare(raw, 1, 2, dispatch_batches=False)) == [[1, 3], [5]]
@@ -164,16 +123,6 @@ def test_streams_are_dispatched_where_batches_are_placed() -> None:
     assert isinstance(prepare(raw, device=None), DataLoaderShard)
     assert isinstance(prepare(raw, dispatch_batches=False), DataLoaderShard)
     assert isinstance(prepare(numbers(4), dispatch_batches=True), DataLoaderDispatcher)
-
-
-def test_rounds_of_batches_in_different_forms_stay_whole() -> None:
-    """As collate functions make them that stack where shapes agree, and give a list where not."""
-    stacked, apart = torch.zeros(2, 3), [torch.ones(3), torch.ones(3), torch.ones(3)]
-    named, column = {"x": stacked}, [torch.ones(2), torch.ones(3)]
-    for batches in ([stacked, apart], [apart, stacked], [named, column], [column, named]):
-        (divided,) = RoundDivider(num_parts=2, batches_a_round=2).divide(iter(batches))
-        shares = [share.batch for share in divided.parts if share is not None]
-        assert all(given is batch for given, batch in zip(shares, batches, strict=True))
 
 
 def test_a_sampler_that_gives_batches() -> None:
@@ -334,18 +283,6 @@ def test_the_next_batch_is_copied_while_the_loop_computes(monkeypatch: pytest.Mo
         *("wait for 2", "keep", "copy on side", "step"),
         *("wait for 3", "keep", "step"),
     ]
-
-
-def test_all_passes_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    meta = torch.device("meta")
-    module = SimpleNamespace(Stream=lambda device: object(), stream=None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: meta)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    first, second = devices.streams(meta), devices.streams(meta)
-    devices._side_stream.cache_clear()
-    assert first is not None
-    assert second is not None
-    assert first.side is second.side
 
 
 def test_loaders_made_by_hand() -> None:

@@ -13,63 +13,24 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from notebook_accel import PartialState
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import gather_object, num_ranks, this_rank
-from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data import (
     DataLoaderDispatcher,
     active_loaders,
-    prepare_loader,
     skip_first_batches,
 )
-from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.processes.seeding import set_seed
+from tests.training import loading
 from tests.training.harness import run_ranks
+from tests.training.loading import Sharded, SizedStream, Stream, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def prepare(loader: Any, slice_fn: Any = None, **config: Any) -> Any:
-    return prepare_loader(
-        loader,
-        config=DataLoaderConfiguration(**config),
-        device=torch.device("cpu"),
-        data_group=DataGroup.of_all_ranks(num_ranks(), this_rank()),
-        slice_fn=slice_fn,
-    )
-
-
-def numbers(count: int, size: int = 3, **options: Any) -> DataLoader[Any]:
-    return DataLoader(range(count), batch_size=size, **options)  # type: ignore[arg-type]
-
-
-class Stream(IterableDataset):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.count))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.count
-
-
-class Sharded(Stream):
-    """Divides itself, into parts of different lengths."""
-
-    num_shards = 6
-    part = (0, 1)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.part[0], self.count, self.part[1]))
-
-    def shard(self, num_shards: int, index: int) -> Sharded:
-        new = Sharded(self.count)
-        new.part = (index, num_shards)
-        return new
+def prepare(loader: Any, **settings: Any) -> Any:
+    return loading.prepare(loader, this_rank(), num_ranks(), **settings)
 
 
 def seen(loader: Any) -> list[int]:
@@ -574,12 +535,6 @@ def test_ranks_make_the_same_steps_until_one_has_no_more() -> None:
     assert second["each its own"] == ([[3, 4, 5]], 9)
     assert (first["even"][1], second["even"][1]) == (10, 10)
     assert (first["skipped"], second["skipped"]) == ((1, 1), (0, 1)), "in the same epoch"
-
-
-def test_a_batch_without_rows_is_not_divided() -> None:
-    divider = RoundDivider(2, batches_a_round=1, batch_size=2)
-    with pytest.raises(ConfigError, match="has no rows to divide"):
-        next(divider.divide(iter([torch.zeros(0)])))
 
 
 def test_rows_of_one_sample_stay_together() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +17,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.processes.seeding import set_seed
 from tests.training.loading import Stream, lists, numbers, prepare
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Order.
 
@@ -87,47 +83,6 @@ def test_the_seedable_order() -> None:
     set_seed(4)
     from_seed = lists(loader())
     assert from_seed == lists(loader(data_seed=4))
-
-
-class Backwards(RandomSampler):
-    """A user's own order, by a subclass of torch's sampler."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(reversed(range(8)))
-
-
-def test_a_sampler_of_ones_own_is_not_replaced_by_a_seedable_one() -> None:
-    loader = prepare(numbers(8, 4, sampler=Backwards(range(8))), use_seedable_sampler=True)
-    assert lists(loader) == [[7, 6, 5, 4], [3, 2, 1, 0]]
-
-
-class Wrapping:
-    """A user's batch sampler around another one."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    @property
-    def sampler(self) -> Any:
-        return self.inner.sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.inner)
-
-
-def test_the_seedable_order_reaches_through_batch_samplers_around_others() -> None:
-    def loader(batch_sampler: Any = None) -> Any:
-        raw = numbers(8, 2, shuffle=True)
-        if batch_sampler is not None:
-            raw = DataLoader(raw.dataset, batch_sampler=batch_sampler(raw.batch_sampler))
-        return raw
-
-    config = {"use_seedable_sampler": True, "data_seed": 1}
-    expected = lists(prepare(loader(), **config))
-    assert lists(prepare(skip_first_batches(loader(), 1), **config)) == expected[1:]
-    wrapped = loader(Wrapping)
-    assert lists(prepare(wrapped, **config)) == expected
-    assert type(wrapped.batch_sampler.sampler) is RandomSampler, "the user's stays"
 
 
 def test_whoever_sets_the_epoch_last_is_heard() -> None:

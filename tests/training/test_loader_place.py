@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.launch import rank as ranks
@@ -15,18 +15,14 @@ from notebook_accel.training.data import SkipDataLoader, active_loaders, skip_fi
 from notebook_accel.training.processes.seeding import set_seed
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import Accumulation
-from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(autouse=True)
-def _nothing_active() -> Iterator[None]:
-    active_loaders().clear()
-    yield
-    assert not active_loaders().in_dataloader, "a pass was left behind"
-
+from tests.training.loading import (
+    SizedStream,
+    Stream,
+    lists,
+    no_pass_is_left,  # noqa: F401
+    numbers,
+    prepare,
+)
 
 # The end, and which loader is active.
 
@@ -76,19 +72,6 @@ def test_an_inner_loop_that_raises_is_forgotten() -> None:
         assert active_loaders().active_dataloader is outer
 
 
-def test_a_rank_for_which_a_divided_batch_has_nothing_knows_that_it_repeats() -> None:
-    class Own(list):  # type: ignore[type-arg]
-        batch_size = 2
-
-    own = Own([[0], [1, 2], [3], [4, 5]])
-    raw = DataLoader(range(6), batch_sampler=own)  # type: ignore[arg-type]
-    loaders = [prepare(raw, rank, 2, split_batches=True) for rank in range(2)]
-    last_rounds = [[active_loaders().position.short_round for _ in loader] for loader in loaders]
-    assert last_rounds[0] == [None, None, None, (2, 1, 1)]
-    assert last_rounds[1] == [(1, 1, 0), None, (1, 1, 0), (2, 1, 1)]
-    assert lists(skip_first_batches(loaders[1], 1)) == [[2], [3], [5]]
-
-
 def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
     for loader in (numbers(10, 4), numbers(12, 4), numbers(10, 4, drop_last=True)):
         prepared = prepare(loader)
@@ -102,37 +85,6 @@ def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
             assert skipping.progress() == (1, 0, 10)
 
 
-class OfWorkers(Stream):
-    """Each worker process reads its own part."""
-
-    def __iter__(self) -> Iterator[Any]:
-        own = get_worker_info()
-        assert own is not None
-        return iter(range(own.id, self.count, own.num_workers))
-
-
-def test_each_worker_ends_its_part_of_a_stream_by_a_round_of_its_own() -> None:
-    def make() -> Any:
-        loader = DataLoader(OfWorkers(13), batch_size=2, num_workers=2)
-        return prepare(loader, 0, 2, dispatch_batches=False)
-
-    loader, active, seen, states = make(), active_loaders(), [], []
-    for batch in loader:
-        seen.append((batch.tolist(), loader.progress()[2], active.remainder))
-        states.append(loader.state_dict())
-    # One worker has 7 samples, the other 6: their last rounds of 4 have 3 and 2.
-    assert [batch for batch, *_ in seen] == [[0, 2], [1, 3], [8, 10], [9, 11]]
-    assert [samples for _, samples, _ in seen] == [4, 8, 11, 13]
-    assert seen[2][2] == 3
-    assert seen[3][2] == 2
-    assert loader.progress() == (1, 0, 13)
-    resumed = make()
-    resumed.load_state_dict(states[2])
-    assert resumed.progress() == (0, 3, 11)
-    assert lists(resumed) == [[9, 11]]
-    assert resumed.progress() == (1, 0, 13)
-
-
 def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     train, other = prepare(numbers(6)), prepare(numbers(3))
     left = iter(other)
@@ -142,54 +94,6 @@ def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     next(iter(other))
     left.close()
     assert not active_loaders().in_dataloader
-
-
-def test_two_iterators_of_one_loader() -> None:
-    loader = prepare(numbers(6))
-    first, second = iter(loader), iter(loader)
-    next(first), next(first)
-    assert active_loaders().end_of_dataloader
-    next(second)
-    assert not active_loaders().end_of_dataloader
-    assert list(first) == []
-    assert active_loaders().in_dataloader, "the other pass is still under way"
-    assert next(second).tolist() == [3, 4, 5]
-    assert active_loaders().end_of_dataloader
-    second.close()
-
-
-def test_a_pass_within_another_one_over_the_same_loader_takes_nothing_from_it() -> None:
-    loader = prepare(numbers(16), 1, 2)
-    seen = []
-    for _ in loader:
-        seen.append(active_loaders().position.short_round)
-        next(iter(loader))  # at the second step the sampler of the loop is at its end already
-    assert seen == [None, None, (4, 3, 1)]
-
-    class Own(list):  # type: ignore[type-arg]
-        batch_size = 2
-
-    raw = DataLoader(range(6), batch_sampler=Own([[0], [1, 2], [3], [4, 5]]))  # type: ignore[arg-type]
-    divided = prepare(raw, 1, 2, split_batches=True)
-    seen = []
-    for _ in divided:
-        seen.append(active_loaders().position.short_round)
-        next(iter(divided))
-    assert seen == [(1, 1, 0), None, (1, 1, 0), (2, 1, 1)]
-
-
-def test_a_loop_keeps_its_place_beside_another_pass_over_the_same_loader() -> None:
-    places = []
-    shuffled = prepare(numbers(12, shuffle=True))
-    for number, _ in enumerate(shuffled):
-        if not number:
-            order = shuffled.state_dict()["generators"]["order"]
-            next(iter(shuffled))
-        state = shuffled.state_dict()
-        places.append((state["iteration"], state["given"]))
-        if number == 1:
-            assert torch.equal(state["generators"]["order"], order)
-    assert places[1:] == [(0, 2), (0, 3), (1, 0)]
 
 
 def test_a_dataset_that_raises_ends_the_pass() -> None:
@@ -279,24 +183,6 @@ def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
     assert (loader.state_dict()["iteration"], loader.state_dict()["given"]) == (1, 0)
 
 
-def _look_at_another_at_each_step(loader: Any) -> None:
-    for _ in loader:
-        next(iter(loader))
-
-
-def test_a_stop_keeps_the_place_of_a_loop_beside_another_pass_over_its_loader() -> None:
-    before = ranks.current()
-    ranks.enter(Counting(stop_at=2))
-    try:
-        loader = prepare(numbers(10, 2))
-        with pytest.raises(RunStopped):
-            _look_at_another_at_each_step(loader)
-        state = loader.state_dict()
-    finally:
-        ranks.enter(before)
-    assert (state["iteration"], state["given"]) == (0, 1)
-
-
 class Noise:
     """Samples that are drawn from the global random numbers, once ``draws`` is set."""
 
@@ -336,29 +222,6 @@ def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead(draws_from: int)
     resumed.load_state_dict(state)
     torch.set_rng_state(left)
     assert lists(given) + lists(resumed) == whole
-
-
-def test_a_pass_that_was_resumed_elsewhere_can_be_resumed_again() -> None:
-    def noise() -> Any:
-        dataset = Noise()
-        dataset.draws = True
-        return prepare(DataLoader(dataset, batch_size=2))  # type: ignore[arg-type]
-
-    def save_after_one(loader: Any) -> tuple[Any, Any, Any]:
-        running = iter(loader)
-        next(running)
-        return loader.state_dict(), torch.get_rng_state(), lists(running)
-
-    state, *_ = save_after_one(noise())
-    second = noise()
-    second.load_state_dict(state)
-    # Another place than that of the state, whose random numbers are of the batch after the first.
-    state, left, rest = save_after_one(skip_first_batches(second, 2))
-    third = noise()
-    third.load_state_dict(state)
-    torch.set_rng_state(left)
-    assert lists(third) == rest
-    assert len(rest) == 2
 
 
 @pytest.mark.parametrize(("trains", "inner_given"), [(False, 1), (True, 0)])
@@ -467,18 +330,6 @@ def test_skipping_batches_of_a_loader_not_prepared() -> None:
     for number in (-1, 1.0, "1", None):
         with pytest.raises(ConfigError, match=f"is {number!r}: expected a whole number of at leas"):
             skip_first_batches(raw, number)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("count", "length"), [(5, 1), (7, 2), (3, 1), (2, 0), (1, 0)])
-def test_what_was_skipped_before_is_in_no_round(count: int, length: int) -> None:
-    raw = skip_first_batches(numbers(count, 2), 1)
-    given = [prepare(raw, rank, 2, dispatch_batches=True) for rank in range(2)]
-    assert [len(loader) for loader in given] == [length] * 2
-
-
-def test_samples_that_were_skipped_before_are_not_counted() -> None:
-    loader = prepare(skip_first_batches(numbers(11, 3), 1), 0, 2, dispatch_batches=True)
-    assert loader._num_lacking_at_the_end == 4, "of 8 samples, the second round of 6"
 
 
 @pytest.mark.parametrize("seedable", [False, True])

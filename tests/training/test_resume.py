@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
-from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from notebook_accel.training.processes.seeding import set_seed
 from tests.training.harness import run_ranks
 from tests.training.loading import numbers, prepare
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 EPOCHS = 3
-HOST = torch.device("cpu")
 
 
 def setup(seed: int, **loading: Any) -> tuple[Any, Any]:
@@ -141,13 +139,6 @@ class DrawnWhenAsked(OwnOrder):
         return (random.randrange(23) for _ in range(23))
 
 
-class OwnBatches(Sampler[list[int]]):
-    """Batches whose order is drawn as soon as an iterator is made."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(np.random.permutation(20).reshape(5, 4).tolist())
-
-
 # Dataset, loader, DataLoaderConfiguration.
 AUGMENTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "map": (Augmented, {"shuffle": True}, {}),
@@ -201,45 +192,6 @@ def test_losses_are_those_of_a_run_that_was_never_stopped(name: str, tmp_path: P
     case, save_at = AUGMENTED[name], 8 if name in IN_THE_SECOND_EPOCH else 3
     whole = learn(case, tmp_path / "run", save_at)
     assert learn(case, tmp_path / "run", None) == whole[save_at:]
-
-
-def read_together(folder: Path, stop_at: int) -> list[list[float]]:
-    """Batches of loaders that are zipped: all iterators are made before the first is read."""
-    set_seed(1 if stop_at else 2)
-    accelerator = Accelerator(cpu=True)
-    own = [{"sampler": OwnOrder(), "batch_size": 4}, {"batch_sampler": OwnBatches()}]
-    loaders = accelerator.prepare(*(DataLoader(Augmented(), **kind) for kind in [*own, *own]))
-    accelerator.resume_or_start(folder)
-    found = []
-    passes = zip(*loaders, strict=False)
-    if stop_at == 0:
-        return [torch.cat(batches).flatten().tolist() for batches in passes]
-    for number in range(5):
-        if number == stop_at:
-            accelerator.save_state(folder)
-        found.append(torch.cat(next(passes)).flatten().tolist())
-    return found
-
-
-@pytest.mark.parametrize("stop_at", [1, 3])
-def test_loaders_read_together_go_on_with_what_each_drew(stop_at: int, tmp_path: Path) -> None:
-    whole = read_together(tmp_path / "run", stop_at)
-    assert read_together(tmp_path / "run", 0) == whole[stop_at:]
-
-
-def test_a_pass_that_has_read_nothing_is_kept_as_it_is() -> None:
-    torch.manual_seed(1)
-    np.random.seed(1)
-    loader = prepare(DataLoader(Augmented(), batch_sampler=OwnBatches()))
-    batches = iter(loader)
-    begun = loader.state_dict(), get_random_states(HOST)
-    expected = [batch.tolist() for batch in batches]
-    for _ in range(2):
-        loader.load_state_dict(begun[0])
-        set_random_states(begun[1], HOST)
-        batches = iter(loader)
-        begun = loader.state_dict(), get_random_states(HOST)
-    assert [batch.tolist() for batch in batches] == expected
 
 
 def learn_all(folder: str) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from accelerate.data_loader import SeedableRandomSampler as Peer
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import (
@@ -16,7 +15,6 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
 )
 from notebook_accel.training.data.streams import IterableDatasetShard
-from notebook_accel.training.stepping.active_loaders import ShortRound
 from tests.training.loading import LISTS, TABLE, read
 
 
@@ -144,49 +142,6 @@ def test_a_loader_that_skips_batches_shares_out_samples_too() -> None:
     assert given[0].total_length == 2
 
 
-@pytest.mark.parametrize(
-    ("even", "expected"),
-    [(True, [[[0], [3, 4, 5]], [[1, 2], [0]]]), (False, [[[0], [3, 4, 5]], [[1, 2]]])],
-)
-def test_batches_without_a_size_are_repeated_whole(even: bool, expected: Any) -> None:
-    given = shards(LISTS, 2, even=even)
-    assert [list(shard) for shard in given] == expected
-    assert [len(shard) for shard in given] == [len(batches) for batches in expected]
-
-
-def test_single_indices_are_given_out_too() -> None:
-    given = shards(SequentialSampler(range(5)), 2)
-    assert [list(shard) for shard in given] == [[0, 2, 4], [1, 3, 0]]
-
-
-def test_the_last_round_says_what_is_repeated() -> None:
-    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
-    first, second = shards(batches, 2)
-    assert first.remainder == 4
-    assert first.newest_pass.last_round is None
-    list(first), list(second)
-    assert first.newest_pass.last_round == ShortRound(
-        num_samples=4, batch_size=3, num_own_samples=3
-    )
-    assert second.newest_pass.last_round == ShortRound(
-        num_samples=4, batch_size=3, num_own_samples=1
-    )
-    whole = shards(BatchSampler(SequentialSampler(range(12)), 3, drop_last=False), 2)[0]
-    assert whole.remainder == 0
-    list(whole)
-    assert whole.newest_pass.last_round is None
-
-
-def test_unevenness_is_known_before_the_pass() -> None:
-    plain = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
-    dropping = BatchSampler(SequentialSampler(range(10)), 3, drop_last=True)
-    assert not shards(plain, 2)[0].is_uneven
-    assert shards(plain, 2, even=False)[0].is_uneven
-    assert not shards(dropping, 2, even=False)[0].is_uneven
-    assert shards(Plain(plain), 2)[0].is_uneven
-    assert not shards(Plain(plain), 1)[0].is_uneven
-
-
 def test_batches_that_cannot_be_divided_are_refused() -> None:
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     with pytest.raises(ConfigError, match=r"each batch of 3 over 2 .* multiple of 2"):
@@ -195,41 +150,6 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
         BatchSamplerShard(LISTS, 2, 0, split_batches=True)
     with pytest.raises(ConfigError, match="batch_size=None, so that its dataset makes the batches"):
         IterableDatasetShard(Stream(4), None, num_processes=2, split_batches=True)
-
-
-def test_a_shard_may_be_told_another_place_and_other_batches() -> None:
-    (shard, _) = shards(BatchSampler(SequentialSampler(range(8)), 2, drop_last=False), 2)
-    shard.num_processes, shard.process_index = 4, 3
-    assert (len(shard), list(shard)) == (1, [[6, 7]])
-    shard.num_processes, shard.process_index = 1, 0
-    assert (len(shard), len(list(shard))) == (4, 4)
-    shard.num_processes = 2
-    shard.batch_sampler.sampler = range(20, 24)
-    assert list(shard) == [[20, 21]]
-    shard.batch_sampler = BatchSampler(SequentialSampler(range(9)), 3, drop_last=True)
-    assert (len(shard), list(shard)) == (1, [[0, 1, 2]])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_long_order_is_covered_once(ranks: int) -> None:
-    order = torch.Generator()
-    sampler = RandomSampler(range(1003), generator=order)
-    batches = BatchSampler(sampler, 8, drop_last=False)
-    seen = []
-    for shard in shards(batches, ranks, even=False):
-        order.manual_seed(3)
-        seen += [index for batch in shard for index in batch]
-    assert sorted(seen) == list(range(1003))
-
-
-def test_skipping_batches() -> None:
-    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
-    skipping = SkipBatchSampler(batches, 2)
-    assert list(skipping) == [[6, 7, 8], [9]]
-    assert len(skipping) == 2
-    assert list(SkipBatchSampler(batches, 9)) == []
-    assert len(SkipBatchSampler(batches, 9)) == 0
-    assert skipping.batch_size == 3
 
 
 def test_a_seedable_order_depends_on_seed_and_epoch() -> None:
@@ -262,30 +182,3 @@ class Stream(IterableDataset):
 
     def __len__(self) -> int:
         return self.count
-
-
-@pytest.mark.parametrize(
-    ("samples", "size", "ranks", "settings", "expected"),
-    [
-        (10, 2, 2, {}, ["014589", "236701"]),
-        (3, 2, 2, {}, ["01", "20"]),
-        (10, 2, 2, {"drop_last": True}, ["0145", "2367"]),
-        (10, 2, 2, {"even_batches": False}, ["014589", "2367"]),
-        (9, 2, 2, {"even_batches": False}, ["01458", "2367"]),
-        (10, 4, 2, {"split_batches": True}, ["014589", "236701"]),
-        (1, 2, 3, {}, ["00", "00", "00"]),
-        (0, 2, 2, {}, ["", ""]),
-        (5, None, 2, {}, ["024", "130"]),
-    ],
-)
-def test_golden_values_of_streams(
-    samples: int, size: int | None, ranks: int, settings: dict[str, bool], expected: list[str]
-) -> None:
-    given = [
-        IterableDatasetShard(
-            Stream(samples), size, num_processes=ranks, process_index=rank, **settings
-        )
-        for rank in range(ranks)
-    ]
-    assert ["".join(map(str, shard)) for shard in given] == expected
-    assert [len(shard) for shard in given] == [len(text) for text in expected]

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from notebook_accel import Accelerator, ConfigError, DataLoaderConfiguration, skip_first_batches
-from notebook_accel.training import data as training_data
 from notebook_accel.training.data import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from tests.training.harness import run_ranks
 from tests.training.loading import lists, numbers, prepare
@@ -44,21 +43,6 @@ class Resumable(IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next = state["next"]
-
-
-class Divided(Resumable):
-    """Divides itself over ranks; its state counts the samples of its own part."""
-
-    num_shards = 4
-    first, step = 0, 1
-
-    def shard(self, num_shards: int, index: int) -> Divided:
-        part = Divided(len(range(index, self.count, num_shards)))
-        part.first, part.step = index, num_shards
-        return part
-
-    def __iter__(self) -> Iterator[int]:
-        return (self.first + number * self.step for number in super().__iter__())
 
 
 class Rows:
@@ -134,24 +118,6 @@ def test_a_state_of_another_place_is_not_used() -> None:
     assert lists(wider) == [[*range(8, 16)], [*range(16, 20)]]
 
 
-def test_a_state_of_another_part_is_not_used() -> None:
-    def make(batch_size: int, num_ranks: int) -> Any:
-        loader = DataLoader(Divided(32), batch_size=batch_size)
-        return prepare(loader, 0, num_ranks, dispatch_batches=False, **STATEFUL)
-
-    two, four = make(4, 2), make(2, 4)  # as many samples a step
-    running = iter(two)
-    assert next(running).tolist() == [0, 2, 4, 6]
-    state = two.state_dict()
-    four.load_state_dict(state)
-    assert four.state_dict()["random"] is None
-    assert lists(four)[0] == [8, 12]
-    again = make(4, 2)
-    again.load_state_dict(state)
-    assert again.state_dict()["random"] is not None
-    assert lists(again) == lists(running)
-
-
 def test_without_a_state_of_their_own_loaders_count() -> None:
     loader = prepare(numbers(10), **STATEFUL)
     assert isinstance(loader.base_dataloader, StatefulDataLoader)
@@ -192,56 +158,6 @@ def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, pe
     assert isinstance(again, kind)
     assert isinstance(again.base_dataloader, StatefulDataLoader)
     assert [batch.item() % 100 for batch in again] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("stateful", [False, True])
-def test_loaders_tell_what_they_are_made_of(stateful: bool) -> None:
-    """By the names that Accelerate has for it; its loaders keep one of torch's inside."""
-    prepared = [
-        prepare(numbers(10), use_stateful_dataloader=stateful, dispatch_batches=dispatched)
-        for dispatched in (False, True)
-    ]
-    by_hand = [
-        getattr(module, kind)(range(10), use_stateful_dataloader=stateful, batch_size=3)
-        for module in (training_data, accelerate.data_loader)
-        for kind in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader")
-    ]
-    restored = [pickle.loads(pickle.dumps(loader)) for loader in (*prepared, *by_hand[:3])]
-    for loader in (*prepared, *by_hand, *restored):
-        assert loader.use_stateful_dataloader is stateful
-        assert isinstance(loader.base_dataloader, StatefulDataLoader) is stateful
-        assert isinstance(loader.base_dataloader, DataLoader)
-        assert len(loader.base_dataloader.dataset) == 10
-
-
-def test_a_loader_without_its_first_batches_is_made_by_hand_too() -> None:
-    def make(kind: Any, **options: Any) -> Any:
-        return kind(
-            Resumable(10), skip_batches=1, use_stateful_dataloader=True, batch_size=3, **options
-        )
-
-    for kind in (SkipDataLoader, accelerate.data_loader.SkipDataLoader):
-        loader = make(kind)
-        assert lists(loader) == [[3, 4, 5], [6, 7, 8], [9]]
-        assert loader.skip_batches == 1
-        running = iter(loader)
-        next(running)
-        assert "_num_yielded" in loader.state_dict()
-    for workers in (0, 1):
-        loader = make(SkipDataLoader, num_workers=workers)
-        begin = loader.state_dict()
-        running = iter(loader)
-        assert next(running).tolist() == [3, 4, 5]
-        resumed = make(SkipDataLoader, num_workers=workers)
-        resumed.load_state_dict(loader.state_dict())
-        assert lists(resumed) == [[6, 7, 8], [9]], "nothing of the rest is left out"
-        assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
-        resumed.load_state_dict(begin)
-        assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
-    assert isinstance(loader.base_dataloader, StatefulDataLoader)
-    copied = pickle.loads(pickle.dumps(loader))
-    assert isinstance(copied, SkipDataLoader)
-    assert isinstance(copied.base_dataloader, StatefulDataLoader)
 
 
 class Doubled(DataLoader[Any]):
