@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from tests.waiting import eventually
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 __all__ = ["below", "eventually", "gone", "marked", "of_launches", "runs_of_run"]
-
-
-def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
-    """Wait until ``condition`` holds; fails with ``what`` after ``within`` seconds."""
-    deadline = time.monotonic() + within
-    while True:
-        began = time.monotonic()
-        if condition():
-            return
-        now = time.monotonic()
-        assert now < deadline, f"not within {within} s: {what}"
-        # A look at all processes takes time that those need who are waited for.
-        time.sleep(min(max(0.005, 2 * (now - began)), 0.1))
 
 
 def below(pid: int) -> list[psutil.Process]:

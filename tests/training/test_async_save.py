@@ -7,11 +7,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -30,18 +28,7 @@ from tests.training.harness import run_ranks
 from tests.training.meshes import LAYOUTS, accelerator_for, data, loss_of, make
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-SECONDS = 20.0
-
-
-def wait_until(happens: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.waiting import eventually
 
 
 @pytest.fixture(params=["fork", "thread"])
@@ -62,7 +49,7 @@ def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plain = pieces.write_prepared
 
     def write(*args: Any) -> Any:
-        wait_until(gate.exists)
+        eventually(gate.exists, within=20, what="the test opens the gate")
         return plain(*args)
 
     from notebook_accel.training import checkpoint
@@ -299,31 +286,3 @@ def test_ranks_write_while_they_train(mesh: str | None, written: tuple[Path, lis
     folders = [root / name / str(mesh) / "checkpoint_2" for name in ("whole", "parts")]
     files = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) for folder in folders]
     assert files[0] == files[1]
-
-
-def test_a_model_is_saved_after_the_checkpoint_that_is_being_written(
-    held_back: Path, tmp_path: Path
-) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(2, 2))
-    accelerator.save_state(tmp_path / "out", async_save=True)
-    threading.Timer(0.1, held_back.touch).start()
-    accelerator.save_model(model, tmp_path / "out")
-    accelerator.wait_for_checkpoint()
-    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "random_states_0.pkl"]
-
-
-def test_a_checkpoint_is_waited_for_where_a_tracker_fails(
-    held_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise OSError("no network")
-
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(nn.Linear(2, 2))
-    monkeypatch.setattr(accelerator._tracking, "finish", fail)
-    accelerator.save_state(tmp_path / "state", async_save=True)
-    threading.Timer(0.1, held_back.touch).start()
-    with pytest.raises(OSError, match="no network"):
-        accelerator.end_training()
-    assert (tmp_path / "state").exists()

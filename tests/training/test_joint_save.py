@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from notebook_accel.training.collectives import wait
 from notebook_accel.training.strategies.ddp import DataParallel
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
+from tests.waiting import eventually
 
 NUM_RANKS = 3
 FILES = ["model.safetensors", "optimizer.bin", *(f"random_states_{n}.pkl" for n in range(3))]
@@ -83,8 +83,7 @@ def comes_late(folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if accelerator.process_index == 1:
-            while not (folder / "told").exists():
-                time.sleep(0.01)
+            eventually((folder / "told").exists, within=60, what="the others are told")
         else:
             plain = warnings.warn
 

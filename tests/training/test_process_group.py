@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,24 +16,22 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel import Accelerator, notebook_launcher
-from notebook_accel.training.processes import process_group
 from notebook_accel.training.state import PartialState
 from tests.ports import free_port
 from tests.training.harness import run_ranks
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOBODY = 65534
-PR_SET_NAME = 15
 HOSTS = ("127.0.0.1", "0.0.0.0")
 
 
 def await_files(folder: str, *names: str) -> None:
-    deadline = time.monotonic() + 60
-    while not all(Path(folder, name).exists() for name in names):
-        assert time.monotonic() < deadline, f"{names} did not come"
-        time.sleep(0.0005)
+    eventually(
+        lambda: all(Path(folder, name).exists() for name in names), within=60, what=str(names)
+    )
 
 
 def make_ours() -> None:
@@ -225,29 +221,6 @@ def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(
     said = [rank.communicate(timeout=200) for rank in ranks]
     assert [out for out, _ in said] == [f"{stays}\n"] * 2, said
     assert [rank.returncode for rank in ranks] == [int(ends == "fails")] * 2, said
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux tells what threads do")
-def test_a_script_waits_for_gloo_threads_that_stay() -> None:
-    """A prepared model keeps its group; what its threads still hold they give up before the end."""
-    begun, ended, leave = threading.Event(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
-        begun.set()
-        sum(range(20_000_000))
-        ended.set()
-        leave.wait()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert begun.wait(60)
-        process_group._wait_until_gloo_is_idle()
-        assert ended.is_set()
-    finally:
-        leave.set()
-        thread.join()
 
 
 def drops_its_model_last() -> None:

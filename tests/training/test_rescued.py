@@ -27,8 +27,8 @@ from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from notebook_accel.training.models.blueprint import blueprint_of
 from notebook_accel.training.preparing.rescue import RankPart, TensorPiece
-from tests.engines.processes import eventually
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

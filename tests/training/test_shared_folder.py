@@ -13,7 +13,7 @@ from torch import nn
 from notebook_accel import Accelerator, ProjectConfiguration, RunStopped, notebook_launcher
 from notebook_accel.training.checkpoint.start import find_damage
 from tests.training.single import fresh_rank  # noqa: F401
-from tests.training.test_async_save import wait_until
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from notebook_accel import Run
@@ -25,7 +25,9 @@ SECONDS = 30.0
 def _meet(folder: Path, name: str) -> None:
     """Wait for the other run, so that both save at the same time."""
     (folder / name).touch()
-    wait_until(lambda: len(list(folder.glob("ready_*"))) == 2)
+    eventually(
+        lambda: len(list(folder.glob("ready_*"))) == 2, within=SECONDS, what="both have saved once"
+    )
 
 
 def _save_all(root: str, name: str, way: str) -> list[str]:
@@ -115,7 +117,7 @@ def test_the_checkpoint_of_a_dead_run_alone_is_removed(tmp_path: Path) -> None:
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(2, 2))
-    wait_until((tmp_path / "saves").exists)
+    eventually((tmp_path / "saves").exists, within=SECONDS, what="the run saves")
     with pytest.warns(UserWarning, match=rf"run {run.id} saves here, too: .*/checkpoint_0\."):
         path = accelerator.save_state()
     assert path == str(tmp_path / "checkpoints" / "checkpoint_1")

@@ -1,0 +1,24 @@
+"""The one way in which tests wait: for a condition, until a deadline."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["eventually"]
+
+
+def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
+    """Wait until ``condition`` holds; fails with ``what`` after ``within`` seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        began = time.monotonic()
+        if condition():
+            return
+        now = time.monotonic()
+        assert now < deadline, f"not within {within} s: {what}"
+        # A look at all processes takes time that those need who are waited for.
+        time.sleep(min(max(0.005, 2 * (now - began)), 0.1))
