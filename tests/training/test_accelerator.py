@@ -29,7 +29,6 @@ from notebook_accel import (
     GradientState,
     ProfileKwargs,
     ProjectConfiguration,
-    dispatch_model,
     notebook_launcher,
 )
 from tests.training.harness import run_ranks
@@ -108,12 +107,6 @@ def test_asking_for_nothing_is_no_mistake_but_a_wrong_name_is() -> None:
     Accelerator(cpu=True, fsdp_plugin=None, dynamo_backend="no", log_with=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'"):
         Accelerator(cpu=True, mixed_precison="bf16")
-
-
-def test_a_window_as_long_as_a_number_of_numpys() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=np.int64(2))
-    assert accelerator.gradient_accumulation_steps == 2
-    assert type(accelerator.gradient_accumulation_steps) is int
 
 
 def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,20 +213,6 @@ def test_a_subclass_brings_its_own_parts_of_prepare() -> None:
     assert optimizer.num_steps == 2
 
 
-def test_parts_that_deepspeed_leaves_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator: Any = OwnParts(cpu=True)
-    monkeypatch.setattr(type(accelerator._strategy), "prepares_together", True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Accelerator(cpu=True).prepare(nn.Linear(1, 1))  # has none of its own
-    given = parts()
-    named = r"not call prepare_model\(\) and prepare_optimizer\(\) of OwnParts: DeepSpeed makes"
-    with pytest.warns(UserWarning, match=named):
-        _, model, *_ = accelerator.prepare(*given)
-    assert accelerator.seen is given[0]
-    assert model is given[1]
-
-
 def test_an_object_of_another_framework_is_named() -> None:
     with pytest.raises(TypeError, match="_ForeignChild of keras"):
         Accelerator(cpu=True).prepare(nn.Linear(1, 1), _ForeignChild())
@@ -279,13 +258,6 @@ def test_free_memory_forgets_everything() -> None:
     assert accelerator._prepared.schedulers == []
 
 
-def test_a_copy_is_the_same_accelerator_and_it_stays_home() -> None:
-    accelerator = Accelerator(cpu=True)
-    assert copy.deepcopy({"x": accelerator})["x"] is accelerator
-    for kind in (Accelerator, AcceleratedOptimizer, AcceleratedScheduler):
-        assert kind._notebook_accel_stays_home == "make it inside the function"
-
-
 # ---- reports
 
 
@@ -325,20 +297,6 @@ def test_progress_gives_the_items(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator.print("hello", end="!")
     assert capsys.readouterr().out == "hello!"
     assert accelerator.should_stop is False
-
-
-def test_a_profile_leaves_a_trace(tmp_path: Path) -> None:
-    options = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "traces"))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
-    with accelerator.profile() as profiler:
-        torch.ones(3).sum()
-    assert profiler.key_averages()
-    assert json.loads((tmp_path / "traces" / "profile_0.json").read_text())["traceEvents"]
-    options.schedule_option = {"wait": 1, "warmup": 1, "active": 1}
-    options.output_trace_dir = str(tmp_path / "none")
-    with pytest.warns(UserWarning, match="had not begun to record"), accelerator.profile():
-        torch.ones(3).sum()
-    assert not (tmp_path / "none").exists()
 
 
 def profiled(folder: str) -> int:
@@ -547,15 +505,6 @@ def refuse_spread() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "true")
         return type(Accelerator(cpu=True).prepare(model)).__name__
-
-
-def test_a_model_that_is_spread_stays_where_it_is(tmp_path: Path) -> None:
-    model, inputs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), torch.ones(1, 2)
-    expected = model(inputs)
-    dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=str(tmp_path))
-    prepared = Accelerator(cpu=True).prepare(model)
-    assert prepared[1].weight.is_meta
-    assert torch.equal(prepared(inputs), expected)
 
 
 def test_the_state_of_the_window_follows_the_newest_accelerator() -> None:

@@ -135,18 +135,6 @@ def test_a_folder_that_is_not_there_yet_is_there_whole_or_not_at_all(tmp_path: P
     assert final.exists()
 
 
-def test_a_process_whose_folder_was_deleted_still_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    for version in ("one", "two"):
-        _save(tmp_path / "state", version)
-    assert _ours(tmp_path / "state") == _expected("two")
-
-
 @pytest.mark.parametrize("name", ["model", "run[1]", "a*", "a.b"])
 def test_only_what_is_left_of_this_name_is_swept(name: str, tmp_path: Path) -> None:
     final = tmp_path / name
@@ -200,11 +188,3 @@ def test_a_full_disk_is_told_as_that(write: Callable[[], Any]) -> None:
         atomic.naming_full_disk(Path("/dev")),
     ):
         write()
-
-
-def test_other_errors_of_a_save_stay_what_they_are(tmp_path: Path) -> None:
-    for error in (OSError(5, "I/O error"), RuntimeError("size mismatch")):
-        with pytest.raises(type(error)) as caught, atomic.replacing_file(tmp_path / "it"):
-            _fail(error)
-        assert caught.value is error
-    assert not os.listdir(tmp_path)

@@ -32,7 +32,6 @@ from notebook_accel import (
     ProjectConfiguration,
 )
 from notebook_accel.training.checkpoint import training_progress
-from notebook_accel.training.files import atomic, weights
 from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
@@ -162,50 +161,6 @@ def test_a_state_that_is_there_is_replaced_in_one_step(
     log.close()
     assert set(os.listdir(folder)) == FILES | {"notes.txt", "logs"}
     assert (folder / "logs" / "events").read_text() == "goes on"
-    assert os.listdir(tmp_path) == ["state"]
-
-
-def test_no_other_way_of_replacing_loses_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cannot(*_: Any, **__: Any) -> None:
-        raise OSError("not on this disk")
-
-    parts = setup()
-    monkeypatch.setattr(atomic, "_exchange", cannot)
-    monkeypatch.setattr(os, "link", cannot)
-    folder = tmp_path / "state"
-    for _ in range(2):
-        parts[0].save_state(folder)
-        (folder / "notes.txt").write_text("mine")
-    assert set(os.listdir(folder)) == FILES | {"notes.txt"}
-    monkeypatch.chdir(folder)
-    parts[0].save_state(".")
-    assert set(os.listdir(".")) == set(os.listdir(folder)) == FILES | {"notes.txt"}
-    assert os.listdir(tmp_path) == ["state"]
-
-
-def test_a_state_whose_writer_died_while_it_changed_its_own_folder_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    parts = setup()
-    folder = tmp_path / "state"
-    parts[0].save_state(folder)
-    (folder / "pytorch_model_fsdp_0").mkdir()  # of a sharded training: it would be read first
-    step(*parts)
-    monkeypatch.chdir(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic, "_replace_by_link", die)
-        with pytest.raises(KeyboardInterrupt):
-            parts[0].save_state(".")
-    resumed = setup()
-    resumed[0].load_state(folder)
-    assert state_of(*resumed) == state_of(*parts)
-    parts[0].save_state(".")
-    assert set(os.listdir(folder)) == FILES
     assert os.listdir(tmp_path) == ["state"]
 
 
@@ -419,18 +374,6 @@ def test_a_broken_file_is_named(name: str, damage: str, tmp_path: Path) -> None:
         parts[0].load_state(tmp_path / "state")
 
 
-def test_a_position_that_numpy_would_crash_on_is_refused(tmp_path: Path) -> None:
-    parts = setup()
-    parts[0].save_state(tmp_path / "state")
-    path = tmp_path / "state" / "random_states_0.pkl"
-    states = torch.load(path)
-    kind, keys, _, *rest = states["numpy_random_seed"]
-    for position in (10**9, 625, -1):
-        torch.save({**states, "numpy_random_seed": (kind, keys, position, *rest)}, path)
-        with pytest.raises(NotebookAccelError, match=r"random_states_0\.pkl could not.*0 to 624"):
-            parts[0].load_state(tmp_path / "state")
-
-
 def test_save_writes_whole_files(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     path = tmp_path / "weights.bin"
@@ -466,28 +409,6 @@ def test_a_model_is_saved_in_pieces_of_a_limited_size(tmp_path: Path) -> None:
     for size in ("much", None):
         with pytest.raises(ConfigError, match=f"max_shard_size={size!r}"):
             accelerator.save_model(model, tmp_path / "m", max_shard_size=size)  # type: ignore[arg-type]
-
-
-def test_ties_that_a_file_leaves_out_are_found_in_the_model(tmp_path: Path) -> None:
-    model = Tied()
-    weights.write_safely(model.state_dict(), tmp_path / "model.safetensors")
-    saved = load_file(tmp_path / "model.safetensors")
-    assert set(saved) == {"embed.weight", "part"}
-    assert set(weights.load_weights(tmp_path, 0) or {}) == set(model.state_dict())
-    weights.write_safely({"pt": torch.ones(1)}, tmp_path / "model_1.safetensors")
-    assert set(weights.load_weights(tmp_path, 1) or {}) == {"pt"}
-    assert set(weights.with_ties(saved, model)) == set(model.state_dict())
-    for limit, file in (("1MB", "pytorch_model.bin"), ("64B", "pytorch_model-00002-of-00002.bin")):
-        folder = tmp_path / limit
-        weights.save_model(model.state_dict(), folder, limit, safe=False)
-        first = torch.load(folder / file)
-        assert first["head.weight"].data_ptr() == first["embed.weight"].data_ptr()
-    index = json.loads((folder / "pytorch_model.bin.index.json").read_text())
-    assert index["weight_map"].keys() == model.state_dict().keys()
-    assert index["metadata"]["total_size"] == (24 + 8) * 4
-    for weight in model.parameters():
-        weight.data = torch.empty(0)  # as DeepSpeed leaves weights of stage 3 between steps
-    assert set(weights.with_ties(saved, model)) == set(model.state_dict())
 
 
 def save_and_load(folder: str) -> dict[str, Any]:
@@ -652,18 +573,6 @@ def test_states_that_nothing_was_registered_for_are_told(tmp_path: Path) -> None
     ):
         with pytest.raises(RuntimeError, match=r"custom_checkpoint_1\.pkl\), and 1 are registered"):
             load()
-
-
-def test_what_a_person_calls_latest_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    (tmp_path / "latest" / "log").write_text("mine")
-    parts = setup()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert parts[0].resume_or_start(tmp_path).folder is None
-    for _ in range(2):
-        parts[0].save_state(tmp_path)
-    assert (tmp_path / "latest" / "log").read_text() == "mine"
 
 
 def test_a_device_takes_its_own_of_the_random_states_of_all(

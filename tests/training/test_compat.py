@@ -46,16 +46,6 @@ def test_paths_of_users_lead_to_our_own_objects() -> None:
     assert isinstance(get_logger(__name__), logging.LoggerAdapter)
 
 
-def test_paths_below_utils_lead_there_too() -> None:
-    from notebook_accel.utils import dataclasses, memory, operations, other, random
-
-    assert operations.gather is notebook_accel.utils.gather
-    assert other.load is notebook_accel.utils.load
-    assert memory.find_executable_batch_size is notebook_accel.find_executable_batch_size
-    assert random.set_seed is notebook_accel.set_seed
-    assert dataclasses.ProjectConfiguration is notebook_accel.ProjectConfiguration
-
-
 def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
     from notebook_accel.utils import write_basic_config
 
@@ -260,14 +250,6 @@ def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "of_0.pt") == {"rank": "0"}
 
 
-def test_small_names_of_utils() -> None:
-    from notebook_accel import utils
-
-    assert str(utils.RNGType.GENERATOR) == "generator"
-    assert utils.PrecisionType("bf16") == "bf16"
-    assert "wandb" in utils.LoggerType.list()
-
-
 def test_wrappers_inside_a_model_are_taken_off_too() -> None:
     from notebook_accel.utils import extract_model_from_parallel
 
@@ -282,23 +264,3 @@ def test_wrappers_inside_a_model_are_taken_off_too() -> None:
         assert type(deep[0]) is wrap
         assert extract(model, recursive=True) is inner
         assert [inner[0], inner[1][0], inner[1][1][0]] == parts
-
-
-def test_file_names_are_those_that_are_written(tmp_path: Path) -> None:
-    from notebook_accel import utils
-
-    accelerator = notebook_accel.Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    model = accelerator.prepare(model, optimizer, scheduler)[0]
-    accelerator.save_state(tmp_path / "state")
-    accelerator.save_model(model, tmp_path / "model", safe_serialization=False)
-    written = {path.name for path in tmp_path.rglob("*.*")}
-    assert written >= {
-        utils.SAFE_WEIGHTS_NAME,
-        utils.WEIGHTS_NAME,
-        f"{utils.OPTIMIZER_NAME}.bin",
-        f"{utils.SCHEDULER_NAME}.bin",
-        f"{utils.RNG_STATE_NAME}_0.pkl",
-    }

@@ -10,10 +10,9 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin as PeerPlugin
 from accelerate.utils import compile_regions as peer_compile_regions
-from accelerate.utils import other as peer_other
 from torch import nn
 
-from notebook_accel import Accelerator, utils
+from notebook_accel import Accelerator
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.models.compiling import (
@@ -72,15 +71,6 @@ def test_blocks_are_compiled_as_accelerate_compiles_them() -> None:
 def test_a_model_without_repeated_blocks_is_compiled_as_a_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert is_compiled_module(compile_regions(model, backend="eager"))
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_list_of_blocks_is_compiled_block_by_block(number: int) -> None:
-    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
-    compiled = compile_regions(blocks, backend="eager")
-    assert compiled_parts(compiled) == compiled_parts(peer_compile_regions(blocks, backend="eager"))
-    assert compiled_parts(compiled) == ["0", "1"][:number]
-    assert uncompiled(compiled) is blocks
 
 
 def test_a_plugin_says_how() -> None:
@@ -152,29 +142,6 @@ def test_prepare_compiles(precision: str, regions: bool, tmp_path: Path) -> None
     assert torch.equal(model.embed.weight, kept)
     inside = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False, keep_torch_compile=False)
     assert "forward" not in vars(inside)
-
-
-def test_a_wrapped_model_that_is_compiled_unwraps_as_one_that_is() -> None:
-    """As with Accelerate, but for the compiled model that was given: that stays as it is."""
-    model, inputs = nn.Linear(2, 1), torch.ones(2)
-    wrapped = nn.DataParallel(model)
-    for extract in (
-        utils.extract_model_from_parallel,
-        Accelerator(cpu=True).unwrap_model,
-        peer_other.extract_model_from_parallel,
-    ):
-        compiled: Any = torch.compile(wrapped, backend="eager")
-        unwrapped: Any = extract(compiled)
-        assert is_compiled_module(unwrapped)
-        assert unwrapped._orig_mod is model
-        assert torch.equal(unwrapped(inputs), model(inputs))
-        assert extract(compiled, keep_torch_compile=False) is model
-    accelerator = Accelerator(cpu=True)
-    compiled = torch.compile(wrapped, backend="eager")
-    accelerator.unwrap_model(compiled)
-    assert compiled._orig_mod is wrapped
-    assert accelerator.prepare(compiled) is compiled, "as one that is wrapped already"
-    assert set(accelerator.get_state_dict(compiled)) == {"weight", "bias"}
 
 
 def test_prepare_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from notebook_accel import (
-    Accelerator,
     ConfigError,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
@@ -83,59 +82,6 @@ def test_how_checkpoints_are_written(given: dict[str, Any], saves_shards: bool) 
 )
 def test_what_is_kept_whole_after_forward(given: dict[str, Any], reshards: bool) -> None:
     assert Plugin(**given).reshard_after_forward is reshards
-
-
-@pytest.mark.parametrize(
-    ("strategy", "reshards", "expected"),
-    [
-        # As Accelerate's launcher sets them: the second one always.
-        ("SHARD_GRAD_OP", "true", ("SHARD_GRAD_OP", False)),
-        ("FULL_SHARD", "shard_grad_op", ("SHARD_GRAD_OP", False)),
-        ("FULL_SHARD", "false", ("FULL_SHARD", False)),
-        ("", "hybrid_shard", ("HYBRID_SHARD", True)),
-    ],
-)
-def test_how_version_1_says_what_is_kept_whole(
-    strategy: str, reshards: str, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", strategy)
-    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", reshards)
-    plugin = Plugin()
-    assert (plugin.sharding_strategy.name, plugin.reshard_after_forward) == expected
-
-
-def test_the_environment_says_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {
-        "FSDP_VERSION": "2",
-        "FSDP_RESHARD_AFTER_FORWARD": "false",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A, B",
-        "FSDP_OFFLOAD_PARAMS": "true",
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        "FSDP_ACTIVATION_CHECKPOINTING": "true",
-        "FSDP_MIN_NUM_PARAMS": "7",
-        "ACCELERATE_USE_FSDP": "true",
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_TP_SIZE": "2",
-    }
-    for name, text in said.items():
-        monkeypatch.setenv(name, text)
-    plugin = Plugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is False
-    assert plugin.auto_wrap_policy == "transformer_based_wrap"
-    assert plugin.transformer_cls_names_to_wrap == ["A", "B"]
-    assert plugin.cpu_offload == CPUOffloadPolicy()
-    assert plugin.activation_checkpointing is True
-    assert plugin.min_num_params == 7
-    assert not plugin.saves_shards
-    assert ParallelismConfig().tp_size == 2
-    assert ParallelismConfig(tp_size=1).tp_size == 1
-    with pytest.raises(ConfigError, match=r"takes 2 ranks .* and there are 1"):
-        Accelerator(cpu=True)
-    monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
-    # One rank has nothing to share with others: weights stay whole.
-    assert str(Accelerator(cpu=True).distributed_type) == "NO"
 
 
 @pytest.mark.parametrize(
@@ -212,13 +158,6 @@ def test_a_policy_is_made_a_function_as_accelerate_makes_it(given: dict[str, Any
     assert ours.wrap_policy(model) is ours.auto_wrap_policy
 
 
-def test_a_policy_that_chooses_nothing_stays_as_it_is() -> None:
-    for given in ("no_wrap", "transformer_based_wrap"):
-        plugin = Plugin(auto_wrap_policy=given, transformer_cls_names_to_wrap="A,LinearX")
-        plugin.set_auto_wrap_policy(nn.Linear(1, 1))
-        assert plugin.auto_wrap_policy == given
-
-
 def test_a_policy_by_size_without_a_size_chooses_nothing() -> None:
     """As Accelerate's; torch's own function would choose activations too, one by one."""
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
@@ -288,20 +227,6 @@ def test_names_of_dimensions_are_accelerates(given: dict[str, int]) -> None:
     assert (
         json.loads(json.dumps(ours.to_json())).items() >= {**given, "cp_backend": "torch"}.items()
     )
-
-
-def test_a_config_without_ranks_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for config in (ParallelismConfig(), PeerConfig()):
-        with pytest.raises(ValueError):
-            config.get_device_mesh()
-        assert config.get_device_mesh("cpu") is None
-    assert ParallelismConfig(cp_size=2).to_json()["cp_handler"] == {"cp_comm_strategy": "allgather"}
-    for kind in (ParallelismConfig, PeerConfig):
-        for name in ("CP", "SP"):
-            with monkeypatch.context() as patch:
-                patch.setenv(f"PARALLELISM_CONFIG_{name}_BACKEND", "other")
-                with pytest.raises(ValueError):
-                    kind()
 
 
 def test_modules_are_ignored_by_name() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, notebook_launcher
-from notebook_accel.launch.rank import current
 from notebook_accel.launch.view.progress import progress_text
 
 OF_TRAINING = ("torch.", "notebook_accel.")
@@ -108,32 +106,3 @@ def test_the_summary_counts_the_batches_of_the_loader_in_which_steps_are_made() 
     run = notebook_launcher(train_and_validate, num_processes=2, view="none")
     said = {progress_text(rank) for rank in run.state.ranks}
     assert said == {"12 steps, 6/6 batches"}
-
-
-def count_in_a_child() -> list[int]:
-    """What the rank and a child that it forks count, in the loop of the rank."""
-    accelerator = Accelerator(cpu=True)
-    weights = nn.Linear(1, 1).parameters()
-    loader, optimizer = accelerator.prepare(
-        DataLoader(range(3)),  # type: ignore[arg-type]
-        torch.optim.SGD(weights, lr=0.1),
-    )
-    next(iter(loader))
-    pid = os.fork()
-    if not pid:
-        for _ in loader:
-            optimizer.step()
-        context: Any = current()
-        counted = [context._row.batches, context._row.steps, context.should_stop()]
-        os._exit(0 if counted == [3, 3, False] else 1)
-    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    optimizer.step()
-    context = current()
-    return [ended, context._row.batches, context._row.steps, context._row.reads]
-
-
-def test_a_child_that_a_rank_forks_counts_for_itself() -> None:
-    run = notebook_launcher(count_in_a_child, num_processes=1, view="none")
-    assert run[0] == [0, 1, 1, 0]
-    (one,) = run.state.ranks
-    assert (one.batches, one.steps) == (1, 1)

@@ -6,45 +6,35 @@ import contextlib
 import pickle
 import re
 import warnings
-from collections import OrderedDict
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from accelerate import ParallelismConfig as PeerConfig
 from torch.distributed import get_process_group_ranks
-from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from notebook_accel import (
     Accelerator,
     ConfigError,
-    FullyShardedDataParallelPlugin,
     ParallelismConfig,
     PartialState,
     notebook_launcher,
     utils,
 )
-from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
-from notebook_accel.training.strategies import dtensors
-from notebook_accel.training.strategies.mesh import MeshParallel
-from notebook_accel.training.strategies.recipe import fill_empty
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
-    LAYOUTS,
     MESHES,
     Block,
     Tiny,
     accelerator_for,
     blocks,
-    check_weights,
     data,
     loss_of,
-    make,
     train,
     twin,
     weights_of,
@@ -147,34 +137,9 @@ def filled_weights(syncs: bool) -> dict[str, Any]:
     return weights_of(accelerator, accelerator.prepare(model))
 
 
-class OwnParts(Accelerator):
-    """Brings two parts of ``prepare``, of which one calls ours."""
-
-    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.given = model
-        return super().prepare_model(model, *args, **kwargs)
-
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        own = AcceleratedOptimizer(optimizer)
-        self._optimizers.append(own)
-        return own
-
-
-def step_by_own_parts(layout: str) -> dict[str, Any]:
-    accelerator = OwnParts(cpu=True, **LAYOUTS[layout][2]())
-    model, optimizer = make({"optimizer": "sgd"})
-    ready, stepped = accelerator.prepare(model, optimizer)
-    assert accelerator.given is model
-    assert accelerator._optimizers == [stepped]
-    accelerator.forward_backward(ready, *data(4).tensors, loss_of)
-    stepped.step()
-    return weights_of(accelerator, ready)
-
-
 def look_inside() -> dict[str, Any]:
     filled = [filled_weights(syncs) for syncs in (True, False)]
-    own = [step_by_own_parts(layout) for layout in ("fsdp, blocks", "tensor", "1F1B")]
-    return {"gathers": gather_counts(), "ignored": ignored_weights(), "filled": filled, "own": own}
+    return {"gathers": gather_counts(), "ignored": ignored_weights(), "filled": filled}
 
 
 @pytest.fixture(scope="module")
@@ -199,31 +164,6 @@ def test_weights_that_nobody_has_read_are_filled(inside: list[dict[str, Any]]) -
     expected = {name: value.tolist() for name, value in model.state_dict().items()}
     for result in inside:
         assert result["filled"] == [expected, expected]
-
-
-def test_a_tied_weight_is_filled_by_the_module_that_has_it_first() -> None:
-    def fill_by_kind(module: Any) -> None:
-        kind = torch.nn.Embedding
-        torch.nn.init.constant_(module.weight, 1.0 if isinstance(module, kind) else 2.0)
-
-    with torch.device("meta"):
-        words, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
-    head.weight = words.weight
-    model = torch.nn.Sequential(OrderedDict(words=words, head=head))
-    fill_empty(model, torch.device("cpu"), blocks(param_init_fn=fill_by_kind))
-    assert head.weight is words.weight
-    assert head.weight.tolist() == torch.ones(3, 2).tolist()
-
-
-def test_a_subclass_brings_its_own_parts_of_prepare(inside: list[dict[str, Any]]) -> None:
-    model, optimizer = make({"optimizer": "sgd"})
-    inputs, targets = data(4).tensors
-    loss_of(model(inputs), targets).backward()
-    optimizer.step()
-    expected = {name: value.tolist() for name, value in model.state_dict().items()}
-    for result in inside:
-        for weights in result["own"]:
-            check_weights(weights, expected, FLOAT_ERROR)
 
 
 def look_around() -> dict[str, Any]:
@@ -512,34 +452,3 @@ def overflows(meshes: list[str]) -> list[tuple[bool, float]]:
 )
 def test_an_overflow_on_one_rank_skips_the_step_of_all(ranks: int, meshes: list[str]) -> None:
     assert run_ranks(overflows, ranks, meshes) == [[(True, 2.0**15)] * len(meshes)] * ranks
-
-
-@pytest.mark.parametrize(
-    ("config", "keeps", "to_cpu"),
-    [
-        (None, True, True),
-        (ShardedStateDictConfig(), True, True),
-        (FullStateDictConfig(), True, False),
-        (FullStateDictConfig(offload_to_cpu=True, rank0_only=True), False, True),
-    ],
-)
-def test_whole_weights_are_joined_on_the_host_unless_the_plugin_says_where(
-    config: Any, keeps: bool, to_cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One device may have no room for all that several have in parts."""
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(dtensors, "whole_state_dict", lambda _, **how: asked.update(how))
-    strategy = object.__new__(MeshParallel)
-    strategy.plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    strategy.plugin.state_dict_config = config
-    strategy.topology = cast("Any", SimpleNamespace(process_index=1))
-    strategy.state_dict(torch.nn.Linear(1, 1), full=True)
-    assert asked == {"keeps": keeps, "to_cpu": to_cpu}
-
-
-def test_norms_of_gradients_meet_on_the_device_that_computes() -> None:
-    """Those of offloaded weights are on the host; a device without memory stands for the other."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    total = dtensors.total_grad_norm([weight], 2.0, torch.device("meta"))
-    assert total.device.type == "meta"

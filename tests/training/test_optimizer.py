@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import sys
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,11 +14,9 @@ from torch import nn
 from notebook_accel import (
     AcceleratedOptimizer,
     Accelerator,
-    ConfigError,
     GradientAccumulationPlugin,
     GradScalerKwargs,
 )
-from notebook_accel.training.stepping.accumulation import Accumulation, Window
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
@@ -232,22 +228,6 @@ def test_a_bad_window_is_dropped_and_training_goes_on(found: str, order: str, pl
     assert recorder.used == [550.0]
 
 
-def test_models_of_a_window_may_come_in_a_list() -> None:
-    """As Diffusers' scripts give those that are trained."""
-    first, second, third = Scalar(), Scalar(), Scalar()
-    held_back: list[nn.Module] = []
-
-    def hold_back(model: nn.Module, exchanges: bool) -> nullcontext[None]:
-        held_back.append(model)
-        return nullcontext()
-
-    window = Window(
-        Accumulation(GradientAccumulationPlugin(2)), ([first, second], third), hold_back
-    )
-    with window:
-        assert held_back == [first, second, third]
-
-
 def test_a_window_is_dropped_for_the_optimizer_alone_that_says_so() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     critic, maker = Scalar(), Scalar()
@@ -290,39 +270,6 @@ def test_gradients_of_fp16_are_unscaled_once_a_window() -> None:
         accelerator.backward(model(10.0))
         with pytest.raises(RuntimeError, match="of Recorder were divided by the loss scale, and"):
             accelerator.unscale_gradients()
-
-
-def test_another_loss_scaler_scales_and_unscales_and_none_scales_nothing() -> None:
-    accelerator, model, optimizer, recorder = setup(1, mixed_precision="fp16")
-    own = accelerator.scaler
-
-    def step(gradient: float) -> float:
-        optimizer.zero_grad()
-        accelerator.backward(model(gradient))
-        scaled: float = model.weight.grad.item()
-        accelerator.clip_grad_value_(model.parameters(), 100.0)
-        optimizer.step()
-        return scaled
-
-    accelerator.scaler = None
-    assert step(2.0) == 2.0
-    assert optimizer.scaler is None
-    accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    assert step(2.0) == 2.0
-    doubling = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    accelerator.scaler = doubling
-    assert [step(2.0), step(2.0)] == [8.0, 16.0]
-    optimizer.scaler = accelerator.scaler = accelerator.scaler
-    assert accelerator.scaler.get_scale() == 16.0
-    assert step(2.0) == 32.0
-    accelerator.scaler = own
-    assert step(2.0) == 2.0 * own.get_scale()
-    accelerator.scaler = doubling  # as loops over several models do, each with a scale of its own
-    assert [step(2.0), step(2.0)] == [64.0, 128.0]
-    assert recorder.used == [2.0] * 8
-    accelerator.scaler = None
-    with pytest.raises(ConfigError, match="set to a float: expected None or a GradScaler"):
-        accelerator.scaler = 4.0
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -491,20 +438,3 @@ def test_an_optimizer_with_two_modes_gets_them() -> None:
     assert free.mode == "train"
     prepared.eval()
     assert free.mode == "eval"
-
-
-def test_an_optimizer_can_be_pickled() -> None:
-    accelerator = Accelerator(cpu=True)
-    plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
-    copied = pickle.loads(pickle.dumps(accelerator.prepare(plain)))
-    assert type(copied) is AcceleratedOptimizer
-    assert copied.param_groups[0]["lr"] == 0.5
-
-
-def test_what_one_asks_of_an_accelerator_outside_of_a_world() -> None:
-    accelerator = Accelerator(cpu=True)
-    assert not accelerator.multi_device
-    assert not accelerator.is_fsdp2
-    assert accelerator.should_save_model
-    with Accelerator.trigger_sync_in_backward(accelerator.prepare(nn.Linear(1, 1))):
-        pass

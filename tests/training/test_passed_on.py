@@ -16,7 +16,6 @@ from accelerate import Accelerator as peer_accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from notebook_accel import (
     AcceleratedOptimizer,
@@ -27,7 +26,6 @@ from notebook_accel import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     NotebookAccelError,
-    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     utils,
@@ -313,32 +311,6 @@ def test_a_profiler_is_built_as_accelerate_builds_it() -> None:
         ProfileKwargs(activities=["cpu", "gpu"]).build()
 
 
-def test_a_handler_of_the_call_goes_before_the_accelerators() -> None:
-    ready: list[Any] = []
-    unused = ProfileKwargs(on_trace_ready=lambda _: pytest.fail("the other handler was given"))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[unused])
-    handler = ProfileKwargs(
-        activities=["cpu"],
-        schedule_option={"wait": 0, "warmup": 1, "active": 1, "repeat": 1},
-        on_trace_ready=ready.append,
-        record_shapes=True,
-        profile_memory=True,
-        with_flops=True,
-    )
-    model = nn.Linear(4, 2)
-    with accelerator.profile(handler) as profiler:
-        for _ in range(3):
-            model(INPUTS)
-            profiler.step()
-    assert ready == [profiler]
-    averages = profiler.key_averages(group_by_input_shape=True)
-    (product,) = [each for each in averages if each.key == "aten::addmm"]
-    assert product.count == 1, "one step of three is recorded"
-    assert [3, 4] in product.input_shapes
-    assert product.flops == 2 * 3 * 4 * 2
-    assert product.cpu_memory_usage >= 3 * 2 * 4
-
-
 COMPILED: dict[str, dict[str, Any]] = {
     "mode": {"mode": "max-autotune", "fullgraph": True, "dynamic": False},
     "options": {"options": {"trace.enabled": True}, "dynamic": True},
@@ -403,15 +375,6 @@ def test_an_optimizer_is_prepared_alone() -> None:
     assert optimizer.num_steps == 1
 
 
-@pytest.mark.parametrize("stateful", [True, False])
-def test_loaders_of_torchdata(stateful: bool) -> None:
-    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    assert accelerator.use_stateful_dataloader is stateful
-    loader = accelerator.prepare(DataLoader(range(4)))  # type: ignore[arg-type]
-    assert isinstance(loader.base_dataloader, StatefulDataLoader) is stateful
-
-
 def test_a_projects_folders_move_until_logs_have_one() -> None:
     for kind in (ProjectConfiguration, peer.ProjectConfiguration):
         config = kind()
@@ -419,14 +382,6 @@ def test_a_projects_folders_move_until_logs_have_one() -> None:
         assert (config.project_dir, config.logging_dir) == ("a", "a")
         config.set_directories("b")
         assert (config.project_dir, config.logging_dir) == ("b", "a")
-
-
-@pytest.mark.parametrize(
-    "sizes", [{}, {"tp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}]
-)
-def test_the_dimensions_of_a_mesh(sizes: dict[str, int]) -> None:
-    ours, theirs = ParallelismConfig(**sizes), peer.ParallelismConfig(**sizes)
-    assert sorted(ours.active_mesh_dims) == sorted(theirs.active_mesh_dims)
 
 
 @pytest.mark.parametrize(
@@ -464,18 +419,6 @@ class Noting(nn.Linear):
         outputs = super().forward(inputs)
         self.computed_in.append(outputs.dtype)
         return outputs
-
-
-def test_what_prepared_objects_show_of_the_training() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=3)
-    weights = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ConstantLR(weights)
-    prepared = accelerator.prepare(weights, schedule, DataLoader(range(4)))  # type: ignore[arg-type]
-    accelerator.sync_gradients = False
-    for each in prepared:
-        assert each.gradient_state.num_steps == 3
-        assert not each.gradient_state.sync_gradients
-    assert prepared[0].scaler is accelerator.scaler is not None
 
 
 def test_what_is_set_on_the_way_holds_from_then_on() -> None:

@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
-from notebook_accel.training import collectives
 from notebook_accel.training.processes.seeding import set_seed
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.strategies.blocks import balance
@@ -314,21 +312,6 @@ def test_a_checkpoint_goes_on_anywhere(
     assert len(list(folder.glob("*_0/*.distcp"))) == (8 if by_rank else 0)
     for losses in loaded[writer, reader]:
         assert losses == pytest.approx(wrote[writer], abs=30 * FLOAT_ERROR)
-
-
-def test_weights_of_no_prepared_model_are_numbered_alike_on_every_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each stage has weights that the other lacks; their names follow those of the model."""
-    from notebook_accel.training.strategies.pipeline import PipelineParallel
-
-    strategy: Any = object.__new__(PipelineParallel)
-    strategy._group, strategy._order, strategy._names = None, {"model": 0}, WeakIdKeyDictionary()
-    other = [["model", *(f"other {index}" for index in range(20))]]
-    monkeypatch.setattr(collectives, "gather_object", lambda mine, group: [*mine, other])
-    weights = [torch.zeros(1) for _ in range(9)]
-    expected = ["model", *(f"group0.{index}" for index in range(9)), *sorted(other[0][1:])]
-    assert strategy._lay_out([weights]) == [expected]
 
 
 def save_by_hand(folder: str) -> bool:

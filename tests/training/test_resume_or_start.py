@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 EPOCHS, SAMPLES = 3, 10
 
 
-class Killed(Exception):
-    """The training is over at this step."""
-
-
 def train(
     folder: Path | str,
     *,
@@ -257,33 +253,6 @@ def test_a_position_that_was_loaded_and_not_yet_used_is_saved_again(tmp_path: Pa
     part = train(tmp_path / "run", stop=4)
     assert part["start"] == [0, 4, 2, 4]
     assert part["losses"].items() <= losses_of_whole().items()
-
-
-def test_a_save_before_the_first_step_speaks_of_the_loader_that_was_trained_on(
-    tmp_path: Path,
-) -> None:
-    starts = []
-    for run in range(3):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model, optimizer = make({})
-        evaluation, training = DataLoader(data(2)), DataLoader(data(4))
-        model, optimizer, evaluation, training = accelerator.prepare(
-            model, optimizer, evaluation, training
-        )
-        start = accelerator.resume_or_start(tmp_path)
-        starts.append((start.epoch, start.batch, start.step))
-        if run:
-            accelerator.save_state()
-            continue
-        list(evaluation), list(evaluation)
-        for number, (inputs, targets) in enumerate(training, 1):
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model(inputs), targets))
-                optimizer.step()
-            if number == 2:
-                accelerator.save_state()
-                break
-    assert starts == [(0, 0, 0), (0, 2, 1), (0, 2, 1)]
 
 
 def on_ranks(folder: str, mesh: str | None, stop: int | None, every: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 
 from notebook_accel import AcceleratedScheduler, Accelerator, GradientAccumulationPlugin
 from notebook_accel.training.collectives.data_group import DataGroup
@@ -83,24 +83,6 @@ def test_schedulers_made_of_others_move_too(make: Any) -> None:
         expected[1].step()
         expected[2].step()
     assert scheduler.get_last_lr() == expected[2].get_last_lr() != [1.0]
-
-
-@pytest.mark.parametrize("adjusts", [True, False])
-def test_a_schedule_that_counts_calls_moves_with_steps_too(adjusts: bool) -> None:
-    def averaging(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        return swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2, anneal_strategy="linear")
-
-    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjusts)
-    accelerator, optimizer, scheduler = setup(
-        averaging, rate=0.1, gradient_accumulation_plugin=plugin
-    )
-    rates = []
-    for _ in range(4):
-        with accelerator.accumulate():
-            optimizer.step()
-            scheduler.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.1, 0.06, 0.06, 0.02])
 
 
 def test_it_can_move_on_its_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,8 @@ from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import this_rank
 from notebook_accel.training.data import DataLoaderShard
 from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.data.dispatch import _lay_out, _Slot
 from notebook_accel.training.data.samplers import SeedableRandomSampler
 from notebook_accel.training.files.staging import HostCopies
-from notebook_accel.training.preparing.rescue import TensorPiece, _put_together
 from notebook_accel.training.processes.random_states import (
     as_plain,
     note_random_states,
@@ -133,21 +130,6 @@ def test_a_generator_lies_where_torch_makes_tensors(monkeypatch: pytest.MonkeyPa
     assert len(list(accelerator.prepare(DataLoader(range(3), shuffle=True)))) == 3
     assert len(made) > 3
     assert set(made) == {torch.device("cuda:0")}
-
-
-def test_what_lies_on_the_host_does_so_wherever_torch_makes_tensors() -> None:
-    """A device without memory stands for the one that a person has made torch's default."""
-    values, piece = torch.arange(3.0), TensorPiece(torch.ones(2), (1,), (3,))
-    shared = values.clone().share_memory_()
-    slot = (_Slot(0, 12, (3,), torch.float32), values)
-    with torch.device("meta"):
-        copied = HostCopies().begin().copy([shared])[0]
-        first = replace(piece, values=values[1:2], offset=(0,))
-        joined = _put_together([piece, first])
-        buffer = _lay_out([slot], 12)
-    assert copied.tolist() == [0, 1, 2]
-    assert joined.tolist() == [1, 1, 1]
-    assert buffer.view(torch.float32).tolist() == [0, 1, 2]
 
 
 def test_what_a_driver_maps_is_copied_for_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:

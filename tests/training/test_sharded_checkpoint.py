@@ -17,7 +17,6 @@ import pytest
 import torch
 from notebook_accel.utils import merge_fsdp_weights
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.utils.data import DataLoader
 
 from notebook_accel import (
@@ -27,7 +26,6 @@ from notebook_accel import (
     ParallelismConfig,
 )
 from notebook_accel.training.checkpoint.start import find_damage
-from notebook_accel.training.files import sharded
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -430,25 +428,3 @@ def test_only_who_writes_holds_what_was_joined(tmp_path: Path) -> None:
         assert (tmp_path / folder / "model.safetensors").exists()
     state = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
     assert state[0]["exp_avg"].shape == Tiny().embed.weight.shape
-
-
-@pytest.mark.parametrize("how", ["fused", "capturable"])
-def test_steps_that_a_device_counts_are_read_there(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fused loop takes an address of the host for one of its own. A device without memory stands
-    for the GPU."""
-    known = {
-        "state.weight.step": TensorStorageMetadata(
-            TensorProperties(dtype=torch.float32), torch.Size([]), []
-        )
-    }
-    monkeypatch.setattr(sharded, "_tensors_in", lambda _: known)
-    monkeypatch.setattr(sharded, "read_state", lambda *_: {"plain": {}, "groups": [{}]})
-    monkeypatch.setattr(sharded, "read_parts", lambda *_: None)
-    weight = nn.Parameter(torch.zeros(2, device="meta"))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    for is_on, kind in ((False, "cpu"), (True, "meta")):
-        optimizer.param_groups[0][how] = is_on
-        sharded.read_optimizer(optimizer, {weight: "weight"}, tmp_path, 0, {})
-        assert optimizer.state[weight]["step"].device.type == kind

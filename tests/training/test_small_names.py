@@ -16,8 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
 from notebook_accel import ConfigError, utils
-from notebook_accel.training.data import DataLoaderShard, active_loaders
-from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from tests.training.single import fresh_rank  # noqa: F401
@@ -147,86 +145,6 @@ def test_memory_is_given_back_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert utils.should_reduce_batch_size(exception=error) is expected
 
 
-def test_states_have_the_small_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, gradients = notebook_accel.PartialState(), notebook_accel.GradientState()
-    theirs = accelerate.PartialState.default_device.fget(None)
-    assert state.default_device.type == theirs.type
-    device = state.device
-    state.set_device()
-    assert state.device == device
-    assert state.initialized
-    assert gradients.initialized
-    assert not state.fork_launched
-    monkeypatch.setenv("FORK_LAUNCHED", "1")
-    assert state.fork_launched
-    assert not gradients.is_xla_gradients_synced
-    gradients.is_xla_gradients_synced = True
-    assert notebook_accel.GradientState().is_xla_gradients_synced
-    gradients._reset_state()
-    assert not gradients.is_xla_gradients_synced
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert gradients.is_xla_gradients_synced
-
-
-def mark_by_hand(loader: Any, state: Any) -> list[Any]:
-    """What a loader and the state of gradients say of a pass that is marked by hand."""
-    seen: list[Any] = [len(state.dataloader_references)]
-    loader.begin()
-    seen += [each is loader for each in state.dataloader_references]
-    seen += [state.in_dataloader, state.active_dataloader is loader, state.end_of_dataloader]
-    loader.end_of_dataloader, loader.remainder = True, 3
-    seen += [state.end_of_dataloader, state.remainder]
-    loader.end()
-    seen += [state.in_dataloader, state.end_of_dataloader, loader.end_of_dataloader]
-    loader.reset()
-    seen += [loader.end_of_dataloader, loader.remainder]
-    return [*seen, *(batch.tolist() for batch in loader), state.in_dataloader]
-
-
-def test_passes_are_marked_by_hand() -> None:
-    from notebook_accel.data_loader import DataLoaderShard
-
-    ours = DataLoaderShard(range(5), batch_size=2)
-    theirs = accelerate.data_loader.DataLoaderShard(range(5), batch_size=2)
-    assert mark_by_hand(ours, notebook_accel.GradientState()) == mark_by_hand(
-        theirs, accelerate.state.GradientState()
-    )
-    state = ours.state_dict()
-    assert (state["iteration"], state["given"]) == (1, 0)
-
-
-class ByHand(DataLoaderShard):
-    """A loader whose passes are marked by itself, as of one derived from Accelerate's."""
-
-    def __iter__(self) -> Any:
-        self.begin()
-        batches = [*DataLoader.__iter__(self)]
-        yield from batches[:-1]
-        self.end_of_dataloader = True
-        yield batches[-1]
-        self.iteration += 1
-        self.end()
-
-
-def test_passes_that_are_marked_by_hand_know_what_their_last_round_lacks() -> None:
-    def make(*, even_batches: bool) -> Any:
-        batches = BatchSampler(SequentialSampler(range(5)), 2, False)
-        own = BatchSamplerShard(batches, 2, 1, even_batches=even_batches)
-        return ByHand(range(5), batch_sampler=own)
-
-    loader = make(even_batches=True)
-    active = active_loaders()
-    seen = [(batch.tolist(), active.position.short_round) for batch in loader]  # type: ignore[union-attr]
-    assert seen == [([2, 3], None), ([1, 2], (1, 2, 0))]
-    assert loader.iteration == 1
-    uneven = make(even_batches=False)
-    uneven.begin()
-    assert active.position is not None
-    assert active.position.is_uneven
-    uneven.end()
-    assert not active.in_dataloader
-
-
 def test_loaders_are_made_by_accelerates_arguments() -> None:
     seen = []
     for module in (notebook_accel.data_loader, accelerate.data_loader):
@@ -252,16 +170,6 @@ def test_a_state_without_an_accelerator_has_no_plugins() -> None:
             with pytest.raises(ValueError, match=r"Accelerator\("):
                 kind(cpu=True, **{name: object()})
             kind._reset_state()
-
-
-def test_tensors_of_the_nested_layout_are_left_unpadded() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the layout is a prototype
-        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
-    with pytest.warns(utils.CannotPadNestedTensorWarning, match="to_padded_tensor"):
-        left = utils.pad_across_processes({"a": nested, "b": torch.ones(1)})
-    assert left["a"] is nested
-    assert issubclass(utils.CannotPadNestedTensorWarning, UserWarning)
 
 
 def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there() -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import types
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,31 +85,6 @@ def test_every_file_is_read_where_it_is_trusted(tmp_path: Path) -> None:
     assert model.kept == 1
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "random_states_0.pkl"])
-def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    accelerator, _ = setup()
-    for number in range(2):
-        accelerator.save_state(tmp_path / f"checkpoint_{number}")
-    path = tmp_path / "checkpoint_1" / name
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)  # which nobody opens for writing
-    with pytest.raises(NotebookAccelError, match=rf"checkpoint_1/{name} is no regular file"):
-        accelerator.load_state(path.parent)
-    with pytest.warns(match=rf"{name} is no regular file"):
-        assert accelerator.resume_or_start(tmp_path).folder == str(tmp_path / "checkpoint_0")
-
-
-@pytest.mark.parametrize("found", [["of another library"], {"training": 3}])
-def test_random_states_that_are_none_are_told_and_passed_over(found: Any, tmp_path: Path) -> None:
-    accelerator, _ = setup()
-    accelerator.save_state(tmp_path / "checkpoint_0")
-    torch.save(found, tmp_path / "checkpoint_0" / "random_states_0.pkl")
-    with pytest.raises(NotebookAccelError, match=r"random_states_0\.pkl holds no random states"):
-        accelerator.load_state(tmp_path / "checkpoint_0")
-    with pytest.warns(match="holds no random states"), suppress(NotebookAccelError):
-        accelerator.resume_or_start(tmp_path)
-
-
 def test_a_file_calls_no_constructor_of_a_users_class(tmp_path: Path) -> None:
     state_files.write_state(Plain(2), tmp_path / "plain", "it")
     assert state_files.read_state(tmp_path / "plain") == Plain(2)
@@ -121,16 +92,6 @@ def test_a_file_calls_no_constructor_of_a_users_class(tmp_path: Path) -> None:
         state_files.write_state(Doing("a"), tmp_path / "doing", "it")
     with pytest.raises(NotebookAccelError, match=r"names .*Doing"):
         state_files.read_state(tmp_path / "doing")
-
-
-def test_no_module_is_asked_to_import_what_a_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy = types.ModuleType("lazy")
-    asked: list[str] = []
-    vars(lazy).update(__getattr__=lambda name: asked.append(name) or Plain, here=Plain)
-    monkeypatch.setitem(sys.modules, "lazy", lazy)
-    assert state_files.is_safe_name("lazy.here")
-    assert not state_files.is_safe_name("lazy.elsewhere")
-    assert not asked
 
 
 def test_wrong_options_are_no_damage(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import (
     Accelerator,
-    DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
 )
 from tests.training.harness import run_ranks
@@ -119,30 +118,6 @@ def test_weights_may_be_thawed_and_frozen_after_prepare(sharded: bool) -> None:
         assert calls == num_calls, "the user's hooks stay"
         for ours, expected in zip(weights, alone, strict=True):
             assert ours == pytest.approx(expected, abs=1e-6)
-
-
-def join_after_freezing() -> tuple[int, list[float]]:
-    torch.manual_seed(1)
-    loaders = DataLoaderConfiguration(even_batches=False)
-    accelerator = Accelerator(cpu=True, dataloader_config=loaders)
-    given = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, loader = accelerator.prepare(given, DataLoader(torch.randn(5, 2), batch_size=1))
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    given[0].requires_grad_(False)
-    with accelerator.join_uneven_inputs([model]):
-        num_batches = 0
-        for inputs in loader:
-            accelerator.backward(model(inputs).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            num_batches += 1
-    return num_batches, given[1].weight.flatten().tolist()
-
-
-def test_what_is_frozen_is_left_out_where_ranks_join_the_others() -> None:
-    (many, one), (few, other) = run_ranks(join_after_freezing, 2)
-    assert (many, few) == (3, 2)
-    assert one == other
 
 
 def thaw_all() -> list[str]:

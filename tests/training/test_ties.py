@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 
 from notebook_accel.training.models.ties import retie_parameters, tied_names
@@ -22,10 +20,3 @@ def test_tied_weights_are_found_and_tied_again() -> None:
     retie_parameters(model, ties)
     assert model[0].weight is model[1].weight
     assert model[0].weight.device.type == "cpu"
-
-
-def test_the_names_of_a_tied_weight_are_in_the_order_of_the_model_where_that_counts() -> None:
-    words, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
-    head.weight = words.weight
-    model = torch.nn.Sequential(OrderedDict(words=words, head=head))
-    assert tied_names(model) == [["words.weight", "head.weight"]]

@@ -6,9 +6,7 @@ wrong argument is a TypeError here too.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 import torch
 from notebook_accel.tracking import LOGGER_TYPE_TO_CLASS
 
-from notebook_accel import Accelerator, ConfigError
+from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
@@ -54,71 +52,6 @@ def test_tensorboard_writes_events_and_settings(tmp_path: Path) -> None:
     (settings,) = tmp_path.glob("project/*/hparams.yml")
     assert "layers:" in settings.read_text()
     assert len(list(tmp_path.glob("project/*/events*"))) == 2  # hparams, and the dictionary's plot
-
-
-def test_tensorboard_x_writes_where_tensorboard_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    class SummaryWriter:  # tensorboardX 2.6
-        def __init__(self, logdir: Any = None, comment: str = "", flush_secs: int = 120) -> None:
-            seen.append((logdir, flush_secs))
-
-        def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = None) -> None:
-            seen.append((tag, scalar_value, global_step))
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None: ...
-
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="tensorboard is not installed"):
-        Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
-    stand_in(monkeypatch, "tensorboardX", SummaryWriter=SummaryWriter)
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
-    accelerator.init_trackers("project", init_kwargs={"tensorboard": {"flush_secs": 3}})
-    accelerator.log({"loss": 0.5}, step=1)
-    accelerator.end_training()
-    assert seen == [(str(tmp_path / "project"), 3), ("loss", 0.5, 1)]
-
-
-MLFLOW = {
-    "MLFLOW_EXPERIMENT_NAME": "named",
-    "MLFLOW_RUN_ID": "run 1",
-    "MLFLOW_TAGS": '{"team": "them"}',
-    "MLFLOW_NESTED_RUN": "yes",
-}
-
-
-@pytest.mark.parametrize("variables", [{}, MLFLOW])
-def test_mlflow_is_started_as_accelerate_starts_it(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a run is to go on with, or to stand in: arguments, and the variables before them."""
-    from accelerate.tracking import MLflowTracker as Peer
-    from notebook_accel.tracking import MLflowTracker
-
-    made: list[Any] = []
-    known = SimpleNamespace(experiment_id="7")
-    stand_in(
-        monkeypatch,
-        "mlflow",
-        get_experiment_by_name=lambda name: made.append(name) or known,
-        search_experiments=lambda filter_string: made.append(filter_string[8:-1]) or [known],
-        start_run=lambda **arguments: made.append(arguments),
-    )
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    given: dict[str, Any] = {"run_id": "run 0", "tags": '{"team": "us"}', "nested_run": True}
-    for kind in (MLflowTracker, Peer):
-        for arguments in ({}, {**given, "run_name": "first", "description": "why"}):
-            kind("project", **arguments).start()  # type: ignore[arg-type]
-    assert made[:4] == made[4:]
-    assert made[0] == variables.get("MLFLOW_EXPERIMENT_NAME", "project")
-    assert made[3]["nested"] is True
-    assert made[3]["tags"] == {"team": "them" if variables else "us"}
-    assert made[3]["run_id"] == ("run 1" if variables else "run 0")
 
 
 def run_mlflow(folder: str) -> dict[str, Any]:
@@ -214,25 +147,7 @@ def in_environment(name: str, folder: str, variables: dict[str, str]) -> Any:
 # ------------------------------------------------------------------ stand-ins by their signatures
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    spec = SimpleNamespace(origin=f"{name}.py")
-    module = SimpleNamespace(__spec__=spec, **members)
-    monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-
-
 def test_every_library_says_how_it_is_installed() -> None:
     for name, kind in LOGGER_TYPE_TO_CLASS.items():
         assert kind.name == name
         assert kind.package.startswith(kind.module)  # type: ignore[attr-defined]
-
-
-def test_the_object_of_a_library_has_the_name_that_accelerate_has_for_it(tmp_path: Path) -> None:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS as PEERS
-
-    for name, kind in LOGGER_TYPE_TO_CLASS.items():
-        folder = [tmp_path] if kind.requires_logging_directory else []
-        made: Any = kind("project", *folder)  # type: ignore[call-arg, arg-type]
-        made._run = object()
-        # All that it does is to give the attribute.
-        (attribute,) = PEERS[name].tracker.fget.__code__.co_names
-        assert getattr(made, attribute) is made.tracker is made._run

@@ -172,27 +172,6 @@ def test_a_tracker_that_fails_to_finish_keeps_no_other_from_it() -> None:
     assert own.calls[-1] == "finish"
 
 
-def test_trackers_that_code_adds_are_fed_and_finished_too(tmp_path: Path) -> None:
-    own = Recorder()
-    accelerator = Accelerator(cpu=True)
-    accelerator.trackers = []
-    accelerator.trackers.append(own)
-    accelerator.log({"loss": 1})
-    assert [tracker.name for tracker in accelerator.trackers] == ["notebook", "recorder"]
-    with pytest.raises(ConfigError, match="it writes files and has no folder"):
-        accelerator.log_with = [Folder]
-    accelerator.project_configuration.logging_dir = str(tmp_path)
-    accelerator.log_with = [Folder]
-    accelerator.project_configuration.logging_dir = "later"
-    accelerator.init_trackers("project", {"lr": 1})
-    assert [tracker.name for tracker in accelerator.trackers] == ["folder", "recorder", "notebook"]
-    assert accelerator.get_tracker("folder").calls[0][2] == {"logging_dir": "later"}
-    for _ in range(2):
-        accelerator.end_training()
-    config = ("config", {"lr": 1})
-    assert own.calls == [("init", "made", {}), ({"loss": 1}, None, {}), "start", config, "finish"]
-
-
 class PerRank(Recorder):
     name = "per_rank"
 

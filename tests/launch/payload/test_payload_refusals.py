@@ -125,6 +125,9 @@ def _bare(path: str) -> Any:
     ("path", "remedy"),
     [
         ("IPython.core.interactiveshell.InteractiveShell", "the notebook itself"),
+        ("notebook_accel.Accelerator", "make it inside the function"),
+        ("notebook_accel.AcceleratedOptimizer", "make it inside the function"),
+        ("notebook_accel.AcceleratedScheduler", "make it inside the function"),
         ("accelerate.Accelerator", "make it inside the function"),
         ("accelerate.optimizer.AcceleratedOptimizer", "make it inside the function"),
         ("lightning_fabric.Fabric", "make it inside the function"),
