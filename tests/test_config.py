@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import pickle
 import pydoc
@@ -186,14 +185,6 @@ def test_devices_are_kept_in_one_form(given: Any, kept: Any) -> None:
     assert LaunchConfig(devices=given).devices == kept
 
 
-def test_indices_of_numpy() -> None:
-    import numpy as np
-
-    assert LaunchConfig(devices=np.arange(2)).devices == (0, 1)  # type: ignore[arg-type]
-    assert LaunchConfig(num_processes=np.int64(2)).num_processes == 2
-    assert type(LaunchConfig(num_processes=np.int64(2)).num_processes) is int
-
-
 def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path: Path) -> None:
     """YAML, which each run keeps of its settings, has no others."""
     import numpy as np
@@ -211,21 +202,6 @@ def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path: Path) -> 
     config.save(tmp_path / "mine.yaml")
     assert LaunchConfig.load(tmp_path / "mine.yaml") == config
     assert LaunchConfig(devices=np.str_("cpu")).to_yaml() == "devices: cpu\n"
-
-
-def test_options_of_plugins_may_be_numbers_of_numpy() -> None:
-    import numpy as np
-
-    for given in (np.int64(2), np.uint8(2)):
-        sizes = LaunchConfig(parallelism={"tp_size": given}).parallelism or {}
-        assert (type(sizes["tp_size"]), sizes["tp_size"]) == (int, 2)
-    for given in (np.float32(2), np.int32(2)):
-        options = LaunchConfig(deepspeed={"gradient_clipping": given}).deepspeed or {}
-        assert (type(options["gradient_clipping"]), options["gradient_clipping"]) == (float, 2.0)
-    with pytest.raises(ConfigError, match="1 or more"):
-        LaunchConfig(parallelism={"tp_size": np.int64(0)})
-    with pytest.raises(ConfigError, match="above 0"):
-        LaunchConfig(deepspeed={"gradient_clipping": np.float32("nan")})
 
 
 def test_a_config_does_not_change() -> None:
@@ -517,15 +493,6 @@ def test_numbers_in_accelerates_file(
     assert LaunchConfig.load(path).fsdp == fsdp
 
 
-@pytest.mark.parametrize("number", [0, 2, 6])
-def test_a_number_of_no_choice_in_accelerates_file(number: int, tmp_path: Path) -> None:
-    path = tmp_path / "default_config.yaml"
-    section = {"fsdp_state_dict_type": number}
-    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": section}))
-    with pytest.raises(ConfigError, match="expected one of 'FULL_STATE_DICT'"):
-        LaunchConfig.load(path)
-
-
 def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(
@@ -556,27 +523,6 @@ def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
     assert LaunchConfig.load(path) == LaunchConfig(), "the section of another type is not used"
     with pytest.raises(ConfigError, match="fsdp and deepspeed were given"):
         LaunchConfig(deepspeed={}, fsdp={})
-
-
-def test_how_accelerates_file_exchanges_parts_of_a_sequence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What `accelerate config` asks for where sequences are divided."""
-    section = {
-        "parallelism_config_cp_size": 2,
-        "parallelism_config_cp_comm_strategy": "alltoall",
-    }
-    path, variable = default_config_path(), "PARALLELISM_CONFIG_CP_COMM_STRATEGY"
-    path.parent.mkdir(parents=True)
-    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "parallelism_config": section}))
-    assert LaunchConfig.load(path) == LaunchConfig(
-        fsdp={}, parallelism={"cp_size": 2}, env={variable: "alltoall"}
-    )
-    monkeypatch.setenv(variable, "allgather")
-    assert resolve({})[0].env == {}, "the environment goes before the saved file"
-    path.write_text(path.read_text().replace("alltoall", "ring"))
-    with pytest.raises(ConfigError, match="cp_comm_strategy: 'ring': expected one of 'allgather'"):
-        resolve({})
 
 
 def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path: Path) -> None:
@@ -820,29 +766,6 @@ def test_a_mode_of_torch_that_kills_ranks_is_named(monkeypatch: pytest.MonkeyPat
     assert resolve({"env": {"TORCH_DISTRIBUTED_DEBUG": "OFF"}})[1] == []
 
 
-def test_a_folder_that_may_not_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the home of another user, in a container that was started with --user."""
-    path = default_config_path()
-    LaunchConfig(num_processes=2).save(path)
-
-    def refusing(call: Any) -> Any:
-        def of(file: Any, *args: Any, **named: Any) -> Any:
-            if str(file) == str(path):
-                raise PermissionError(errno.EACCES, "Permission denied", str(file))
-            return call(file, *args, **named)
-
-        return of
-
-    # In Python 3.10 paths call functions that they took from os and io as they were imported.
-    for place, name in ((os, "stat"), (io, "open"), (Path, "stat"), (Path, "open")):
-        monkeypatch.setattr(place, name, refusing(getattr(place, name)))
-    assert resolve({}) == (LaunchConfig(), [])
-    for load in (LaunchConfig.load, lambda path: resolve({}, str(path))):
-        with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied") as caught:
-            load(path)
-        assert str(path) in str(caught.value)
-
-
 def test_a_saved_file_that_is_broken_is_named() -> None:
     LaunchConfig(num_processes=2).save(default_config_path())
     default_config_path().write_text("num_processes: 0\n")
@@ -877,7 +800,7 @@ def test_a_flag_that_is_none_is_named(variable: str, monkeypatch: pytest.MonkeyP
 # ---- hostile input -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["num_processes", "env", "devices", "unknown", "engine", "debug"])
+@pytest.mark.parametrize("where", ["env", "unknown"])
 def test_a_file_of_aliases_makes_a_short_error(where: str, tmp_path: Path) -> None:
     """Each line of it is ten times the one before: written out, it has gigabytes."""
     lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
@@ -891,24 +814,10 @@ def test_a_file_of_aliases_makes_a_short_error(where: str, tmp_path: Path) -> No
         assert len(str(caught.value)) < 5000
 
 
-def test_lists_in_lists_in_lists(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("env: " + "[" * 5000 + "]" * 5000 + "\n")
-    with pytest.raises(ConfigError, match="too deeply") as caught:
-        LaunchConfig.load(path)
-    assert str(path) in str(caught.value)
-
-
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     os.truncate(tmp_path / "config.yaml", 1 << 40)
     with pytest.raises(ConfigError, match=r"config\.yaml.* 1 GB"):
-        LaunchConfig.load(tmp_path / "config.yaml")
-
-
-def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match="no regular file"):
         LaunchConfig.load(tmp_path / "config.yaml")
 
 
