@@ -19,14 +19,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from notebook_accel import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+)
 
 __all__ = [
+    "BY_RANK",
     "FLOAT_ERROR",
     "LAYOUTS",
     "MESHES",
+    "PIPELINES",
+    "SCALE",
+    "THREE",
     "WORDS",
     "Block",
+    "Deep",
     "Tiny",
     "accelerator_for",
     "blocks",
@@ -40,6 +50,9 @@ __all__ = [
 ]
 
 FLOAT_ERROR = 1e-6
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Of fp16: nothing overflows. Steps that are skipped have tests of their own.
+SCALE = 2.0**10
 WORDS, WIDTH, LENGTH = 12, 8, 4
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -72,6 +85,14 @@ class Tiny(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden) * self.scale
+
+
+class Deep(Tiny):
+    """Enough blocks for two stages a rank; embedding and head, outside of them, are one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block(), Block()])
 
 
 def plugin(**fields: Any) -> FullyShardedDataParallelPlugin:
@@ -148,11 +169,39 @@ MESHES: dict[str, tuple[int, int, Any]] = {
 }
 
 
-# Beside the meshes, a pipeline: a loop that calls ``forward_backward`` is the same for all.
+BY_RANK = "1F1B, shards, files by rank"
+THREE = "1F1B, three micro-batches"
+PIPELINES: dict[str, tuple[int, int, Any]] = {
+    "1F1B": (2, 1, lambda: {"parallelism_config": sizes(pp_size=2, num_microbatches=2)}),
+    THREE: (2, 1, lambda: staged(num_microbatches=3)),
+    "GPipe": (2, 1, lambda: staged(pp_schedule="GPipe")),
+    "Interleaved1F1B": (2, 1, lambda: staged(pp_schedule="Interleaved1F1B")),
+    "1F1B, replicas": (4, 2, lambda: staged(dp_replicate_size=2)),
+    "1F1B, shards": (4, 2, lambda: staged(dp_shard_size=2)),
+    "Interleaved1F1B, shards": (
+        4,
+        2,
+        lambda: staged(dp_shard_size=2, pp_schedule="Interleaved1F1B"),
+    ),
+    BY_RANK: (4, 2, lambda: {**staged(dp_shard_size=2), "fsdp_plugin": plugin()}),
+    "1F1B, tensor": (
+        4,
+        1,
+        lambda: staged(tp_size=2, tp_plan={"*.up": "colwise", "*.down": "rowwise"}),
+    ),
+}
+
+
+def staged(**asked: Any) -> dict[str, Any]:
+    return {"parallelism_config": ParallelismConfig(pp_size=2, **asked)}
+
+
+# A loop that calls ``forward_backward`` is the same for all.
 LAYOUTS: dict[str | None, tuple[int, int, Any]] = {
     None: (2, 2, dict),
+    "single": (1, 1, dict),
     **MESHES,
-    "1F1B": (2, 1, lambda: {"parallelism_config": sizes(pp_size=2, num_microbatches=2)}),
+    **PIPELINES,
 }
 
 
@@ -166,8 +215,11 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
-def make(case: dict[str, Any]) -> tuple[Tiny, torch.optim.Optimizer]:
+def make(case: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(3)
+    if "make" in case:
+        made: tuple[Any, torch.optim.Optimizer] = case["make"]()
+        return made
     model = Tiny()
     if case.get("optimizer") == "sgd":
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -180,18 +232,22 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
+def train(layout: str | None, case: dict[str, Any]) -> dict[str, Any]:
     """The loop as a user writes it; the optimizer is made before ``prepare``."""
+    window: dict[str, Any] = {"gradient_accumulation_steps": case.get("accumulate", 1)}
+    if case.get("each"):
+        each = GradientAccumulationPlugin(num_steps=case["accumulate"], sync_each_batch=True)
+        window = {"gradient_accumulation_plugin": each}
+    precision = case.get("precision")
     accelerator = accelerator_for(
-        mesh,
-        gradient_accumulation_steps=case.get("accumulate", 1),
-        mixed_precision=case.get("precision"),
-        **case.get("settings", {}),
+        layout, mixed_precision=precision, **window, **case.get("settings", {})
     )
     is_empty = case.get("read_by_rank_0") and not accelerator.is_main_process
     with torch.device("meta" if is_empty else "cpu"):
         model, optimizer = make(case)
-    loader = DataLoader(data(case.get("samples", 16)), batch_size=2)
+    if "divide" in case:
+        model, optimizer = case["divide"](accelerator, model)
+    loader = DataLoader(data(case.get("samples", 16)), batch_size=case.get("batch", 2))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
     for epoch in range(2):
@@ -217,7 +273,11 @@ def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             seen["losses"].append(float(accelerator.reduce(loss.detach(), "mean")))
-    return {**seen, "weights": weights_of(accelerator, model)}
+    return {**seen, "weights": weights_of(accelerator, model), **case.get("look", nothing)(model)}
+
+
+def nothing(model: Any) -> dict[str, Any]:
+    return {}
 
 
 def weights_of(accelerator: Accelerator, model: Any) -> dict[str, Any]:
@@ -228,25 +288,27 @@ def weights_of(accelerator: Accelerator, model: Any) -> dict[str, Any]:
 def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
     """Plain torch on the batches of all shares together."""
     model, optimizer = make(case)
-    is_bf16 = case.get("precision") == "bf16"
-    inputs, targets = data(case.get("samples", 16)).tensors
-    size, window = 2 * shares, case.get("accumulate", 1)
+    dtype = DTYPES.get(case.get("precision", "no"))
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=SCALE)
+    inputs, targets = case.get("data") or data(case.get("samples", 16)).tensors
+    size = case.get("batch", 2) * shares
     end = len(inputs) if shares == 1 else -(-len(inputs) // size) * size  # filled up
     filled = [index % len(inputs) for index in range(end)]
     batches = torch.tensor(filled).split(size)
     seen: dict[str, Any] = {"losses": [], "norms": []}
-    for epoch in range(2):
+    for epoch, window in enumerate(case.get("windows", [case.get("accumulate", 1)] * 2)):
         for number, batch in enumerate(batches, start=1):
             if (epoch, number) == case.get("drops"):
                 optimizer.zero_grad()
                 continue
-            with torch.autocast("cpu", torch.bfloat16) if is_bf16 else nullcontext():
-                outputs = model(inputs[batch])
+            with torch.autocast("cpu", dtype) if dtype else nullcontext():
+                outputs = case.get("call", nn.Module.__call__)(model, inputs[batch])
             loss = loss_of(outputs.float(), targets[batch])
-            (loss / window).backward()
+            scaler.scale(loss / window).backward()
             seen["losses"].append(float(loss.detach()))
             if number % window and number < len(batches):
                 continue
+            scaler.unscale_(optimizer)
             if "clip" in case:
                 norm = nn.utils.clip_grad_norm_(
                     model.parameters(), case["clip"], norm_type=case.get("norm", 2.0)
@@ -254,10 +316,11 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
                 seen["norms"].append(float(norm))
             if "clip_value" in case:
                 nn.utils.clip_grad_value_(model.parameters(), case["clip_value"])
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
-    state = model.state_dict()
-    return {**seen, "weights": {name: value.tolist() for name, value in state.items()}}
+    weights = {name: value.tolist() for name, value in model.state_dict().items()}
+    return {**seen, "weights": weights, **case.get("look", nothing)(model)}
 
 
 def check_weights(mine: dict[str, Any], theirs: dict[str, Any], error: float) -> None:

@@ -24,8 +24,8 @@ from notebook_accel import (
 )
 from notebook_accel.training.checkpoint import background
 from notebook_accel.training.files import pieces
+from tests.training import resuming
 from tests.training.harness import run_ranks
-from tests.training.meshes import LAYOUTS, accelerator_for, data, loss_of, make
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
 from tests.waiting import eventually
@@ -229,35 +229,19 @@ def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path: Pa
     assert os.listdir(tmp_path) == ["a"]
 
 
-def train_all(folder: str, is_async: bool, stop: int) -> dict[str | None, dict[str, Any]]:
-    return {mesh: on_ranks(f"{folder}/{mesh}", mesh, is_async, stop) for mesh in SPREAD}
-
-
-def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[str, Any]:
-    """Train, save after each step (the first three alone where nobody goes on from there), and end
-    after ``stop`` of them; all losses of this attempt."""
-    accelerator = accelerator_for(mesh, gradient_accumulation_steps=2)
-    model, optimizer = make({})
-    size = 2 // LAYOUTS[mesh][1]  # as many batches under each layout
-    loader = torch.utils.data.DataLoader(data(8), batch_size=size, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    start = accelerator.resume_or_start(folder)
-    losses = {}
-    for epoch in range(start.epoch, 2):
-        begin = start.batch if epoch == start.epoch else 0
-        for batch, (inputs, targets) in enumerate(loader, begin):
-            with accelerator.accumulate(model):
-                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses[f"{epoch} {batch}"] = loss.item().hex()
-            if is_async or len(losses) <= 3:
-                accelerator.save_state(async_save=is_async)
-            if len(losses) == stop:
-                accelerator.wait_for_checkpoint()
-                return losses
-    accelerator.wait_for_checkpoint()
-    return losses
+def train_all(folder: str, is_async: bool, stop: int) -> dict[str | None, dict[str, float]]:
+    """Save after each step; the first three alone where nobody goes on from there."""
+    return {
+        mesh: resuming.train(
+            f"{folder}/{mesh}",
+            mesh,
+            samples=8,
+            saves=lambda number: is_async or number <= 3,
+            in_background=is_async,
+            stop=stop,
+        )["losses"]
+        for mesh in SPREAD
+    }
 
 
 SPREAD = (None, "fsdp, blocks", "tensor", "1F1B")

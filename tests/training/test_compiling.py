@@ -28,8 +28,6 @@ from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, MESHES, check_weights, train, twin
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_pipeline import CASES as PIPELINE_CASES
-from tests.training.test_pipeline import train as train_pipeline
-from tests.training.test_pipeline import twin as twin_of_pipeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,12 +201,12 @@ def test_a_compiled_model_that_is_spread_equals_one_process(ranks: int) -> None:
 
 def train_compiled_stages(pipeline: str) -> tuple[dict[str, Any], int]:
     case = {**PIPELINE_CASES["decoder"], "settings": {"dynamo_backend": "eager"}}
-    result = train_pipeline(pipeline, case)
+    result = train(pipeline, case)
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_the_blocks_of_a_pipeline_are_compiled() -> None:
-    expected = twin_of_pipeline(1, PIPELINE_CASES["decoder"])
+    expected = twin(1, PIPELINE_CASES["decoder"])
     for result, graphs in run_ranks(train_compiled_stages, 2, "1F1B", timeout=180):
         assert graphs > 0
         assert result["losses"] == pytest.approx(expected["losses"], abs=16 * FLOAT_ERROR)

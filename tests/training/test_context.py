@@ -7,7 +7,6 @@ Tolerances are those of ``meshes``, and in bf16 and fp16 those of ``test_matrix`
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -27,8 +26,9 @@ from notebook_accel.training.settings.parallelism import (
     ParallelismConfig,
     TorchContextParallelConfig,
 )
+from tests.training import meshes
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS, check_weights
+from tests.training.meshes import FLOAT_ERROR, SCALE, WIDTH, WORDS, check_weights, loss_of
 from tests.training.single import fresh_rank  # noqa: F401
 
 LENGTH = 8
@@ -52,9 +52,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16, accumulation, clipping": {"precision": "fp16", "accumulate": 2, "clip": 0.05},
 }
 ROUNDING = {None: 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Nothing overflows.
-SCALE = 2.0**10
 
 
 class Layer(nn.Module):
@@ -108,8 +105,8 @@ def data(samples: int) -> torch.Tensor:
     return torch.randint(WORDS, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(7))
 
 
-def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+def places_of(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(LENGTH).repeat(len(tokens), 1)
 
 
 def train(sizes: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +123,7 @@ def train(sizes: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
     for batch in loader:
         inputs, targets = batch[:, :-1], batch[:, 1:]
-        places = torch.arange(LENGTH).repeat(len(batch), 1)
+        places = places_of(inputs)
         whole = batch.clone()
         with (
             accelerator.accumulate(model),
@@ -168,33 +165,17 @@ def parts_of(accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
 @cache
 def twin(shares: int, name: str) -> dict[str, Any]:
     case = CASES[name]
-    model, optimizer = make(case)
-    precision = case.get("precision")
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=SCALE)
     tokens = data(case.get("samples", 8))
-    size, window = 2 * shares, case.get("accumulate", 1)
-    end = len(tokens) if shares == 1 else -(-len(tokens) // size) * size
-    batches = torch.tensor([index % len(tokens) for index in range(end)]).split(size)
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for number, batch in enumerate(batches, start=1):
-        chosen = tokens[batch]
-        places = torch.arange(LENGTH).repeat(len(batch), 1)
-        with torch.autocast("cpu", dtype=DTYPES[precision]) if precision else nullcontext():
-            outputs = model(chosen[:, :-1], places)
-        loss = loss_of(outputs.float(), chosen[:, 1:])
-        scaler.scale(loss / window).backward()
-        seen["losses"].append(float(loss.detach()))
-        if number % window and number < len(batches):
-            continue
-        scaler.unscale_(optimizer)
-        if "clip" in case:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
-            seen["norms"].append(float(norm))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    state = model.state_dict()
-    return {**seen, "weights": {name: value.tolist() for name, value in state.items()}}
+    return meshes.twin(
+        shares,
+        {
+            **case,
+            "make": lambda: make(case),
+            "data": (tokens[:, :-1], tokens[:, 1:]),
+            "call": lambda model, inputs: model(inputs, places_of(inputs)),
+            "windows": [case.get("accumulate", 1)],
+        },
+    )
 
 
 def train_all(contexts: list[str]) -> dict[str, dict[str, Any]]:

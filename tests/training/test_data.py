@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +15,10 @@ from notebook_accel.training.data import (
     DataLoaderDispatcher,
     DataLoaderShard,
     SkipDataLoader,
-    transfer,
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.data.streams import IterableDatasetShard
-from notebook_accel.training.processes import devices
 from tests.training.loading import (
     Sharded,
     SizedStream,
@@ -32,10 +28,6 @@ from tests.training.loading import (
     numbers,
     prepare,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 # What comes out.
 
@@ -241,48 +233,6 @@ def test_batches_are_put_on_the_device() -> None:
         numbers(3, collate_fn=Moving), device=torch.device("meta"), non_blocking=True
     )
     assert moved.moved_to == torch.device("meta")
-
-
-class FakeStreams:
-    """Two streams of a device that is the CPU, and what was queued on them, in order."""
-
-    def __init__(self) -> None:
-        self.queued: list[str] = []
-        self.stream = "current"
-
-    @property
-    def side(self) -> Any:
-        return SimpleNamespace(record_event=self.record)
-
-    def record(self) -> int:
-        return len([word for word in self.queued if word == "copy on side"])
-
-    @contextmanager
-    def use(self, _: Any) -> Iterator[None]:
-        self.stream = "side"
-        yield
-        self.stream = "current"
-
-    def current(self) -> Any:
-        return SimpleNamespace(wait_event=lambda event: self.queued.append(f"wait for {event}"))
-
-    def copied(self, batch: torch.Tensor, **_: Any) -> torch.Tensor:
-        self.queued.append(f"copy on {self.stream}")
-        return batch.clone()
-
-
-def test_the_next_batch_is_copied_while_the_loop_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeStreams()
-    monkeypatch.setattr(devices, "streams", lambda _: fake)
-    monkeypatch.setattr(transfer, "send_to_device", fake.copied)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: fake.queued.append("keep"))
-    for _ in prepare(numbers(8), device=torch.device("meta"), non_blocking=True):
-        fake.queued.append("step")
-    assert fake.queued == [
-        *("copy on side", "wait for 1", "keep", "copy on side", "step"),
-        *("wait for 2", "keep", "copy on side", "step"),
-        *("wait for 3", "keep", "step"),
-    ]
 
 
 def test_loaders_made_by_hand() -> None:

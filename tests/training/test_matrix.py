@@ -23,8 +23,8 @@ that root is ``SMALLEST``, so that an error of a gradient moves a weight by no m
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -34,10 +34,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, GradScalerKwargs, ParallelismConfig
+from tests.training import meshes
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
     MESHES,
+    SCALE,
     Block,
     Tiny,
     blocks,
@@ -48,9 +50,6 @@ from tests.training.meshes import (
 )
 
 ROUNDING = {"no": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# A scale at which nothing overflows: steps that are skipped have tests of their own.
-SCALE = {"init_scale": 2.0**10}
 WINDOWS = (1, 2)  # batches a step, by epoch
 BATCH, RATE, SMALLEST = 4, 0.2, 0.05
 
@@ -150,7 +149,7 @@ def train(strategy: str, precision: str, *, cpu: bool = True) -> dict[str, Any]:
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=precision,
-        kwargs_handlers=[GradScalerKwargs(**SCALE)],
+        kwargs_handlers=[GradScalerKwargs(init_scale=SCALE)],
         **asked(),
     )
     (one, first), (other, second) = make(MODELS.get(strategy, Small))
@@ -179,36 +178,20 @@ def whole(accelerator: Accelerator, model: Any) -> dict[str, Any]:
 
 @cache
 def twin(kind: Any, shares: int, precision: str) -> dict[str, Any]:
-    context = (
-        torch.autocast("cpu", dtype=DTYPES[precision]) if precision in DTYPES else nullcontext()
-    )
-    pairs = make(kind)
-    scalers = [torch.amp.GradScaler("cpu", enabled=precision == "fp16", **SCALE) for _ in pairs]
-    count, size = samples_for(shares), BATCH * shares
-    inputs, targets = data(count).tensors
-    end = count if shares == 1 else -(-count // size) * size  # filled up
-    batches = torch.tensor([index % count for index in range(end)]).split(size)
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for window in WINDOWS:
-        for number, batch in enumerate(batches, start=1):
-            for (model, optimizer), scaler, wanted in zip(
-                pairs, scalers, (targets, inputs), strict=True
-            ):
-                with context:
-                    outputs = model(inputs[batch])
-                loss = loss_of(outputs.float(), wanted[batch])
-                scaler.scale(loss / window).backward()
-                seen["losses"].append(float(loss.detach()))
-                if number % window and number < len(batches):
-                    continue
-                scaler.unscale_(optimizer)
-                norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                seen["norms"].append(float(norm))
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    states = [model.state_dict() for model, _ in pairs]
-    return {**seen, "weights": [{k: v.tolist() for k, v in state.items()} for state in states]}
+    inputs, targets = data(samples_for(shares)).tensors
+    case = {"batch": BATCH, "windows": WINDOWS, "clip": 1.0, "precision": precision}
+    both = [
+        meshes.twin(
+            shares,
+            {**case, "make": lambda which=which: make(kind)[which], "data": (inputs, wanted)},
+        )
+        for which, wanted in enumerate((targets, inputs))
+    ]
+    by_turns = {
+        name: list(chain(*zip(*(one[name] for one in both), strict=True)))
+        for name in ("losses", "norms")
+    }
+    return {**by_turns, "weights": [one["weights"] for one in both]}
 
 
 def train_all(strategies: list[str]) -> dict[str, dict[str, Any]]:

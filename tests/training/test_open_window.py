@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,46 +13,34 @@ from torch.utils.data import DataLoader, Dataset
 
 from notebook_accel import Accelerator, GradientAccumulationPlugin
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, LAYOUTS, accelerator_for, data, loss_of, make
+from tests.training.meshes import FLOAT_ERROR
+from tests.training.resuming import train
 from tests.training.single import fresh_rank  # noqa: F401
 
-EPOCHS, SAMPLES, WINDOW = 2, 12, 3
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLES, WINDOW = 12, 3
 STOP = 11  # batches: in the second window of the second epoch, whose first batch is number 3
 Case = tuple[str | None, str]
 CASES: list[Case] = [*product([None, "fsdp, blocks", "1F1B"], ["sgd", "adamw"])]
 ALONE: Case = ("single", "adamw")
 
 
-def train(folder: Path, layout: str | None, optimizer_name: str, stop: int) -> dict[str, Any]:
-    """Train in windows of three of an epoch's six batches, and save once, after ``stop``."""
-    settings: dict[str, Any] = {"gradient_accumulation_steps": WINDOW}
-    accelerator = (
-        Accelerator(cpu=True, **settings)
-        if layout == "single"
-        else accelerator_for(layout, **settings)
-    )
-    model, optimizer = make({"optimizer": optimizer_name})
-    size = 2 if layout == "single" else 2 // LAYOUTS[layout][1]  # as many batches everywhere
-    loader = DataLoader(data(SAMPLES), batch_size=size, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    start = accelerator.resume_or_start(folder)
-    losses: dict[str, float] = {}
-    for epoch in range(start.epoch, EPOCHS):
-        begin = start.batch if epoch == start.epoch else 0
-        for batch, (inputs, targets) in enumerate(loader, begin):
-            with accelerator.accumulate(model):
-                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses[f"{epoch} {batch}"] = float(accelerator.reduce(loss.detach(), "mean"))
-            if len(losses) == stop:
-                accelerator.save_state()
-                return {"start": start, "losses": losses}
-    return {"start": start, "losses": losses}
-
-
 def train_all(places: dict[str, Case], stop: int) -> dict[str, dict[str, Any]]:
-    return {folder: train(Path(folder), *case, stop) for folder, case in places.items()}
+    """In windows of three of an epoch's six batches; one that stops saves once, at its end."""
+    return {
+        folder: train(
+            folder,
+            layout,
+            samples=SAMPLES,
+            window=WINDOW,
+            optimizer=optimizer,
+            saves=lambda number: number == stop,
+            stop=stop,
+        )
+        for folder, (layout, optimizer) in places.items()
+    }
 
 
 @pytest.fixture(scope="module")

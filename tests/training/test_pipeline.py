@@ -12,37 +12,32 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
 from notebook_accel.training.processes.seeding import set_seed
-from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.strategies.blocks import balance
 from notebook_accel.training.strategies.given import has_parts
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
+    BY_RANK,
     FLOAT_ERROR,
+    PIPELINES,
+    THREE,
     WIDTH,
     WORDS,
     Block,
-    Tiny,
+    Deep,
+    accelerator_for,
     check_weights,
     data,
     loss_of,
     plugin,
-    weights_of,
+    train,
+    twin,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-class Deep(Tiny):
-    """Enough blocks for two stages a rank; embedding and head, outside of them, are one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Block(), Block()])
 
 
 def chain() -> nn.Sequential:
@@ -51,129 +46,46 @@ def chain() -> nn.Sequential:
     )
 
 
-MODELS: dict[str, Any] = {"decoder": Deep, "sequential": chain}
+def make(model: Any, optimizer: str = "adamw") -> tuple[Any, Any]:
+    weights = list(model.parameters())
+    # Groups across stages, in another order than the model's.
+    groups: list[Any] = [{"params": weights[:3:-1], "lr": 2e-2}, {"params": weights[:4]}]
+    if optimizer == "sgd":
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def evaluate(model: Any) -> dict[str, Any]:
+    """What a trained model gives, and how much of it is here."""
+    outputs = model.eval()(data(5).tensors[0]).tolist()
+    return {"outputs": outputs, "parameters": sum(each.numel() for each in model.parameters())}
+
+
+DECODER = {"make": lambda: make(Deep()), "whole": True, "batch": 4, "look": evaluate}
+SEQUENTIAL = {**DECODER, "make": lambda: make(chain())}
 CASES: dict[str, dict[str, Any]] = {
-    "decoder": {"model": "decoder"},
-    "sequential, uneven end": {"model": "sequential", "samples": 13, "optimizer": "sgd"},
-    "accumulation, clipping a window": {"model": "decoder", "accumulate": 2, "clip": 0.05},
+    "decoder": DECODER,
+    "sequential, uneven end": {
+        **SEQUENTIAL,
+        "make": lambda: make(chain(), "sgd"),
+        "samples": 13,
+    },
+    "accumulation, clipping a window": {**DECODER, "accumulate": 2, "clip": 0.05},
     "clipping the largest and by value": {
-        "model": "sequential",
+        **SEQUENTIAL,
         "clip": 0.005,
         "norm": "inf",
         "clip_value": 0.003,
     },
     "gradients exchanged at every batch": {
-        "model": "decoder",
+        **DECODER,
         "accumulate": 2,
         "each": True,
         "samples": 10,
     },
 }
-BY_RANK = "1F1B, shards, files by rank"
-TENSOR_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
-# name: ranks, shares of the data, sizes
-PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "GPipe": (2, 1, {"pp_size": 2, "pp_schedule": "GPipe"}),
-    "1F1B": (2, 1, {"pp_size": 2, "num_microbatches": 3}),
-    "Interleaved1F1B": (2, 1, {"pp_size": 2, "pp_schedule": "Interleaved1F1B"}),
-    "1F1B, replicas": (4, 2, {"pp_size": 2, "dp_replicate_size": 2}),
-    "1F1B, shards": (4, 2, {"pp_size": 2, "dp_shard_size": 2}),
-    "Interleaved1F1B, shards": (
-        4,
-        2,
-        {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "Interleaved1F1B"},
-    ),
-    BY_RANK: (4, 2, {"pp_size": 2, "dp_shard_size": 2}),
-    "1F1B, tensor": (4, 1, {"pp_size": 2, "tp_size": 2, "tp_plan": TENSOR_PLAN}),
-}
-BATCH = 4
-
-
-def make(case: dict[str, Any]) -> tuple[Any, Any]:
-    torch.manual_seed(3)
-    model = MODELS[case["model"]]()
-    weights = list(model.parameters())
-    # Groups across stages, in another order than the model's.
-    groups: list[Any] = [{"params": weights[:3:-1], "lr": 2e-2}, {"params": weights[:4]}]
-    if case.get("optimizer") == "sgd":
-        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    return model, torch.optim.AdamW(groups, lr=1e-2)
-
-
-def accelerator_for(pipeline: str | None, **settings: Any) -> Accelerator:
-    asked = ParallelismConfig(**PIPELINES[pipeline][2]) if pipeline else None
-    if pipeline == BY_RANK:
-        settings["fsdp_plugin"] = plugin()
-    return Accelerator(cpu=True, parallelism_config=asked, **settings)
-
-
-def train(pipeline: str, case: dict[str, Any]) -> dict[str, Any]:
-    window = GradientAccumulationPlugin(
-        num_steps=case.get("accumulate", 1), sync_each_batch=case.get("each", False)
-    )
-    accelerator = accelerator_for(
-        pipeline, gradient_accumulation_plugin=window, **case.get("settings", {})
-    )
-    model, optimizer = make(case)
-    loader: Any = DataLoader(data(case.get("samples", 16)), batch_size=BATCH)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
-    for _ in range(2):
-        for inputs, targets in loader:
-            with accelerator.accumulate(model):
-                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
-                if accelerator.sync_gradients and "clip" in case:
-                    norm = accelerator.clip_grad_norm_(
-                        model.parameters(), case["clip"], case.get("norm", 2.0)
-                    )
-                    seen["norms"].append(float(norm))
-                if accelerator.sync_gradients and "clip_value" in case:
-                    accelerator.clip_grad_value_(model.parameters(), case["clip_value"])
-                optimizer.step()
-                optimizer.zero_grad()
-            seen["losses"].append(float(accelerator.reduce(loss, "mean")))
-            seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
-    model.eval()
-    tokens = data(5).tensors[0]
-    return {
-        **seen,
-        "weights": weights_of(accelerator, model),
-        "outputs": model(tokens).tolist(),
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-    }
-
-
-def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
-    """Plain torch on the batches of all shares together."""
-    model, optimizer = make(case)
-    inputs, targets = data(case.get("samples", 16)).tensors
-    size, window = BATCH * shares, case.get("accumulate", 1)
-    end = len(inputs) if shares == 1 else -(-len(inputs) // size) * size  # filled up
-    batches = torch.tensor([index % len(inputs) for index in range(end)]).split(size)
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for _ in range(2):
-        for number, batch in enumerate(batches, start=1):
-            loss = loss_of(model(inputs[batch]), targets[batch])
-            (loss / window).backward()
-            seen["losses"].append(float(loss.detach()))
-            if number % window and number < len(batches):
-                continue
-            if "clip" in case:
-                norm = nn.utils.clip_grad_norm_(
-                    model.parameters(), case["clip"], case.get("norm", 2.0)
-                )
-                seen["norms"].append(float(norm))
-            if "clip_value" in case:
-                nn.utils.clip_grad_value_(model.parameters(), case["clip_value"])
-            optimizer.step()
-            optimizer.zero_grad()
-    state = {name: value.tolist() for name, value in model.state_dict().items()}
-    whole = sum(weight.numel() for weight in model.parameters())
-    outputs = model(data(5).tensors[0]).tolist()
-    return {**seen, "weights": state, "outputs": outputs, "parameters": whole}
-
-
-TRAINED = [name for name in PIPELINES if "files" not in name]
+# The matrix has the first; what writes files by rank trains as what does not.
+TRAINED = [name for name in PIPELINES if name not in ("1F1B", BY_RANK)]
 
 
 def train_all(pipelines: list[str]) -> dict[str, dict[str, Any]]:
@@ -202,7 +114,7 @@ def parts_of_a_stage() -> tuple[list[str], list[str]]:
     named it as the whole model does."""
     ignoring = plugin(ignored_modules=r"blocks\.[13]\.down")
     accelerator = accelerator_for("1F1B, shards", fsdp_plugin=ignoring)
-    model, optimizer = accelerator.prepare(*make(CASES["decoder"]))
+    model, optimizer = accelerator.prepare(*make(Deep()))
     inputs, targets = data(4).tensors
     accelerator.forward_backward(model, inputs, targets, loss_of)
     optimizer.step()
@@ -235,87 +147,8 @@ def test_a_pipeline_equals_one_process(name: str, pipeline: str) -> None:
         assert sorted(ours["samples"]) == sorted(2 * samples)
 
 
-def resume(pipeline: str | None, folder: str, saves: bool) -> list[float]:
-    """Three epochs, a checkpoint, and three more; or the last three from the checkpoint."""
-    accelerator = accelerator_for(pipeline, split_batches=True)
-    model, optimizer = make(CASES["decoder"])
-    if not saves:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.zero_()
-    loader: Any = DataLoader(data(8), batch_size=8)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-    def steps() -> list[float]:
-        losses = []
-        for _ in range(3):
-            for inputs, targets in loader:
-                with accelerator.accumulate(model):
-                    loss = accelerator.forward_backward(model, inputs, targets, loss_of)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(float(accelerator.reduce(loss, "mean")))
-        return losses
-
-    if saves:
-        steps()
-        accelerator.save_state(folder)
-    else:
-        accelerator.load_state(folder)
-    return steps()
-
-
-def write_all(writers: list[str | None], root: str) -> dict[str | None, list[float]]:
-    return {writer: resume(writer, f"{root}/{writer}", True) for writer in writers}
-
-
-def read_all(pairs: list[tuple[Any, Any]], root: str) -> dict[tuple[Any, Any], list[float]]:
-    return {(writer, reader): resume(reader, f"{root}/{writer}", False) for writer, reader in pairs}
-
-
-RANKS: dict[str | None, int] = {None: 1, **{name: row[0] for name, row in PIPELINES.items()}}
-GO_ON: list[tuple[str | None, str | None]] = [
-    ("1F1B", None),
-    (None, "1F1B"),
-    ("Interleaved1F1B", "1F1B, replicas"),
-    (BY_RANK, None),
-    (BY_RANK, "1F1B, tensor"),
-    ("1F1B, tensor", "1F1B, shards"),
-]
-
-
-@pytest.fixture(scope="module")
-def went_on(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, dict[Any, Any], dict[Any, Any]]:
-    """The folder of the checkpoints, the losses of those that wrote, and of those that loaded."""
-    root = tmp_path_factory.mktemp("stages")
-    wrote: dict[Any, Any] = {}
-    for ranks in (1, 2, 4):
-        writers = list(dict.fromkeys(writer for writer, _ in GO_ON if RANKS[writer] == ranks))
-        wrote |= run_ranks(write_all, ranks, writers, str(root))[0]
-    loaded: dict[Any, Any] = {}
-    for ranks in (1, 2, 4):
-        pairs = [pair for pair in GO_ON if RANKS[pair[1]] == ranks]
-        results = run_ranks(read_all, ranks, pairs, str(root))
-        loaded |= {pair: [result[pair] for result in results] for pair in pairs}
-    return root, wrote, loaded
-
-
-@pytest.mark.parametrize(("writer", "reader"), GO_ON)
-def test_a_checkpoint_goes_on_anywhere(
-    writer: str | None, reader: str | None, went_on: Any
-) -> None:
-    root, wrote, loaded = went_on
-    folder, by_rank = root / str(writer), writer == BY_RANK
-    assert (folder / "model.safetensors").exists() is not by_rank
-    assert len(list(folder.glob("*_0/*.distcp"))) == (8 if by_rank else 0)
-    for losses in loaded[writer, reader]:
-        assert losses == pytest.approx(wrote[writer], abs=30 * FLOAT_ERROR)
-
-
 def save_by_hand(folder: str) -> bool:
-    accelerator = accelerator_for("1F1B")
+    accelerator = accelerator_for(THREE)
     torch.manual_seed(3)
     plain = Deep().state_dict()
     model: Any = accelerator.prepare(Deep())
@@ -340,7 +173,7 @@ def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
 
 def late_optimizer() -> tuple[list[str], list[int]]:
     """An optimizer made after ``prepare`` has the weights of its stage alone."""
-    accelerator = accelerator_for("1F1B")
+    accelerator = accelerator_for(THREE)
     model: Any = accelerator.prepare(Deep())
     optimizer: Any = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     inputs, targets = data(4).tensors
@@ -358,7 +191,7 @@ def test_the_state_of_an_optimizer_made_later_is_in_the_model_s_order() -> None:
 
 
 def overflow(bad_rank: int) -> tuple[bool, float]:
-    accelerator = accelerator_for("1F1B", mixed_precision="fp16")
+    accelerator = accelerator_for(THREE, mixed_precision="fp16")
     torch.manual_seed(3)
     model: Any = Deep()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -372,7 +205,7 @@ def overflow(bad_rank: int) -> tuple[bool, float]:
 
 def overflow_of_the_last_stage(frozen: bool) -> tuple[list[bool], float]:
     """Each optimizer has weights, or gradients, in one of the two stages alone."""
-    accelerator = accelerator_for("1F1B", mixed_precision="fp16")
+    accelerator = accelerator_for(THREE, mixed_precision="fp16")
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(not frozen)
     halves = [model] if frozen else model
@@ -431,7 +264,7 @@ def averages() -> list[int]:
     last = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
     found = []
     for given in (first, last, NormBehind()):
-        accelerator = accelerator_for("1F1B")
+        accelerator = accelerator_for(THREE)
         model: Any = accelerator.prepare(given)
         mse = nn.functional.mse_loss
         accelerator.forward_backward(model, torch.randn(12, 2), torch.randn(12, 2), mse)
@@ -449,7 +282,7 @@ class Masked(nn.Linear):
 
 def masked() -> tuple[bool, bool]:
     """Whether loss and gradients are finite; the last of three micro-batches has no sample."""
-    accelerator = accelerator_for("1F1B")
+    accelerator = accelerator_for(THREE)
     model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), Masked(2, 3)))
     targets = torch.tensor([0, 1, 1, 0])
     loss = accelerator.forward_backward(
@@ -468,7 +301,7 @@ class Dropped(nn.Linear):
 
 def draws() -> bool:
     """Whether the first step draws as many random numbers as the one after it."""
-    accelerator = accelerator_for("1F1B")
+    accelerator = accelerator_for(THREE)
     model = accelerator.prepare(nn.Sequential(Dropped(2, 2), Dropped(2, 2)))
     inputs, ends = torch.ones(6, 2), []
     for _ in range(2):
@@ -563,7 +396,7 @@ def plain_loops() -> list[str]:
 
 
 def plain_loop(part: str) -> str:
-    accelerator = accelerator_for("1F1B")
+    accelerator = accelerator_for(THREE)
     model: Any = accelerator.prepare(Deep())
     inputs, targets = data(4).tensors
     try:

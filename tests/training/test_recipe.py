@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.strategies.given import has_parts
@@ -26,8 +25,8 @@ from tests.training.meshes import (
     check_weights,
     data,
     loss_of,
-    make,
     plugin,
+    train,
     twin,
     weights_of,
 )
@@ -125,18 +124,13 @@ def share(accelerator: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rough_twin() -> tuple[float, dict[str, Any]]:
     """One process that steps in float32, and rounds to bf16 what it computes with."""
-    model, _ = rough("whole")
-    model = model.float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs, targets = data(4).tensors
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = model(inputs)
-        loss = loss_of(outputs.float(), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return float(loss.detach()), {k: v.tolist() for k, v in model.state_dict().items()}
+
+    def make_whole() -> tuple[Any, Any]:
+        model = rough("whole")[0].float()
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    found = twin(2, {"make": make_whole, "samples": 4, "precision": "bf16", "windows": [1, 1, 1]})
+    return found["losses"][-1], found["weights"]
 
 
 def train_all_rough(kinds: list[str]) -> dict[str, dict[str, Any]]:
@@ -165,45 +159,33 @@ def test_what_does_not_train_and_plain_training_keep_their_16_bits() -> None:
         assert result["no precision"]["types"] == {"torch.bfloat16"}
 
 
-CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.05}
-
-
-def divide_and_train(mesh: str) -> dict[str, Any]:
-    """The loop of ``meshes``, on a model whose layers the user has divided before ``prepare``."""
-    accelerator = accelerator_for(mesh, gradient_accumulation_steps=CASE["accumulate"])
+def divide(accelerator: Accelerator, model: Any) -> tuple[Any, Any]:
+    """Divide the layers before ``prepare``, as a user does it."""
     assert accelerator.torch_device_mesh is not None
-    model, optimizer = make(CASE)
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader: Any = DataLoader(data(16), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for _ in range(2):
-        for inputs, targets in loader:
-            with accelerator.accumulate(model):
-                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), CASE["clip"])
-                    seen["norms"].append(float(norm))
-                optimizer.step()
-                optimizer.zero_grad()
-            seen["losses"].append(float(accelerator.reduce(loss, "mean")))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def dimensions(model: Any) -> dict[str, Any]:
     weight: Any = model.blocks[0].up.weight
-    along = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else ()
-    return {**seen, "along": along, "weights": weights_of(accelerator, model)}
+    return {"along": weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else ()}
+
+
+CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.05, "whole": True}
+DIVIDED = {**CASE, "divide": divide, "look": dimensions}
 
 
 def divide_and_train_all(meshes: list[str]) -> dict[str, dict[str, Any]]:
-    return {mesh: divide_and_train(mesh) for mesh in meshes}
+    return {mesh: train(mesh, DIVIDED) for mesh in meshes}
 
 
 def test_layers_that_were_divided_before_are_sharded_too() -> None:
     expected = twin(2, CASE)
-    dimensions = {"fsdp x tensor": {"dp_shard", "tp"}, "replicas x tensor": {"dp_replicate", "tp"}}
-    for result in run_ranks(divide_and_train_all, 4, list(dimensions)):
+    along = {"fsdp x tensor": {"dp_shard", "tp"}, "replicas x tensor": {"dp_replicate", "tp"}}
+    for result in run_ranks(divide_and_train_all, 4, list(along)):
         for mesh, ours in result.items():
-            assert set(ours["along"]) >= dimensions[mesh]
+            assert set(ours["along"]) >= along[mesh]
             assert ours["losses"] == pytest.approx(expected["losses"], abs=16 * FLOAT_ERROR), mesh
             assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5), mesh
             check_weights(ours["weights"], expected["weights"], 16 * FLOAT_ERROR)

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
+from tests.training import resuming
 from tests.training.harness import run_ranks
-from tests.training.meshes import accelerator_for, data, loss_of, make
+from tests.training.meshes import accelerator_for, data, make
 from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
@@ -28,47 +29,21 @@ EPOCHS, SAMPLES = 3, 10
 
 
 def train(
-    folder: Path | str,
-    *,
-    stop: int | None = None,
-    every: int = 1,
-    mesh: str | None = None,
-    **settings: Any,
+    folder: Path | str, *, stop: int = 0, saves: bool = True, mesh: str | None = None
 ) -> dict[str, Any]:
-    """The loop of the documentation; gives what it began with and the losses by step."""
-    accelerator = accelerator_for(mesh, gradient_accumulation_steps=2, **settings)
-    model, optimizer = make({})
-    loader = DataLoader(data(SAMPLES), batch_size=1, shuffle=True)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    start = accelerator.resume_or_start(folder)
-    numbers = [[start.epoch, start.batch, start.step, start.samples]]
-    losses: dict[str, float] = {}
-    folders = []
-    for epoch in range(start.epoch, EPOCHS):
-        begin = start.batch if epoch == start.epoch else 0
-        for batch, (inputs, targets) in enumerate(loader, begin):
-            with accelerator.accumulate(model):
-                loss = loss_of(model(inputs), targets)
-                accelerator.backward(loss)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            losses[f"{epoch} {batch}"] = float(accelerator.reduce(loss.detach(), "mean"))
-            if (batch + 1) % every == 0:
-                folders.append(Path(accelerator.save_state()).name)
-            if len(losses) == stop:
-                break
-        if len(losses) == stop:
-            break
-    return {"start": numbers[0], "folder": start.folder, "losses": losses, "saved": folders}
+    found = resuming.train(
+        folder, mesh, samples=SAMPLES, epochs=EPOCHS, saves=lambda _: saves, stop=stop
+    )
+    start = found["start"]
+    began = [start.epoch, start.batch, start.step, start.samples]
+    return {**found, "start": began, "folder": start.folder}
 
 
 @functools.cache
 def losses_of_whole() -> dict[str, float]:
     """Of the training that is never stopped, and that saves nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        losses: dict[str, float] = train(folder, every=EPOCHS * SAMPLES)["losses"]
+        losses: dict[str, float] = train(folder, saves=False)["losses"]
     return losses
 
 
@@ -77,7 +52,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def test_the_same_line_begins_and_goes_on(tmp_path: Path) -> None:
-    parts = [train(tmp_path / "parts", stop=stop) for stop in (7, 4, 13, None)]
+    parts = [train(tmp_path / "parts", stop=stop) for stop in (7, 4, 13, 0)]
     assert parts[0]["folder"] is None
     assert parts[0]["saved"][:2] == ["checkpoint_0", "checkpoint_1"]
     # In the middle of a window, which is read again, at the end of an epoch, and in the middle of a
@@ -255,18 +230,18 @@ def test_a_position_that_was_loaded_and_not_yet_used_is_saved_again(tmp_path: Pa
     assert part["losses"].items() <= losses_of_whole().items()
 
 
-def on_ranks(folder: str, mesh: str | None, stop: int | None, every: int) -> dict[str, Any]:
+def on_ranks(folder: str, mesh: str | None, stop: int, saves: bool) -> dict[str, Any]:
     """Train on this rank; a rank of its own breaks its random state, where that is asked."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = train(folder, stop=stop, mesh=mesh, every=every)
+        found = train(folder, stop=stop, mesh=mesh, saves=saves)
     return {**found, "told": [str(one.message) for one in caught if "passes" in str(one.message)]}
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
 def test_two_ranks_agree(mesh: str | None, tmp_path: Path) -> None:
-    whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, None, 100)
-    run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, 5 if mesh else 4, 1)
+    whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, 0, False)
+    run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, 5 if mesh else 4, True)
     # What rank 1 alone reads is broken in the newest.
     cut(tmp_path / "run" / "checkpoint_3" / "random_states_1.pkl")
     if mesh:
@@ -276,7 +251,7 @@ def test_two_ranks_agree(mesh: str | None, tmp_path: Path) -> None:
         parts = tmp_path / "run" / "checkpoint_2" / "pytorch_model_fsdp_0"
         cut(parts / "__1_0.distcp")
         (tmp_path / "run" / "checkpoint_1" / "optimizer_0" / "__0_0.distcp").unlink()
-    rest = run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, None, 100)
+    rest = run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, 0, False)
     expected = "checkpoint_0" if mesh else "checkpoint_2"
     for part, one in zip(rest, whole, strict=True):
         assert Path(part["folder"]).name == expected
@@ -295,10 +270,10 @@ def test_two_ranks_agree(mesh: str | None, tmp_path: Path) -> None:
 def test_another_number_of_ranks_goes_on_at_the_first_sample_not_seen(
     mesh: str | None, tmp_path: Path
 ) -> None:
-    run_ranks(on_ranks, 2, str(tmp_path), mesh, 7, 1)
+    run_ranks(on_ranks, 2, str(tmp_path), mesh, 7, True)
     part = train(tmp_path, mesh=mesh)
     # 7 batches of 2 ranks: an epoch of 10 samples, and 4 samples.
     assert part["start"] == [1, 4, 4, 14]
     assert list(part["losses"])[:2] == ["1 4", "1 5"]
-    back = run_ranks(on_ranks, 2, str(tmp_path), mesh, 2, 1)
+    back = run_ranks(on_ranks, 2, str(tmp_path), mesh, 2, True)
     assert back[0]["start"] == back[1]["start"] == [3, 0, 12, 30]

@@ -8,13 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.collectives import this_rank
-from notebook_accel.training.data import DataLoaderShard
-from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.data.samplers import SeedableRandomSampler
 from notebook_accel.training.files.staging import HostCopies
 from notebook_accel.training.processes.random_states import (
     as_plain,
@@ -23,7 +18,6 @@ from notebook_accel.training.processes.random_states import (
     set_random_states,
 )
 from notebook_accel.training.processes.seeding import (
-    new_generator,
     set_seed,
     synchronize_rng_state,
     synchronize_rng_states,
@@ -107,29 +101,6 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         synchronize_rng_state("generator")
     with pytest.raises(ValueError, match="rng_type='dice': expected 'torch'"):
         synchronize_rng_state("dice")
-
-
-def test_a_generator_lies_where_torch_makes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.set_default_device("cuda") is no error of a loader: torch takes no other generator."""
-    made: list[Any] = []
-    plain = torch.Generator
-
-    class Made:
-        def __new__(cls, device: Any = None) -> torch.Generator:  # type: ignore[misc]
-            made.append(device)
-            return plain()
-
-    monkeypatch.setattr(torch, "Generator", Made)
-    assert new_generator(3).initial_seed() == 3
-    assert made == [torch.device("cpu")]
-    made.clear()
-    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda:0"))
-    assert len(list(DataLoaderShard([0, 1], num_workers=1))) == 2
-    assert sorted(SeedableRandomSampler(range(3))) == [0, 1, 2]
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=4))
-    assert len(list(accelerator.prepare(DataLoader(range(3), shuffle=True)))) == 3
-    assert len(made) > 3
-    assert set(made) == {torch.device("cuda:0")}
 
 
 def test_what_a_driver_maps_is_copied_for_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,11 @@ from notebook_accel import (
 from notebook_accel.training.checkpoint.start import find_damage
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
+    BY_RANK,
     FLOAT_ERROR,
     LAYOUTS,
-    MESHES,
     WORDS,
-    Tiny,
+    Deep,
     accelerator_for,
     blocks,
     data,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STEPS = 3
-RANKS = {**{name: ranks for name, (ranks, _, _) in MESHES.items()}, "one": 1, "ddp": 2, "full": 2}
+RANKS = {**{name: ranks for name, (ranks, _, _) in LAYOUTS.items()}, "ddp": 2, "full": 2}
 
 
 def make_accelerator(mesh: str) -> Accelerator:
@@ -68,9 +68,12 @@ def make_accelerator(mesh: str) -> Accelerator:
 def train(mesh: str, folder: str, saves: bool) -> list[float]:
     accelerator = make_accelerator(mesh)
     torch.manual_seed(3 if saves else 4)  # a loaded model starts from other weights
-    model: Any = Tiny()
+    model: Any = Deep()
+    weights = list(model.parameters())
+    # Groups across stages, in another order than the model's.
+    groups: list[Any] = [{"params": weights[:3:-1]}, {"params": weights[:4]}]
     # numpy, as a LambdaLR that computes with it leaves it.
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=np.float64(1e-2) if saves else 1.0)
+    optimizer: Any = torch.optim.AdamW(groups, lr=np.float64(1e-2) if saves else 1.0)
     loader: Any = DataLoader(data(8), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
@@ -101,16 +104,22 @@ def read_all(pairs: list[tuple[str, str]], root: str) -> dict[tuple[str, str], l
 
 
 GO_ON = [
-    ("fsdp, blocks", "one"),
-    ("one", "fsdp, blocks"),
+    ("fsdp, blocks", "single"),
+    ("single", "fsdp, blocks"),
     ("fsdp, blocks", "fsdp x tensor"),
-    ("fsdp x tensor", "one"),
+    ("fsdp x tensor", "single"),
     ("fsdp x tensor", "ddp"),
     ("ddp", "fsdp x tensor"),
     ("tensor", "fsdp"),
-    ("full", "one"),
+    ("full", "single"),
     ("full", "full"),
     ("fsdp, blocks", "full"),
+    ("1F1B", "single"),
+    ("single", "1F1B"),
+    ("Interleaved1F1B", "1F1B, replicas"),
+    (BY_RANK, "single"),
+    (BY_RANK, "1F1B, tensor"),
+    ("1F1B, tensor", "1F1B, shards"),
 ]
 
 
@@ -150,7 +159,7 @@ def test_whoever_loads_goes_on_as_the_writer_did(
         assert losses == pytest.approx(expected, abs=10 * FLOAT_ERROR * STEPS)
 
 
-class Averaging(Tiny):
+class Averaging(Deep):
     """BatchNorm in a block and behind the blocks, with averages of each rank's own samples."""
 
     def __init__(self) -> None:
@@ -193,19 +202,20 @@ def test_averages_of_batches_are_those_of_the_rank_that_counts(tmp_path: Path) -
 
 
 def test_full_state_dicts_are_the_plain_files(saved: Any) -> None:
-    folder = saved["full"][0]
-    assert {"model.safetensors", "optimizer.bin"} <= {entry.name for entry in folder.iterdir()}
+    for writer in ("full", "1F1B"):
+        files = {entry.name for entry in saved[writer][0].iterdir()}
+        assert {"model.safetensors", "optimizer.bin"} <= files
 
 
 def test_sharded_ones_hold_every_rank_s_parts(saved: Any) -> None:
-    folder = saved["fsdp, blocks"][0]
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        assert len(list((folder / name).glob("*.distcp"))) == 2
+    for writer, ranks in (("fsdp, blocks", 2), (BY_RANK, 4)):
+        for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+            assert len(list((saved[writer][0] / name).glob("*.distcp"))) == ranks
 
 
 def test_another_model_is_no_damage(saved: Any) -> None:
     accelerator = Accelerator(cpu=True)
-    model: Any = Tiny()
+    model: Any = Deep()
     model.blocks[0].up = nn.Linear(model.blocks[0].up.in_features, 3)
     accelerator.prepare(model)
     with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0: .*[Ss]ize mismatch"):
@@ -214,11 +224,9 @@ def test_another_model_is_no_damage(saved: Any) -> None:
 
 def test_an_optimizer_with_other_groups_is_told(saved: Any) -> None:
     accelerator = Accelerator(cpu=True)
-    model: Any = Tiny()
-    first, *others = model.parameters()
-    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
-    accelerator.prepare(model, optimizer)
-    with pytest.raises(ValueError, match=r"optimizer_0 holds .* of 1 groups .* AdamW here has 2"):
+    model: Any = Deep()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"optimizer_0 holds .* of 2 groups .* AdamW here has 1"):
         accelerator.load_state(saved["fsdp, blocks"][0])
 
 
@@ -235,7 +243,7 @@ def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
     plain = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     theirs(str(folder / "pytorch_model_fsdp_0"), str(tmp_path / "theirs"))
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert merged.keys() == plain.keys() == expected.keys() == Tiny().state_dict().keys()
+    assert merged.keys() == plain.keys() == expected.keys() == Deep().state_dict().keys()
     for name, value in expected.items():
         assert torch.equal(merged[name], value)
         assert torch.equal(plain[name], value)
@@ -265,7 +273,7 @@ def test_the_index_of_parts_is_not_trusted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(Tiny())
+    accelerator.prepare(Deep())
     folder = shutil.copytree(saved["fsdp, blocks"][0], tmp_path / "state")
     index = folder / "pytorch_model_fsdp_0" / ".metadata"
     whole = index.read_bytes()
@@ -298,8 +306,8 @@ def save_weights(folder: str) -> dict[str, Any]:
     """What the documentation shows: unwrap, state_dict, save; and plain weights back."""
     accelerator = accelerator_for("fsdp x tensor")
     torch.manual_seed(3)
-    plain = Tiny().state_dict()
-    model = accelerator.prepare(Tiny())
+    plain = Deep().state_dict()
+    model = accelerator.prepare(Deep())
     accelerator.unwrap_model(model).load_state_dict(plain)
     accelerator.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/weights.pt")
     accelerator.save_model(model, f"{folder}/model")
@@ -316,14 +324,14 @@ def save_weights(folder: str) -> dict[str, Any]:
 
 def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
     for result in run_ranks(save_weights, 4, str(tmp_path)):
-        assert set(result) == set(Tiny().state_dict())
+        assert set(result) == set(Deep().state_dict())
         assert all(result.values())
     from safetensors.torch import load_model
 
-    model = Tiny()
+    model = Deep()
     load_model(model, tmp_path / "model" / "model.safetensors")
     torch.manual_seed(3)
-    assert torch.equal(model.embed.weight, Tiny().embed.weight)
+    assert torch.equal(model.embed.weight, Deep().embed.weight)
 
 
 class Keeps(nn.Linear):
@@ -344,7 +352,7 @@ def two_models(folder: str) -> dict[str, Any]:
     """Two models and their optimizers in one ``prepare``, one optimizer later than its model."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
     torch.manual_seed(5)
-    one, other = Tiny(), nn.Linear(WORDS, 1)
+    one, other = Deep(), nn.Linear(WORDS, 1)
     first = torch.optim.SGD([*one.parameters()], lr=0.1)
     second = torch.optim.Adam(other.parameters(), lr=0.1)
     late = other.weight
@@ -392,7 +400,7 @@ def hold_while_saving(folder: str) -> dict[str, Any]:
     """What this rank holds of whole weights and states while rank 0 writes them."""
     accelerator = make_accelerator("full")
     accelerator.state.fsdp_plugin.state_dict_config = None  # type: ignore[union-attr]
-    model: Any = Tiny()
+    model: Any = Deep()
     optimizer: Any = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.forward_backward(model, *data(4).tensors, loss_of)
@@ -418,7 +426,7 @@ def hold_while_saving(folder: str) -> dict[str, Any]:
 
 def test_only_who_writes_holds_what_was_joined(tmp_path: Path) -> None:
     """The host of many ranks has no room for one copy each."""
-    names = sorted(Tiny().state_dict())
+    names = sorted(Deep().state_dict())
     for rank, result in enumerate(run_ranks(hold_while_saving, 2, str(tmp_path))):
         writes = rank == 0
         assert result["held"] == [names if writes else []]
@@ -427,4 +435,4 @@ def test_only_who_writes_holds_what_was_joined(tmp_path: Path) -> None:
     for folder in ("state", "model"):
         assert (tmp_path / folder / "model.safetensors").exists()
     state = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
-    assert state[0]["exp_avg"].shape == Tiny().embed.weight.shape
+    assert state[0]["exp_avg"].shape == Deep().embed.weight.shape
