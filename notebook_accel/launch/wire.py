@@ -302,6 +302,7 @@ class Sample(Message, frozen=True, kw_only=True):
     cpu: int | None = None
     device_use: int | None = None
     device: str = ""
+    is_suspended: bool = False
 
 
 class RankEnded(Message, frozen=True, kw_only=True):

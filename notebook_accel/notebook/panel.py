@@ -184,6 +184,7 @@ _MEANINGS = {
     "quiet": "it has made no step and printed nothing since",
     "waits": "it waits for other ranks",
     "elsewhere": "other ranks wait for it",
+    "suspended": "SIGSTOP or a debugger holds its process",
     "lost peer": "it lost its connection to a rank that failed",
     "not asked": "the call is not meant for it",
 }

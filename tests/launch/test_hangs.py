@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -132,6 +134,41 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         for run in runs:
             run.kill()
             eventually(lambda run=run: run.state.has_ended, within=30, what="it has ended")
+
+
+def waits_alone() -> None:
+    import time
+
+    print("begun", flush=True)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_that_are_suspended_are_named(
+    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    text = io.StringIO()
+    config = LaunchConfig(num_processes=num_ranks, devices="cpu", grace=2.0)
+    run = launch(waits_alone, config=config, view=PlainView(stream=text), block=False)
+    try:
+        eventually(lambda: run.logs().count("begun") == num_ranks, within=60, what="all begin")
+        for pid in run.pids:
+            os.kill(pid, signal.SIGSTOP)
+        ranks = "rank 0 is" if num_ranks == 1 else "ranks 0-1 are"
+
+        def is_told() -> bool:
+            run._view.poll()
+            return f"notebook_accel: {ranks} suspended, by SIGSTOP or a deb" in text.getvalue()
+
+        eventually(is_told, within=_SECONDS, what="it is told")
+        assert f"`kill -CONT {' '.join(map(str, run.pids))}`" in text.getvalue()
+        for pid in run.pids:
+            os.kill(pid, signal.SIGCONT)
+        eventually(lambda: run.state.hang is None, within=_SECONDS, what="they go on")
+    finally:
+        run.kill()
+        eventually(lambda: run.state.has_ended, within=30, what="it has ended")
 
 
 def test_a_save_of_rank_0_alone_is_told_with_its_remedy(tmp_path: Path) -> None:

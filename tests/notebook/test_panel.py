@@ -146,6 +146,14 @@ def test_who_waits_for_whom() -> None:
     assert ("class", "na-c-label na-in") in page.attributes
 
 
+def test_a_rank_that_is_suspended() -> None:
+    state = after(running(2), wire.Sample(rank=1, is_suspended=True))
+    held = replace(state.ranks[1], quiet_since=1000.0)
+    page = Tags(render_panel(replace(state, ranks=(state.ranks[0], held)), NOW))
+    assert ("class", "na-c-state na-suspended") in page.attributes
+    assert ("title", "SIGSTOP or a debugger holds its process") in page.attributes
+
+
 def test_what_was_said_of_a_hang_stays_when_it_is_over() -> None:
     page = Tags(render_panel(running(2), replace(NOW, last_hang="Nothing has moved for 0:13")))
     assert page.text.endswith("The run goes on. Before that: Nothing has moved for 0:13")

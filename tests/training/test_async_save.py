@@ -110,7 +110,7 @@ def test_a_writer_that_hangs_as_it_is_forked_is_forked_again(
         child = fork()
         children.append(child)
         if not child and len(children) <= hung:
-            threading.Event().wait()
+            signal.pause()
         return child
 
     monkeypatch.setattr(os, "fork", hanging_fork)

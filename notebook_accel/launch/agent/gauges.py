@@ -23,6 +23,7 @@ __all__ = ["Gauges", "gauges_of"]
 # Between two readings. Processor use is a mean over this time; over a shorter one the values would
 # jump, since the system counts in ticks of 10 ms.
 _READ_SECONDS = 1.0
+_SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 # A folder for each device, in the order of their slots.
 _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
@@ -66,6 +67,7 @@ class Gauges:
         device_memory: of the device that the process holds, in bytes, as far as NVML tells.
         device_use: percent of its time in which the device computed.
         device: what a person calls it; "" while unknown.
+        is_suspended: whether SIGSTOP or a debugger holds the process.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Gauges:
         self.cpu: int | None = None
         self.device_memory: int | None = None
         self.device_use: int | None = None
+        self.is_suspended = False
         self._pid = pid
         self._nvidia = nvidia
         self._is_pci_order = is_pci_order
@@ -110,6 +113,7 @@ class Gauges:
         with self._process.oneshot():
             self.memory = self._process.memory_info().rss or self.memory
             times = self._process.cpu_times()
+            self.is_suspended = self._process.status() in _SUSPENDED
         busy = times.user + times.system
         (then, before), self._busy = self._busy, (now, busy)
         if then:

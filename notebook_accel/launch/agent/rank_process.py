@@ -220,6 +220,7 @@ class RankProcess:
             "device_memory": row.device_memory or gauges.device_memory,
             "cpu": gauges.cpu,
             "device_use": gauges.device_use,
+            "is_suspended": gauges.is_suspended,
             "device": gauges.device,
         }
         if sample != self._sample:

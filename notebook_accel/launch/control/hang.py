@@ -178,26 +178,29 @@ def find_hang(
     ended: Sequence[int],
     silent: float,
     since: float,
+    suspended: Mapping[int, int] | None = None,
 ) -> Hang | None:
-    """What to tell of ranks that say nothing; None where nobody waits for another, or where all
-    wait in one place and have not done so for long.
+    """What to tell of ranks that say nothing; None where nobody waits for another and none is
+    suspended, or where all wait in one place and have not done so for long.
 
     Args:
         stacks: of every rank whose part of the call goes on.
         ended: the ranks whose part has ended.
         silent: seconds since any rank made its last step.
         since: when that was, by the clock of the run.
+        suspended: the process of each rank that SIGSTOP or a debugger holds.
     """
+    held = suspended or {}
     waiting: dict[tuple[str, str], list[int]] = {}
     others: dict[str, list[int]] = {}
     for stack in stacks:
         if stack.operation:
             waiting.setdefault((stack.operation, stack.own_line), []).append(stack.rank)
-        else:
+        elif stack.rank not in held:
             others.setdefault(stack.place, []).append(stack.rank)
     if not waiting:
-        return None
-    if len(waiting) == 1 and not (others or ended) and silent < _SLOW_SECONDS:
+        return _only_suspended(held, since) if held else None
+    if len(waiting) == 1 and not (others or held or ended) and silent < _SLOW_SECONDS:
         return None
     groups = sorted(waiting.items(), key=lambda item: (-len(item[1]), item[1]))
     is_certain = all(one.is_idle for one in stacks if not one.operation)
@@ -209,14 +212,16 @@ def find_hang(
     parts += [f"{_with_verb(ranks, 'is', 'are')} {place}" for place, ranks in others.items()]
     if len(parts) > _MAX_PARTS:
         parts[_MAX_PARTS:] = [f"and so on, at {len(parts) - _MAX_PARTS} more places"]
+    if held:
+        parts.append(_suspended(held))
     if ended:
         parts.append(f"{_with_verb(ended, 'has', 'have')} ended")
     begin = "the run hangs" if is_certain else "ranks wait for others, which are at work"
-    advice = f". {_ADVICE}" if is_certain else ""
+    advice = "" if held or not is_certain else f". {_ADVICE}"
     # Where all ranks wait, at different places, the largest group is taken to be where all should
     # be: the ranks at every other place are elsewhere.
     elsewhere = {rank: place for place, ranks in others.items() for rank in ranks}
-    if not others:
+    if not others and not held:
         elsewhere = {rank: f"at {line}" for (_, line), ranks in groups[1:] for rank in ranks}
     return Hang(
         is_certain=is_certain,
@@ -225,6 +230,26 @@ def find_hang(
         operations={one.rank: one.operation for one in stacks if one.operation},
         elsewhere=elsewhere,
         stacks=_alike(stacks),
+    )
+
+
+def _only_suspended(held: Mapping[int, int], since: float) -> Hang:
+    """What to tell where no rank waits for those that are suspended, or where there is no other."""
+    return Hang(
+        is_certain=True,
+        text=_suspended(held),
+        since=since,
+        operations={},
+        elsewhere={},
+        stacks=(),
+    )
+
+
+def _suspended(held: Mapping[int, int]) -> str:
+    pids = " ".join(map(str, held.values()))
+    return (
+        f"{_with_verb([*held], 'is', 'are')} suspended, by SIGSTOP or a debugger: the debugger, or "
+        f"`kill -CONT {pids}`, lets {'it' if len(held) == 1 else 'them'} go on"
     )
 
 

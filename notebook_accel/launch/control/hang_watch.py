@@ -96,7 +96,8 @@ class HangWatch:
         if not self._is_silent(state, now):
             self._asked, self._before, self._wait = None, [], _AGAIN_SECONDS
             self._next = 0.0
-            state = _with_hang(state, None)
+            # A rank that is suspended is named where others go on, or where there is no other.
+            state = _with_hang(state, self._find([], state, now))
         elif self._asked is not None and self._has_answers(state, now):
             state = self._judge(state, now)
         self._seen = state
@@ -139,7 +140,7 @@ class HangWatch:
         if found is None or is_same:
             self._wait = min(2 * self._wait, _MAX_AGAIN_SECONDS)
         self._asked, self._next = None, now + self._wait
-        return _with_hang(state, found if is_same else None)
+        return _with_hang(state, found if is_same else self._find([], state, now))
 
     def _find(self, stacks: Sequence[RankStack], state: RunState, now: float) -> Hang | None:
         silent = now - max(self._moved.values(), default=now)
@@ -148,6 +149,11 @@ class HangWatch:
             ended=[rank.rank for rank in state.ranks if rank.has_ended],
             silent=silent,
             since=state.now() - silent,
+            suspended={
+                rank.rank: rank.pid
+                for rank in state.ranks
+                if rank.is_suspended and rank.pid is not None and rank.quiet_since is not None
+            },
         )
 
     def _read(self, rank: RankState, dump: str) -> RankStack:

@@ -130,6 +130,7 @@ class RankState:
         memory, device_memory: bytes; None where unknown.
         cpu, device_use: percent of a core, and of its device; None where unknown.
         device: what it computes on, as a person calls it; "" where unknown.
+        is_suspended: whether SIGSTOP or a debugger holds its process.
         quiet_since: since when it made no step and said nothing, by the clock of the run (wall,
             seconds); None while it does.
         metrics: last value of each name, with its step.
@@ -171,6 +172,7 @@ class RankState:
     cpu: int | None = None
     device_use: int | None = None
     device: str = ""
+    is_suspended: bool = False
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     extremes: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -81,7 +81,8 @@ def condition(rank: RankState) -> str:
 
 
 def live_condition(rank: RankState, state: RunState) -> str:
-    """What a rank does now: its condition, or while it runs "waits", "elsewhere" or "quiet".
+    """What a rank does now: its condition, or while it runs "waits", "elsewhere", "suspended" or
+    "quiet".
 
     It is elsewhere where others wait for it in vain, and quiet where it makes no step.
     """
@@ -89,6 +90,8 @@ def live_condition(rank: RankState, state: RunState) -> str:
     if status != "running" or state.status != "running":
         return status
     hang = state.hang
+    if rank.is_suspended and rank.quiet_since is not None:
+        return "suspended"
     if hang is not None and hang.is_certain and rank.rank in hang.elsewhere:
         return "elsewhere"
     if hang is not None and rank.rank in hang.operations:
@@ -101,15 +104,18 @@ def hang_line(state: RunState) -> str:
     if state.hang is None:
         return ""
     text = one_line(state.hang.text, _MAX_HANG)
+    if not state.hang.operations:  # of a rank that is suspended; others may go on
+        return text
     seconds = (state.ended or state.now()) - state.hang.since
     return f"Nothing has moved for {wording.clock(seconds)}: {text}"
 
 
 def slowest_first(state: RunState) -> list[RankState]:
-    """The ranks, those first at which a person looks: failed or elsewhere, then who is least
-    far."""
+    """The ranks, those first at which a person looks: failed, suspended or elsewhere, then who is
+    least far."""
     order = {
         "failed": 0,
+        "suspended": 1,
         "elsewhere": 1,
         "lost peer": 2,
         "quiet": 3,

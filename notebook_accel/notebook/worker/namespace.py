@@ -210,10 +210,13 @@ class Namespace:
         self._names: dict[str, Any] = shell.user_ns
         training = import_module(_TRAINING)
         self._names.update({name: getattr(training, name) for name in _AT_ONCE})
+        self._first_names = dict(self._names)
         self._reported = self._objects()
 
     def push(self, names: Mapping[str, Any], fills: Collection[str] = ()) -> None:
         """Take names of the notebook, those in ``fills`` only where there are none."""
+        if "__name__" not in self._names:  # a cell ran `globals().clear()`
+            self._names.update({**self._first_names, **self._names})
         if names:
             self._last_push = rank.current().call
         names = {

@@ -170,6 +170,19 @@ def test_one_collective_of_all_may_take_its_time() -> None:
     )
 
 
+def test_a_rank_that_is_suspended() -> None:
+    resumes = "suspended, by SIGSTOP or a debugger: the debugger, or `kill -CONT 71`, lets it go on"
+    held = {"silent": 10.0, "since": 1000.0, "suspended": {1: 71}}
+    hang: Any = find_hang([stack(0, ALL_REDUCE), stack(1, SLEEP)], ended=(), **held)
+    assert hang.is_certain
+    assert hang.text == (
+        f"the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; rank 1 is {resumes}"
+    )
+    for others in ([], [stack(0, SLEEP)]):
+        hang = find_hang(others, ended=(), **held)
+        assert (hang.text, hang.operations) == (f"rank 1 is {resumes}", {})
+
+
 def test_many_places_are_cut() -> None:
     frames = [((CELL, line, "train"),) for line in range(60)]
     hang = find(stack(99, ALL_REDUCE), *(stack(n, f) for n, f in enumerate(frames)))
@@ -271,3 +284,21 @@ def test_a_rank_that_never_answers_holds_nothing_up(watched: Watched) -> None:
     watched.go_on(20.0)
     assert watched.state.hang is not None
     assert "rank 1 is silent" in watched.state.hang.text
+
+
+def test_a_rank_that_is_suspended_is_told_at_once_and_taken_back(watched: Watched) -> None:
+    """Also where the other one goes on."""
+    first, second = watched.state.ranks
+    watched.state = replace(watched.state, ranks=(replace(first, pid=71), second))
+    watched.state = after(watched.state, wire.Sample(rank=0, is_suspended=True))
+    watched.go_on(4.0, steps=True)
+    assert watched.state.hang is None, "a debugger that only looks lets it go on"
+    watched.go_on(2.0, steps=True)
+    assert watched.state.hang is not None
+    assert watched.state.hang.text.startswith("rank 0 is suspended")
+    before = watched.state.hang
+    watched.go_on(2.0, steps=True)
+    assert watched.state.hang is before
+    watched.state = after(watched.state, wire.Sample(rank=0, steps=1))
+    watched.go_on(0.4, steps=True)
+    assert watched.state.hang is None
