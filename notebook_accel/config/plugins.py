@@ -10,7 +10,7 @@ declared in fsdp.py, deepspeed.py and mesh.py beside this file, on which the plu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config.deepspeed import DeepSpeedOptions
@@ -38,8 +38,8 @@ class Plugin:
         switch: the variable that turns it on.
         section: the name of its part in Accelerate's YAML.
         without_effect: names in that part which are accepted and change nothing.
-        read_by_ranks: names in that part that are no options, with the texts that they may have:
-            ranks read them from a variable of the same name.
+        read_by_ranks: names in that part that are no options: ranks read and check them from a
+            variable of the same name.
         composes: whether it can be asked for beside another one.
         needs_options: whether it changes nothing unless an option is given.
     """
@@ -51,7 +51,7 @@ class Plugin:
     switch: str
     section: str
     without_effect: tuple[str, ...] = ()
-    read_by_ranks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    read_by_ranks: tuple[str, ...] = ()
     composes: bool = True
     needs_options: bool = False
 
@@ -147,23 +147,9 @@ class Plugin:
         return found
 
     def variables_of_accelerate(self, section: Mapping[str, Any]) -> dict[str, str]:
-        """What this part of Accelerate's YAML says that is no option, as variables of the ranks.
-
-        Raises:
-            ConfigError: a value is not one of those that there are.
-        """
-        found = {}
-        for name, choices in self.read_by_ranks.items():
-            value = section.get(name)
-            if value in (None, ""):
-                continue
-            if value not in choices:
-                raise ConfigError(
-                    f"{self.section}: {name}: {shown(value)}: expected one of "
-                    f"{', '.join(map(repr, choices))}"
-                )
-            found[name.upper()] = str(value)
-        return found
+        """What this part of Accelerate's YAML says that is no option, as variables of the ranks."""
+        found = {name.upper(): section.get(name) for name in self.read_by_ranks}
+        return {name: str(value) for name, value in found.items() if value}
 
 
 PLUGINS: Mapping[str, Plugin] = {
@@ -203,7 +189,7 @@ PLUGINS: Mapping[str, Plugin] = {
         options_class=MeshOptions,
         switch="ACCELERATE_USE_PARALLELISM_CONFIG",
         section="parallelism_config",
-        read_by_ranks={"parallelism_config_cp_comm_strategy": ("allgather", "alltoall")},
+        read_by_ranks=("parallelism_config_cp_comm_strategy",),
         needs_options=True,
     ),
 }

@@ -294,20 +294,6 @@ def _settings(_machine: Machine) -> Iterator[Finding]:
         yield Finding(level=STOPS, subject="settings", found=str(error), remedy=remedy)
 
 
-def _ports(_machine: Machine) -> Iterator[Finding]:
-    if preflight.gives_ports():
-        yield Finding(level=FINE, subject="ports", found="ranks can meet at ports of 127.0.0.1")
-    else:
-        remedy = "give the container a loopback interface: ranks of one machine meet there"
-        found = "no port of 127.0.0.1 can be had"
-        yield Finding(level=STOPS, subject="ports", found=found, remedy=remedy)
-
-
-def _scripts(_machine: Machine) -> Iterator[Finding]:
-    found = "ranks do not import the script that launches: no `if __name__ == '__main__'` is needed"
-    yield Finding(level=FINE, subject="scripts", found=found)
-
-
 _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _platform,
     _devices,
@@ -318,6 +304,4 @@ _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _limits,
     _folders,
     _settings,
-    _ports,
-    _scripts,
 )

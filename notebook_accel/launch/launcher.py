@@ -35,8 +35,7 @@ from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.text import wording
-from notebook_accel.launch.text.odd_text import escaped
-from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:

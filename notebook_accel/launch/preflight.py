@@ -30,7 +30,6 @@ __all__ = [
     "check_platform",
     "check_wait",
     "crowding",
-    "gives_ports",
 ]
 
 # Files that the kernel itself opens for one launch: folder, metrics, payload, template, channels.
@@ -226,11 +225,6 @@ def check_files_of_ranks(world_size: int) -> None:
             f"{ranks} about {needed} open files, and this machine's hard limit is {hard} "
             f"(ulimit -Hn): {advice}"
         )
-
-
-def gives_ports() -> bool:
-    """Whether a free port of the loopback interface can be had."""
-    return _bind(0) is None
 
 
 def _bind(port: int) -> OSError | None:

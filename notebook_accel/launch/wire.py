@@ -103,7 +103,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
     """A pickled value, in the message or in a memory segment beside it.
 
-    ``transport/packet.py`` makes it of a value, and the value of it.
+    ``transport/segment.py`` makes it of a value, and the value of it.
 
     Attributes:
         header: that of ``payload.Packed``; empty where that is too large for a message: then the

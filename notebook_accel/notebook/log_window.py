@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text.terminal_text import plain_text
-from notebook_accel.launch.view.new_lines import LineReader
+from notebook_accel.launch.view.plain import LineReader
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, join_lines, shorten
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
-from notebook_accel.launch.view.terminal import TerminalView
 from notebook_accel.notebook import clicks
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
@@ -165,9 +163,7 @@ def _widgets(caller: _Caller) -> View:
 
 def _text(caller: _Caller) -> View:
     if caller.kernel is None:
-        # Bars that move in their place need a terminal; in a file each move would be a line.
-        kind = TerminalView if sys.stdout.isatty() else PlainView
-        return kind(is_cell=caller.is_cell)
+        return PlainView(is_cell=caller.is_cell)
     return Transcript(waits=caller.waits, is_cell=caller.is_cell)
 
 

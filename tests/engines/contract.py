@@ -406,40 +406,24 @@ class EngineContract:
         assert run.results == ["of rank 0", "of rank 1"]
         assert [row["rank"] for row in run.metrics] == [1]
 
-    def test_ranks_that_break_their_connections(self) -> None:
-        """Each way in a run of its own, beside the others: some are noticed after five seconds."""
-
-        def train(how: str, child: bool) -> int:
+    @pytest.mark.parametrize("how", ["closes", "writes"])
+    def test_a_rank_that_breaks_its_connection(self, how: str) -> None:
+        def train(how: str) -> int:
             import socket
-            import subprocess
 
             if os.environ["RANK"] == "0":
-                if child:
-                    subprocess.Popen(["sleep", "600"], close_fds=False)
-                    if not os.fork():
-                        time.sleep(600)
                 if how == "closes":
                     os.closerange(3, 1000)
-                else:
-                    bytes_ = b"x" * 100_000 if how == "garbage" else b"\x00\x10\x00\x00\x00"
-                    for fd in range(3, 100):
-                        with contextlib.suppress(OSError):
-                            socket.socket(fileno=os.dup(fd)).send(bytes_)
+                for fd in range(3, 100) if how == "writes" else ():
+                    with contextlib.suppress(OSError):
+                        socket.socket(fileno=os.dup(fd)).send(b"x" * 100_000)
             return 1
 
-        began = time.monotonic()
-        runs = {
-            (how, child): self.launch(train, how, child, block=False)
-            for how in ("closes", "garbage", "half a frame")
-            for child in (False, True)  # that has a copy of the connection
-        }
-        for (how, child), run in runs.items():
-            with pytest.raises(WorkerError) as caught:
-                run.wait(2 * BUSY)
-            verb = "closed" if how == "closes" else "wrote into"
-            assert f"it {verb} its connection to the notebook" in str(caught.value), (how, child)
-            assert caught.value.ranks == [0], (how, child)
-        assert time.monotonic() - began < 2 * BUSY
+        with pytest.raises(
+            WorkerError, match="it closed its connection to the notebook, or wrote"
+        ) as caught:
+            self.launch(train, how)
+        assert caught.value.ranks == [0]
 
     def test_a_rank_that_goes_on_after_it_closed_its_connection(self) -> None:
         def train() -> None:
@@ -450,7 +434,7 @@ class EngineContract:
         with pytest.raises(WorkerError, match="rank 1 failed: ConnectionError: it closed"):
             self.launch(train)
 
-    @pytest.mark.parametrize("how", ["returns", "raises", "exits", "exits with a word"])
+    @pytest.mark.parametrize("how", ["returns", "raises"])
     def test_a_forked_child_that_comes_back_is_no_rank(self, how: str) -> None:
         def train(how: str) -> int:
             child = os.fork()
@@ -458,17 +442,11 @@ class EngineContract:
                 return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if how == "raises":
                 raise ValueError("in the child")
-            if how == "exits":
-                sys.exit(3)
-            if how == "exits with a word":
-                sys.exit("the child has no data")
             return -1
 
-        code = {"returns": 0, "raises": 1, "exits": 3, "exits with a word": 1}[how]
         run = self.launch(train, how)
-        assert run.results == [code, code]
-        said = {"raises": "ValueError: in the child", "exits with a word": "the child has no data"}
-        assert said.get(how, "") in run.logs(0)
+        assert run.results == [how == "raises"] * 2
+        assert run.logs(0).count("ValueError: in the child") == (how == "raises")
 
     def test_what_is_left_to_do_after_the_return_is_bounded(self, tmp_path: Path) -> None:
         def train(folder: str) -> float:
@@ -970,7 +948,6 @@ class EngineContract:
         "where",
         [
             "in Python",
-            "in a finalizer",
             "in a collective",
             "in collectives, for ever",
             "in another thread",
@@ -991,16 +968,8 @@ class EngineContract:
                 # As of a main thread that is just about to sleep: it has the signal, and sleeps on.
                 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            if where == "in a finalizer":  # in which Python ignores whatever is raised
-
-                class Slow:
-                    def __del__(self) -> None:
-                        Path(folder, os.environ["RANK"]).touch()
-                        time.sleep(600)
-
-                Slow()
             Path(folder, os.environ["RANK"]).touch()
-            if where in ("in Python", "in a finalizer", "in another thread") or (
+            if where in ("in Python", "in another thread") or (
                 where == "in a collective" and accelerator.process_index == 1
             ):
                 time.sleep(600)
@@ -1132,7 +1101,10 @@ class EngineContract:
         self, tmp_path: Path
     ) -> None:
         def work(path: str) -> None:
+            begun = Path(path).with_name("begun")
             if os.environ["RANK"] == "0":
+                while not begun.exists():
+                    time.sleep(0.01)
                 raise ValueError("bad batch")
 
             def write() -> None:
@@ -1141,6 +1113,7 @@ class EngineContract:
                 Path(path).write_text("done")
 
             threading.Thread(target=write).start()
+            begun.touch()
 
         config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu", grace=0.5)
         session = Session(config=config)

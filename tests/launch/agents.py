@@ -18,7 +18,7 @@ from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect, new_secret
-from notebook_accel.launch.transport.packet import pack
+from notebook_accel.launch.transport.segment import pack
 from tests.engines.processes import below, eventually
 
 if TYPE_CHECKING:

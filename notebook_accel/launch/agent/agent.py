@@ -35,7 +35,7 @@ from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
-from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
+from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
@@ -310,7 +310,7 @@ class Agent:
             now=now,
             idle=self._idle(now),
             leaving=self._are_leaving(),
-            begun=all(rank.has_started for rank in self._in_call()),
+            all_begun=all(rank.has_started for rank in self._in_call()),
         )
         if stage is not None:
             self._enter_stage(stage)
@@ -437,7 +437,7 @@ class Agent:
             messages = rank.channel.drain(limit=_BUSY_PENDING)
         except ProtocolError:
             self._unwatch(rank.channel.fileno())
-            rank.broken = GARBAGE
+            rank.broken = BROKEN
             return
         except (EOFError, OSError):
             self._unwatch(rank.channel.fileno())
@@ -452,12 +452,10 @@ class Agent:
         try:
             while messages := rank.channel.drain():
                 self._pass_on(rank, messages)
-        except ProtocolError:
-            rank.broken = GARBAGE
-        except (EOFError, OSError):
-            # It ended in order; or it had closed its end before, maybe half-way through a message.
+        except (EOFError, OSError, ProtocolError):
+            # It ended in order; or its code had closed its end before, or written into it.
             if rank.is_in_call and rank.row.call_over:
-                rank.broken = GARBAGE if rank.channel.is_torn else CLOSED
+                rank.broken = BROKEN
 
     def _give_up(self, rank: RankProcess) -> None:
         """Nothing can be heard from the rank any more: say why, and end it."""
@@ -517,6 +515,7 @@ class Agent:
         """Act on what a rank says; gives the message as it is passed on to the kernel."""
         if isinstance(message, wire.CallStarted):
             rank.has_started = True
+            self._ending = self._ending.begun(now=time.monotonic())
         if not isinstance(message, (wire.Returned, wire.Raised)):
             return message
         # The kernel may take the call for ended with the next message: all that was logged and

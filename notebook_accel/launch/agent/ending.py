@@ -14,8 +14,8 @@ survive, and are ready for the next call; TERMINATE and KILL end them.
 
 When a rank fails, the others first have a settle window: where all make the same mistake, each is
 to be heard, and a rank that was slower must not pass for a victim of the first. The window is over
-after ``SETTLE_SECONDS`` and once every rank has called the function: on a machine with fewer
-processors than ranks, some may not have run at all.
+``SETTLE_SECONDS`` after every rank has called the function: on a machine with fewer processors than
+ranks, some may not have run at all.
 """
 
 from __future__ import annotations
@@ -137,8 +137,14 @@ class Ending:
             failed, stage=Stage.INTERRUPT, next=Stage.TERMINATE, term_seconds=SETTLE_SECONDS
         )
 
+    def begun(self, *, now: float) -> Ending:
+        """The ending once one more rank has called the function: it gets the settle window."""
+        return (
+            self if self.settles_from is None else replace(self, settles_from=now + SETTLE_SECONDS)
+        )
+
     def next_stage(
-        self, *, now: float, idle: float, leaving: bool, begun: bool = True
+        self, *, now: float, idle: float, leaving: bool, all_begun: bool = True
     ) -> Stage | None:
         """The stage that is due now.
 
@@ -147,14 +153,14 @@ class Ending:
             idle: seconds since any rank last made progress.
             leaving: every rank in the call has left its loop or has read ``should_stop``, and so
                 ends the call in its own time.
-            begun: every rank in the call has called the function.
+            all_begun: every rank in the call has called the function.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:
             return None
         if is_polite and idle >= _IDLE_SECONDS:
             return Stage.INTERRUPT
-        if self.settles_from is not None and begun and now >= self.settles_from:
+        if self.settles_from is not None and all_begun and now >= self.settles_from:
             return self.next
         if self.due is not None and now >= self.due:
             return self.next

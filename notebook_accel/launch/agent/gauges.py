@@ -2,7 +2,7 @@
 
 psutil knows the process. NVML (the package nvidia-ml-py) knows the device without making a context
 on it, but of a device's memory torch's own count is taken first, where the rank has one. Without
-NVML the driver's files still say what the device is called.
+NVML nothing is known of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -24,8 +23,6 @@ __all__ = ["Gauges", "gauges_of"]
 # jump, since the system counts in ticks of 10 ms.
 _READ_SECONDS = 1.0
 _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-# A folder for each device, in the order of their slots.
-_DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 
 def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
@@ -122,8 +119,7 @@ class Gauges:
     def _read_device(self, nvidia: str) -> None:
         nvml = _nvml()
         if nvml is None:
-            # What the device does, only NVML says: there is nothing to read again.
-            self.device, self._nvidia = _name_by_driver(nvidia, self._is_pci_order), None
+            self._nvidia = None
             return
         try:
             if self._handle is None:
@@ -147,22 +143,3 @@ class Gauges:
         if not self._is_pci_order and len({nvml.nvmlDeviceGetName(one) for one in handles}) > 1:
             raise LookupError("which of NVML's devices is meant is not known")
         return handles[int(nvidia) % len(handles)]
-
-
-def _name_by_driver(nvidia: str, is_pci_order: bool) -> str:
-    """What the driver calls the device; "" where it has no such files, or which is meant is unsure.
-
-    Args:
-        nvidia, is_pci_order: as for :class:`Gauges`.
-    """
-    found: list[tuple[str, str]] = []
-    with contextlib.suppress(OSError):
-        for path in sorted(_DRIVER_FILES.glob("*/information")):
-            lines = (line.partition(":") for line in path.read_text(errors="replace").splitlines())
-            facts = {key.strip(): value.strip() for key, _, value in lines}
-            found.append((facts.get("GPU UUID", ""), facts.get("Model", "")))
-    if not nvidia.isdigit():
-        return next((name for uuid, name in found if uuid.startswith(nvidia)), "")
-    if not found or (not is_pci_order and len({name for _, name in found}) > 1):
-        return ""
-    return found[int(nvidia) % len(found)][1]

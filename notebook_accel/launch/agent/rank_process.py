@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.polling import is_readable
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import RankRow
 
-__all__ = ["CLOSED", "GARBAGE", "RankProcess"]
+__all__ = ["BROKEN", "RankProcess"]
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.
@@ -37,18 +36,12 @@ _STACKS_SECONDS = 3.0
 # A connection that closes is mostly the first sign of a process that ends. One that still lives
 # after this time has closed it itself.
 _CLOSED_SECONDS = 1.0
-# A rank packs its result, sets `call_over`, and only then writes it. Seconds without a byte after
-# which the result counts as lost.
-_LOST_RESULT_SECONDS = 5.0
 
 # What a rank did to its connection, as the rest of a sentence about it.
-CLOSED = (
-    "closed its connection to the notebook (os.closerange, or a library that makes daemons): its "
-    "result is lost. Close only what you have opened, or do it in a child process"
-)
-GARBAGE = (
-    "wrote into its connection to the notebook what is no message: its result is lost. Some code "
-    "writes to a descriptor that it did not open, or has closed before"
+BROKEN = (
+    "closed its connection to the notebook, or wrote into it what is no message (os.closerange, a "
+    "library that makes daemons): its result is lost. Close only what you have opened, or do it in "
+    "a child process"
 )
 
 
@@ -95,7 +88,6 @@ class RankProcess:
         self.has_returned = False
         self.broken = ""
         self._closed_at: float | None = None
-        self._returned_at: float | None = None
         self._call = 0
         self._process = process
         self._tail = tail
@@ -128,7 +120,6 @@ class RankProcess:
         if self.alive:
             self._call = message.call
             self._sample = {}
-            self._returned_at = None
             self.is_in_call = True
             self.has_returned = False
             self.has_started = False
@@ -161,14 +152,7 @@ class RankProcess:
     def check_connection(self, now: float) -> None:
         """See whether what the rank has to say can still be heard; otherwise :attr:`broken`."""
         if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
-            self.broken = CLOSED
-        if self.is_in_call and self.row.call_over and not self.broken:
-            # Its function has ended, so that its result should come. Where its code closed the
-            # connection, a child of it may hold that open: there is no end of file then.
-            self._returned_at = self._returned_at or now
-            quiet = now - max(self._returned_at, self.channel.heard)
-            if quiet >= _LOST_RESULT_SECONDS and not is_readable(self.channel):
-                self.broken = GARBAGE if self.channel.is_torn else CLOSED
+            self.broken = BROKEN
 
     # ---- look ------------------------------------------------------------------------------
 

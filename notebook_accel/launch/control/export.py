@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import cloudpickle
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.payload.remade import BY_TYPE, remake
+from notebook_accel.launch.payload.pickling import BY_TYPE, remake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,8 +129,6 @@ class Script:
         self._definitions: dict[str, str] = {}
         # By name, or by what an error calls it: ``args[0]``.
         self._pickled: dict[str, Any] = {}
-        # The definitions that pickled values name.
-        self._referred: set[str] = set()
 
     def value(self, label: str, value: Any) -> str:
         """Return an expression for a value, and add what it needs; an error calls it ``label``."""
@@ -181,18 +179,13 @@ class Script:
         needs = {name: self._needed_at_once(name) for name in self._definitions}
         late = [name for name in self._ordered(needs) if needs[name] & self._pickled.keys()]
         early = [name for name in self._ordered(needs) if name not in late]
-        for name in self._referred & set(late):
-            raise NotebookAccelError(
-                f"`{name}` needs a value while it is defined that itself needs `{name}`: make "
-                "that value inside the function, launch again, and export that run"
-            )
         parts = [
             _HEAD.format(what=what, world_size=world_size, file=file),
             _FUTURE,
             "\n".join(sorted(self._imports)),
             "\n".join(f"{name} = {text}" for name, text in self._literals.items()),
             *(f"\n{self._definitions[name].strip()}" for name in early),
-            self._load(),
+            self._load(late),
             *(f"\n{self._definitions[name].strip()}" for name in late),
             f"\n{body}",
         ]
@@ -218,12 +211,11 @@ class Script:
         return is_named and _source_of(value, self._cells) is not None
 
     def _copy(self, name: str, value: Any) -> None:
-        source = _source_of(value, self._cells) or ""
+        source = self._definitions[name] = _source_of(value, self._cells) or ""
         known = _globals_of(value)
         for read in sorted(set(_globals_read(symtable.symtable(source, "", "exec")))):
             if read in known:
                 self.define(read, known[read])
-        self._definitions[name] = source
 
     def _pickle(self, label: str, value: Any) -> None:
         """Keep a value for the script's pickle, once it was seen to fit and what it needs."""
@@ -250,16 +242,28 @@ class Script:
         if not is_there or (is_taken and isinstance(value, types.FunctionType)):
             return None
         self.define(name, value)
-        self._referred.add(name)
         return str(name)
 
-    def _load(self) -> str:
+    def _load(self, late: Sequence[str]) -> str:
         """Return what reads the pickled values and gives them their names."""
         if not self._pickled:
             return ""
+
+        def reference(value: Any) -> str | None:
+            name = self._reference(value)
+            if name not in late:
+                return name
+            if isinstance(value, type):
+                raise NotebookAccelError(
+                    f"`{name}` needs a value while it is defined that itself needs `{name}`: make "
+                    "that value inside the function, launch again, and export that run"
+                )
+            # A function may be there twice: what was registered with a decorator, say.
+            return None
+
         file = io.BytesIO()
         # In one pickle: an object that two values share stays one.
-        _ScriptPickler(file, self._reference).dump(self._pickled)
+        _ScriptPickler(file, reference).dump(self._pickled)
         names = [f"{name} = _pickled[{name!r}]" for name in self._pickled if name in self._names]
         text = base64.b85encode(file.getvalue()).decode()
         return "\n".join([_LOAD.format(text=text), *names])
@@ -284,7 +288,7 @@ class Script:
         return _globals_read(table, at_once=at_once)
 
     def _ordered(self, needs: Mapping[str, set[str]]) -> list[str]:
-        """Return the definitions, each after those that it needs at once."""
+        """Return the definitions in the order of their cells, each after those that it needs."""
         ordered: dict[str, None] = {}
         begun: set[str] = set()
 
@@ -295,9 +299,17 @@ class Script:
                     add(used)
                 ordered[name] = None
 
-        for name in self._definitions:
+        for name in sorted(self._definitions, key=self._place):
             add(name)
         return [*ordered]
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Return the number of a definition's cell, from the oldest on, and the place in it."""
+        source = self._definitions[name].strip()
+        for index, cell in enumerate(self._cells):
+            if source in cell:
+                return len(self._cells) - index, cell.find(source)
+        return 0, list(self._definitions).index(name)
 
 
 # ---- the source of what cells define, and which globals it looks up ------------------------

@@ -15,8 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 import msgspec
 
 from notebook_accel.config.file import not_too_large
-from notebook_accel.launch.control.regular_files import open_regular
-from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
+from notebook_accel.launch.control.run_folder import lost_files_notice, making_files, open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

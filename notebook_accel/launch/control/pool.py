@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -33,8 +33,7 @@ from notebook_accel.launch.control.several_agents import MessagesForOthers, Stop
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.system.log_files import open_log
-from notebook_accel.launch.system.polling import is_readable
-from notebook_accel.launch.system.processes import describe_exit
+from notebook_accel.launch.system.processes import describe_exit, is_readable
 from notebook_accel.launch.transport.channel import ProtocolError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.control.running_call import RunningCall
+    from notebook_accel.launch.control.state import RunState
 
 __all__ = ["RankPool"]
 
@@ -60,6 +59,24 @@ _DEAF_SECONDS = 3.0
 # the end for `_SILENT_SECONDS`; where nobody wants it, the person is told, since it may go on.
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
+
+
+class RunningCall(Protocol):
+    """What the pool asks of the call that its ranks are in; :class:`Supervisor` does it."""
+
+    number: int
+    state: RunState
+
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def ended_well(self) -> bool: ...
+    def begin(self, number: int) -> None: ...
+    def take(self, message: wire.Message, fds: Sequence[int]) -> None: ...
+    def lose(self, ranks: Sequence[int]) -> None: ...
+    def tick(self) -> None: ...
+    def note_stop(self) -> bool: ...
+    def finish(self, lost: Sequence[LostAgent]) -> None: ...
 
 
 class RankPool:

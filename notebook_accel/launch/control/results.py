@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload
-from notebook_accel.launch.transport.packet import unpack
+from notebook_accel.launch.transport.segment import unpack
 
 if TYPE_CHECKING:
     from notebook_accel.launch import wire

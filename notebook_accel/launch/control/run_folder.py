@@ -1,9 +1,9 @@
 """Where a run is kept on disk: the folder with its logs, metrics and last state; which old ones go.
 
     runs folder/
-      .kernel-3f2a…            locked by a kernel as long as it lives; says its own name
+      .kernel-3f2a…            locked by a kernel as long as it lives
       20260131-120000-1a2b3c/  one run, readable by its owner alone
-        .live                  the same file, of the kernel that holds the run
+        .live                  the name of that file, of the kernel that holds the run
         rank-0.log, …          all output of each rank, as its agent writes it (agent/logs.py)
         metrics.jsonl          what was given to accelerator.log (metrics_file.py)
         config.yaml            how it was launched
@@ -23,7 +23,9 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import threading
+import time
 import uuid
 import weakref
 from dataclasses import replace
@@ -35,8 +37,8 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 import platformdirs
 
+from notebook_accel.config.file import not_too_large
 from notebook_accel.errors import LaunchError, NotebookAccelError
-from notebook_accel.launch.control.regular_files import open_regular, read_regular
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.log_files import FULL_DISK, log_path
@@ -49,11 +51,64 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.results import Results
 
-__all__ = ["RunFolder", "lost_files_notice", "making_files", "run_folders", "runs_folder"]
+__all__ = [
+    "RunFolder",
+    "lost_files_notice",
+    "making_files",
+    "open_regular",
+    "read_regular",
+    "run_folders",
+    "runs_folder",
+]
+
+
+# ---- Files that others may have put there: in a shared folder, anything can be called as a log is.
+
+
+# A file of others may be a FIFO, whose opening waits for a writer.
+_CAREFULLY = os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def open_regular(path: Path, *, follow: bool = False, write: bool = False) -> IO[bytes]:
+    """Open a regular file that others may have put there.
+
+    Args:
+        path: where it is.
+        follow: whether it may be a link.
+        write: whether it is opened for writing, too; it keeps what it has.
+
+    Raises:
+        OSError: it is no regular file, or its rights do not allow it.
+    """
+    flags = _CAREFULLY | (os.O_RDWR if write else os.O_RDONLY) | (0 if follow else os.O_NOFOLLOW)
+
+    def opener(name: str, _: int) -> int:
+        return os.open(name, flags)
+
+    # An interrupt after the descriptor is opened, and before the file object has it, would leave it
+    # open for good.
+    with held():
+        file = open(path, "r+b" if write else "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file, and not of a link.
+
+    Raises:
+        OSError: as :func:`open_regular`, and of a file that is too large.
+    """
+    with open_regular(path) as file:
+        return not_too_large(file).read()
+
 
 # Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
 # the disk than anybody would miss.
 _KEPT_RUNS = 50
+_DAY_SECONDS = 86_400
 _KEPT_BYTES = 2_000_000_000
 # Of what was being trained, so much is written at the end of a run, which takes a second or two.
 _RESCUED_BYTES = 1_000_000_000
@@ -156,10 +211,7 @@ class RunFolder:
 
     def _hold(self) -> None:
         mark, kernel = self.path / _LIVE, _kernel_file(self.path.parent)
-        try:
-            mark.hardlink_to(kernel)  # a fiftieth of what making a file takes
-        except OSError:  # a file system without hard links
-            mark.write_text(kernel.name)
+        mark.write_text(kernel.name)
         weakref.finalize(self, _let_go, mark, os.getpid())
 
     @property
@@ -392,44 +444,20 @@ _kernel_locks_lock = threading.Lock()
 
 
 def _kernel_file(root: Path) -> Path:
-    """The file in ``root`` that this process keeps locked, with its own name in it.
-
-    It is made at the first call.
-    """
+    """The file in ``root`` that this process keeps locked; it is made at the first call."""
     key = (root, os.getpid())
     with _kernel_locks_lock:
         lock = _kernel_locks.get(key)
-        if lock is None or not _is_same(lock, Path(lock.name)):
-            lock = _kernel_locks[key] = _locked_file(root)
-            atexit.register(_let_go, Path(lock.name), os.getpid())
+        if lock is None or not os.path.exists(lock.name):
+            path = root / f".kernel-{uuid.uuid4().hex[:12]}"
+            # Whoever may read it may lock it, too, and keep the runs of a dead kernel for good.
+            lock = open(path, "xb", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (kept open)
+            _kernel_locks[key] = lock
+            atexit.register(_let_go, path, os.getpid())
+            # On a file system without locks, to others a run lives as long as its mark is there.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return Path(lock.name)
-
-
-def _locked_file(root: Path) -> IO[bytes]:
-    while True:
-        path = root / f".kernel-{uuid.uuid4().hex[:12]}"
-        # Whoever may read it may lock it, too, and keep the runs of a dead kernel for good.
-        file = open(path, "xb", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (kept open)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # Another kernel found it without a lock, locked it, and is about to remove it.
-            file.close()
-            continue
-        except OSError:
-            # A file system without locks: to others a run lives as long as its mark is there.
-            pass
-        # Another kernel may have found it without a lock, and removed it before it was locked here.
-        if _is_same(file, path):
-            os.write(file.fileno(), path.name.encode())
-            return file
-        file.close()
-
-
-def _is_same(file: IO[bytes], path: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return False
 
 
 def _let_go(mark: Path, pid: int) -> None:
@@ -450,12 +478,11 @@ def _is_held(folder: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a kernel lives that holds this file; removes the file where none does."""
+    """Whether a kernel lives that holds this file."""
     try:
         # NFS locks only what is open for writing.
         with open_regular(path, write=True) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
     except FileNotFoundError:
         return False
     except OSError:
@@ -465,9 +492,11 @@ def _is_locked(path: Path) -> bool:
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
     """Remove runs that nobody holds, beyond the newest; what we did not make is left alone."""
-    for entry in os.listdir(root):
-        if _KERNEL.fullmatch(entry):
-            _is_locked(root / entry)
+    for entry in os.scandir(root):
+        # A new one may not be locked yet.
+        is_old = entry.stat(follow_symlinks=False).st_mtime < time.time() - _DAY_SECONDS
+        if is_old and _KERNEL.fullmatch(entry.name) and not _is_locked(Path(entry.path)):
+            os.unlink(entry.path)
     kept, num_bytes = 1, 0  # the new run will be among those that stay
     for folder in reversed(run_folders(root)):
         if folder.id == beside.id or folder.is_held:

@@ -23,10 +23,6 @@ _CALLER = re.compile(
     r'^  File ".*[/\\](launch[/\\]worker[/\\]call|notebook[/\\]worker[/\\]calls)\.py", '
     r"line \d+ in (_run|__call__)$"
 )
-# The file in which every thread starts, and the files whose functions the helper threads of this
-# package and of tqdm run.
-_START = re.compile(r"[/\\]threading\.py$")
-_HELPER = re.compile(r"[/\\](notebook_accel[/\\].*|tqdm[/\\]_monitor)\.py$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -52,18 +48,15 @@ def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> 
 def readable(text: str, labels: Mapping[str, str]) -> str:
     """A dump of faulthandler's as a person wants it: the thread of the user's function first.
 
-    Cells have their labels, nothing below the user's function is shown, and no thread that waits
-    behind the scenes, ours or tqdm's.
+    Cells have their labels, and nothing below the user's function is shown.
 
     Args:
         text: the dump.
         labels: what a person calls each cell, by the name of its file.
     """
     threads = sorted(_threads(text), key=_nearness)
-    shown = [
-        _without_callers(each) for each in threads if _nearness(each) < 2 or not _is_helper(each)
-    ]
-    return name_cells("\n\n".join(map("\n".join, shown)) + "\n", labels)
+    shown = ("\n".join(_without_callers(each)) for each in threads)
+    return name_cells("\n\n".join(shown) + "\n", labels)
 
 
 def _threads(text: str) -> list[list[str]]:
@@ -82,16 +75,6 @@ def _nearness(lines: Sequence[str]) -> int:
     if any(map(_CALLER.match, lines)):
         return 0
     return 1 if lines[0].startswith("Current thread") else 2
-
-
-def _is_helper(lines: Sequence[str]) -> bool:
-    """Whether a thread was started by this package, or is the one that looks after tqdm's bars."""
-    frames = [found for found in map(_FRAME.match, lines) if found]
-    # The newest is first: at the end stands the thread's start, and before it what it was made for.
-    if not frames or frames[-1][3] != "_bootstrap":
-        return False
-    made_for = next((found[1] for found in reversed(frames) if not _START.search(found[1])), "")
-    return bool(_HELPER.search(made_for))
 
 
 def _without_callers(lines: Sequence[str]) -> list[str]:

@@ -396,11 +396,10 @@ def _(message: wire.Displayed, state: RunState) -> RunState:
 
 
 def _kept(displays: tuple[Display, ...]) -> tuple[Display, ...]:
-    """The displays without the oldest ones, where they are too many; of these, those without an id
-    go first, since a rank may still replace the others."""
+    """The displays without the oldest ones, where they are too many."""
     kept = list(displays)
     while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and _size(kept) > _MAX_DISPLAY_BYTES):
-        kept.remove(next((one for one in kept[:-1] if not one.display_id), kept[0]))
+        del kept[0]
     return tuple(kept)
 
 

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.curves import LiveCurves
-from notebook_accel.launch.control.hang_watch import HangWatch
-from notebook_accel.launch.control.running_call import RunningCall
+from notebook_accel.launch.control.hang import HangWatch
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, Failure, apply
 from notebook_accel.launch.control.verdict import judge
@@ -59,8 +58,12 @@ _DRAW_SECONDS = 0.2
 _FILES_OF_END = 8
 
 
-class Supervisor(Conductor, RunningCall):
-    """Conducts one call on the ranks of a pool."""
+class Supervisor(Conductor):
+    """Conducts one call on the ranks of a pool.
+
+    The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread, and ``finish``
+    once, at the end. ``note_stop`` may come from any thread.
+    """
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class Supervisor(Conductor, RunningCall):
         return stacks_text(self._pool.stacks(rank), self._labels)
 
     def note_stop(self) -> bool:
+        """Note that somebody wants the end; False where the call has ended already."""
         with held(), self._state_lock:
             if self.state.has_ended:
                 return False
@@ -152,9 +156,10 @@ class Supervisor(Conductor, RunningCall):
                 self.state = replace(self.state, status="stopping")
             return True
 
-    # ---- what the pool does (RunningCall): `begin` in the launching thread, the rest in its own
+    # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
     def begin(self, number: int) -> None:
+        """Note the call's number before it is sent; once more, with 0, if it could not be sent."""
         self.number = number
         ranks = (
             replace(rank, pid=process.pid, agent=process.agent)
@@ -164,6 +169,7 @@ class Supervisor(Conductor, RunningCall):
 
     @property
     def is_over(self) -> bool:
+        """Whether every rank's part of the call has ended."""
         return all(rank.has_ended for rank in self.state.ranks)
 
     @property
@@ -171,6 +177,7 @@ class Supervisor(Conductor, RunningCall):
         return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
+        """Keep what a message brings; its descriptors are the call's from now on."""
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
             self.results.keep(message.rank, message.value, list(fds))
@@ -193,6 +200,8 @@ class Supervisor(Conductor, RunningCall):
         self._change(partial(apply, message))
 
     def lose(self, ranks: Sequence[int]) -> None:
+        """The agent of these ranks is gone, and they are with it."""
+
         def without(state: RunState) -> RunState:
             lost = (
                 replace(rank, status="failed", ended=time.time(), ended_by_agent=True)
@@ -215,6 +224,7 @@ class Supervisor(Conductor, RunningCall):
             self.state = state
 
     def tick(self) -> None:
+        """Look at the clock, and draw if that is due."""
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._time_out()
@@ -246,6 +256,11 @@ class Supervisor(Conductor, RunningCall):
         self._deadline = time.monotonic() + self._pool.grace
 
     def finish(self, lost: Sequence[LostAgent]) -> None:
+        """The call has ended: decide what came of it and let everybody know.
+
+        Args:
+            lost: the agents that ended before their ranks had.
+        """
         try:
             with self._state_lock:
                 self._set_final_state(lost)

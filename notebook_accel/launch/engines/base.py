@@ -40,9 +40,9 @@ from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.payload.notebook_state import capture
-from notebook_accel.launch.system.import_path import import_path
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.transport.packet import pack
+from notebook_accel.launch.system.processes import import_path
+from notebook_accel.launch.transport.segment import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

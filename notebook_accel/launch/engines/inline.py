@@ -20,8 +20,7 @@ from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.payload.notebook_state import apply_generators, capture
 from notebook_accel.launch.system.interrupts import Latch, let_through
 from notebook_accel.launch.text.terminal_text import plain_text
-from notebook_accel.launch.worker.exit_codes import exit_code
-from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
+from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,6 @@ found in. Nothing here looks at who sent a pickle: the channel has proved that b
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import sys
 import types
@@ -158,7 +157,7 @@ def pack_call(
     return PackedCall(
         packed=_as_packed(body, buffers, used_sources),
         registry=Registry((*before, *pickler.sent)),
-        notices=_moved_notice(pickler.moved, labelled),
+        notices=_moved_notice(pickler.moved),
         models=_unique(name for name, value in labelled if _is_model(value)),
         uses_torch=any(map(_is_of_torch, (*args, *kwargs.values(), *(v for _, v in labelled))))
         or any(_names_torch(used) for used in (function, *(used for used, _ in pickler.used))),
@@ -200,8 +199,8 @@ def _dump(
     """Pickle ``value(pickler)``."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    with make(file, buffers.append) as pickler:
-        pickler.dump(value(pickler))
+    pickler = make(file, buffers.append)
+    pickler.dump(value(pickler))
     # Not getbuffer(): to collect its view crashes Python 3.12.0 and 3.12.1, and makes later ones
     # write to stderr (https://github.com/python/cpython/issues/111049, 111331).
     return file.getvalue(), buffers, pickler
@@ -238,18 +237,14 @@ def _labelled(
         yield from variables(used, names).items()
 
 
-def _moved_notice(
-    moved: Sequence[tuple[str, int]], labelled: Sequence[tuple[str, Any]]
-) -> tuple[str, ...]:
+def _moved_notice(moved: Sequence[tuple[str, int]]) -> tuple[str, ...]:
     if not moved:
         return ()
     size = sum(size for _, size in moved) / 1e6
     devices = ", ".join(_unique(device for device, _ in moved))
-    names = _unique(f"`{name}`" for name, value in labelled if _is_on_device(value))
-    of = f" of {', '.join(names)}" if names else ""
     tensors = "1 tensor" if len(moved) == 1 else f"{len(moved)} tensors"
     text = (
-        f"{tensors} ({size:.1f} MB){of} on {devices} arrive in the ranks on the CPU: "
+        f"{tensors} ({size:.1f} MB) on {devices} arrive in the ranks on the CPU: "
         "prepare the model there, or move them with `.to(accelerator.device)`."
     )
     return (text,)
@@ -284,21 +279,6 @@ def _names_torch(function: Any) -> bool:
 
 def _is_torch(module: str) -> bool:
     return module.partition(".")[0] == "torch"
-
-
-def _is_on_device(value: Any, depth: int = 0) -> bool:
-    """Whether a tensor on an accelerator is in there, as far as one sees at a glance."""
-    try:
-        if _is_model(value):
-            tensors = itertools.chain(value.parameters(), value.buffers())
-            return any(_is_on_device(tensor, depth + 1) for tensor in tensors)
-        if isinstance(value, (dict, list, tuple)) and depth < 2:
-            parts = list(value.values() if isinstance(value, dict) else value)
-            return any(_is_on_device(part, depth + 1) for part in parts[:100])
-        kind = getattr(getattr(value, "device", None), "type", "cpu")
-        return hasattr(value, "untyped_storage") and kind not in ("cpu", "meta")
-    except Exception:  # a property of the user's class: the launch does not depend on it
-        return False
 
 
 # ---- back to the notebook ------------------------------------------------------------------
@@ -343,8 +323,7 @@ def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> by
     """Pickle what a rank raised; None where that cannot be."""
     file = io.BytesIO()
     try:
-        with ResultPickler(file, sent=call.sent if call else ()) as pickler:
-            pickler.dump(error)
+        ResultPickler(file, sent=call.sent if call else ()).dump(error)
     except (Exception, SystemExit):  # an exception may hold anything
         return None
     return file.getvalue()

@@ -10,7 +10,6 @@ import sys
 import types
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import CO_OPTIMIZED
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CellSource",
-    "class_body_names",
     "fill_main",
     "fresh_main",
     "global_names",
@@ -109,21 +107,6 @@ def fill_main(objects: Iterable[Any]) -> None:
             continue
         if name not in namespace or namespace[name] is filled.get(name):
             namespace[name] = filled[name] = value
-
-
-@lru_cache(maxsize=1024)
-def class_body_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that class statements inside of ``code`` look up, maybe among the globals."""
-    return tuple(dict.fromkeys(_walk_class_bodies(code)))
-
-
-def _walk_class_bodies(code: types.CodeType) -> Iterator[str]:
-    for inner in code.co_consts:
-        if not isinstance(inner, types.CodeType):
-            continue
-        if not inner.co_flags & CO_OPTIMIZED:
-            yield from _looked_up(inner)
-        yield from _walk_class_bodies(inner)
 
 
 @lru_cache(maxsize=1024)

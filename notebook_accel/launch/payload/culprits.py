@@ -10,8 +10,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.payload.pickling import CallPickler, Discard, ResultPickler, used_globals
-from notebook_accel.launch.payload.refusals import Refused, remedy_of
+from notebook_accel.launch.payload.pickling import (
+    CallPickler,
+    Discard,
+    Refused,
+    ResultPickler,
+    remedy_of,
+    used_globals,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -212,11 +218,10 @@ def _attempt(
     """A function that pickles a value, keeps nothing of it, and gives what that raised."""
 
     def attempt(value: Any) -> BaseException | None:
-        with make(Discard(), lambda _buffer: None) as pickler:
-            try:
-                pickler.dump(value)
-            except (Exception, SystemExit) as error:  # whatever a user's object does
-                return error
+        try:
+            make(Discard(), lambda _buffer: None).dump(value)
+        except (Exception, SystemExit) as error:  # whatever a user's object does
+            return error
         return None
 
     return attempt

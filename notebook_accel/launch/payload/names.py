@@ -52,12 +52,12 @@ def look_at(name: str, value: object) -> NameFacts:
         LaunchError: it cannot travel; the message says what of it cannot, and what to do.
     """
     file = _Digest()
-    with _LookingPickler(file) as pickler:
-        try:
-            pickler.dump(value)
-        except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
-            raise cannot_be_pushed(name, value, error) from cause(error)
-        return NameFacts(file.digest(), frozenset(pickler.names), pickler.num_bytes)
+    pickler = _LookingPickler(file)
+    try:
+        pickler.dump(value)
+    except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
+        raise cannot_be_pushed(name, value, error) from cause(error)
+    return NameFacts(file.digest(), frozenset(pickler.names), pickler.num_bytes)
 
 
 def names_used(value: object) -> frozenset[str]:
@@ -66,9 +66,9 @@ def names_used(value: object) -> frozenset[str]:
     Raises:
         Exception: whatever is raised where it cannot be pickled.
     """
-    with _NamesPickler(_Digest()) as pickler:
-        pickler.dump(value)
-        return frozenset(pickler.names)
+    pickler = _NamesPickler(_Digest())
+    pickler.dump(value)
+    return frozenset(pickler.names)
 
 
 class _Digest(Discard):

@@ -8,36 +8,173 @@ object; and what would arrive wrong is refused.
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
-import os
 import pickle
 import sys
-import threading
 import types
-from collections import ChainMap, Counter
+import typing
+import weakref
+from collections import ChainMap
 from contextvars import ContextVar
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import cloudpickle
 
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.refusals import Refused, remedy_of
-from notebook_accel.launch.payload.remade import BY_TYPE, NAMED_TYPES, remake
-from notebook_accel.launch.system.import_path import import_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
+    "BY_TYPE",
     "CallPickler",
     "Discard",
+    "NAMED_TYPES",
+    "Refused",
     "ResultPickler",
+    "STAYS_HOME",
     "SessionPickler",
     "itself",
     "load",
+    "remake",
+    "remedy_of",
     "used_globals",
 ]
+
+
+# ---- values that could be pickled, and would be useless or wrong in another process --------
+
+
+# The attribute by which a class of ours (or of anybody's) says what to do instead.
+STAYS_HOME = "_notebook_accel_stays_home"
+
+_INSIDE = "make it inside the function"
+_GROUP = "it belongs to a process group of this process; make it inside the function"
+_WRAPPED = "it is bound to a process group of this process; send its `.module` and wrap it inside"
+_WIDGET = "it lives in the notebook's page; print, or report from the function, instead"
+
+# By name, since importing torch, a widget library or another launcher to ask would cost seconds.
+_REMEDIES = {
+    "IPython.core.interactiveshell.InteractiveShell": "it is the notebook itself",
+    "accelerate.accelerator.Accelerator": _INSIDE,
+    "accelerate.data_loader.DataLoaderDispatcher": _INSIDE,
+    "accelerate.data_loader.DataLoaderShard": _INSIDE,
+    "accelerate.optimizer.AcceleratedOptimizer": _INSIDE,
+    "accelerate.scheduler.AcceleratedScheduler": _INSIDE,
+    "ipywidgets.widgets.widget.Widget": _WIDGET,
+    "lightning.fabric.fabric.Fabric": _INSIDE,
+    "lightning_fabric.fabric.Fabric": _INSIDE,
+    "notebook_accel.launch.rank.RankContext": _INSIDE,
+    "notebook_accel.launch.run.Run": "take what you need of it (`run[0]`) and send that",
+    "torch._C._distributed_c10d.Backend": _GROUP,
+    "torch._C._distributed_c10d.ProcessGroup": _GROUP,
+    "torch.distributed.distributed_c10d.ProcessGroup": _GROUP,
+    "torch.distributed.distributed_c10d.Store": _GROUP,
+    "torch.distributed.device_mesh.DeviceMesh": _GROUP,
+    "torch.distributed.fsdp.FSDPModule": _GROUP,
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _WRAPPED,
+    "torch.distributed.tensor.DTensor": "call its `.full_tensor()` on all ranks and take that",
+    "torch.nn.parallel.distributed.DistributedDataParallel": _WRAPPED,
+    "tqdm.std.tqdm": "make the bar inside the function, where it is shown live",
+}
+
+
+class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
+    """This object would arrive, but would be wrong there; the text is the remedy."""
+
+
+def remedy_of(kind: type) -> str | None:
+    """What to do instead of sending an instance of ``kind``; None where it may travel."""
+    remedy = getattr(kind, STAYS_HOME, None)
+    if isinstance(remedy, str):
+        return remedy
+    for base in kind.__mro__:
+        remedy = _REMEDIES.get(f"{base.__module__}.{base.__qualname__}")
+        if remedy:
+            return remedy
+    return None
+
+
+# ---- what Python pickles only by its name in a module, or not at all -----------------------
+
+
+def rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """A function under ``functools.lru_cache``, its cache empty."""
+    return functools.lru_cache(**parameters)(function)
+
+
+def rebuild_compiled(compile_in: Callable[[Any], Any], function: Any) -> Any:
+    """A function under ``torch.compile``; ``compile_in`` holds its backend and options."""
+    return compile_in(function)
+
+
+def _reduce_cached(value: Any) -> tuple[Any, ...]:
+    return rebuild_cached, (value.__wrapped__, value.cache_parameters()), vars(value)
+
+
+def _reduce_new_type(value: Any) -> tuple[Any, ...]:
+    return type(value), (value.__name__, value.__supertype__), {"__module__": value.__module__}
+
+
+# Objects that have a name of their own, as classes and functions have.
+_NAMED: dict[Any, Callable[[Any], tuple[Any, ...]]] = {
+    type(functools.lru_cache(len)): _reduce_cached,
+    typing.NewType: _reduce_new_type,
+    typing.ParamSpec: lambda value: (typing.ParamSpec, (value.__name__,)),
+}
+
+NAMED_TYPES = (*_NAMED, type, types.FunctionType, typing.TypeVar)
+
+
+def _reduce_cached_property(value: Any) -> tuple[Any, ...]:
+    # Up to Python 3.11 a cached_property holds a lock, which cannot be pickled.
+    return functools.cached_property, (value.func,), {"attrname": value.attrname}
+
+
+# How values are pickled, by their type; picklers add this to their ``dispatch_table``.
+BY_TYPE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    functools.cached_property: _reduce_cached_property,
+    # That of ``functools.singledispatch``.
+    weakref.WeakKeyDictionary: lambda value: (type(value), (dict(value.items()),)),
+}
+
+
+def remake(value: Any) -> tuple[Any, ...] | None:
+    """What pickle is to know of a named object that other processes cannot import.
+
+    None where cloudpickle knows by itself what to do.
+    """
+    reduce = _NAMED.get(type(value))
+    if reduce is not None:
+        return None if _is_at_its_name(value) else reduce(value)
+    if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+        return _reduce_compiled(value)
+    return None
+
+
+def _is_at_its_name(value: Any) -> bool:
+    """Whether the value's module, imported elsewhere, has it under its qualified name."""
+    module = sys.modules.get(value.__module__)
+    name = getattr(value, "__qualname__", None) or value.__name__
+    if module is None or module.__name__ == "__main__":
+        return False
+    try:
+        return attrgetter(name)(module) is value
+    except AttributeError:
+        return False
+
+
+def _reduce_compiled(function: types.FunctionType) -> tuple[Any, ...] | None:
+    """torch pickles the context in which a function is compiled, but not the function."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "self" not in cells:
+        return None
+    original = vars(function)["_torchdynamo_orig_callable"]
+    return rebuild_compiled, (cells["self"].cell_contents, original)
+
 
 # Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all
 # six items are there, the last one sets the state.
@@ -49,11 +186,6 @@ _UNWRAP = "__notebook_accel_unwrap__"
 _WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
 
 _objects: ContextVar[Sequence[Any]] = ContextVar("notebook_accel_objects")
-# How many picklers have told cloudpickle to send a package by value: it has one list for all
-# threads, and whoever ends first must not take out what another one still needs. What the user has
-# told it is not counted, and stays.
-_num_by_value: Counter[str] = Counter()
-_by_value_lock = threading.RLock()
 
 
 # ---- what pickles name ---------------------------------------------------------------------
@@ -148,7 +280,7 @@ def _as_usual(_value: Any) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """What both directions share. Use it as a context: it undoes what it told cloudpickle.
+    """What both directions share.
 
     Attributes:
         moved: device and number of bytes of each storage that was copied to the CPU.
@@ -161,20 +293,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.moved: list[tuple[str, int]] = []
         self._routes: dict[type, Callable[[Any], Any]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
-        # Packages that were looked at, and those of them that go by value while this one pickles.
-        self._settled: set[str] = set()
-        self._by_value: list[types.ModuleType] = []
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        with _by_value_lock:
-            for module in self._by_value:
-                _num_by_value[module.__name__] -= 1
-                if not _num_by_value[module.__name__]:
-                    cloudpickle.unregister_pickle_by_value(module)
-        self._by_value.clear()
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -237,35 +355,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # ---- classes, functions, modules ----
 
     def _reduce_definition(self, value: Any) -> Any:
-        self._settle_module(getattr(value, "__module__", None))
         reduced = remake(value) or super().reducer_override(value)
         if isinstance(value, type) and _goes_by_value(reduced):
             _keep_slots(value, reduced)
         return reduced
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
-        self._settle_module(module.__name__)
         is_plain = type(module) is types.ModuleType
         if is_plain or sys.modules.get(module.__name__) is not module:
             return NotImplemented
         # torch.backends.cudnn and its like: cloudpickle knows modules by their exact type alone.
         return import_named, (module.__name__,)
-
-    def _settle_module(self, name: str | None) -> None:
-        """Let cloudpickle send a module by value where another process could not import it."""
-        root = name.partition(".")[0] if isinstance(name, str) else "__main__"
-        if root == "__main__" or root in self._settled:
-            return
-        self._settled.add(root)
-        module = sys.modules.get(root)
-        if module is None or _module_is_found(module, root):
-            return
-        with _by_value_lock:
-            own = module.__name__
-            if _num_by_value[own] or own not in cloudpickle.list_registry_pickle_by_value():
-                cloudpickle.register_pickle_by_value(module)
-                _num_by_value[own] += 1
-                self._by_value.append(module)
 
 
 def _goes_by_value(reduced: Any) -> bool:
@@ -340,34 +440,6 @@ def _refuse(remedy: str) -> Callable[[Any], Any]:
     return refuse
 
 
-def _module_is_found(module: types.ModuleType, name: str) -> bool:
-    """Whether a process with the same ``sys.path`` finds this module."""
-    spec = getattr(module, "__spec__", None)
-    file = getattr(module, "__file__", None) or getattr(spec, "origin", None)
-    if spec is None and file is None:
-        return False
-    if not isinstance(file, str) or not os.path.isabs(file) or _is_on_path(file, name):
-        return True
-    # Loaded by hand from a file, or by the hook of an editable install.
-    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-    return any(find(name, None) is not None for find in finders if find is not None)
-
-
-def _is_on_path(file: str, name: str) -> bool:
-    folder, stem = os.path.split(file)
-    stem = stem.partition(".")[0]
-    if stem == "__init__":
-        folder, stem = os.path.split(folder)
-    return stem == name and folder in map(_absolute, import_path())
-
-
-def _absolute(folder: str) -> str:
-    try:
-        return os.path.abspath(folder)
-    except OSError:  # it is relative to the working directory, which was removed
-        return folder
-
-
 class CallPickler(_Pickler):
     """From the notebook to its ranks.
 
@@ -396,7 +468,7 @@ class CallPickler(_Pickler):
         # cloudpickle sees the names that functions look up, not those of class statements
         # inside of functions.
         known = function.__globals__
-        for name in cells.class_body_names(function.__code__):
+        for name in cells.global_names(function.__code__):
             if name in known:
                 used.setdefault(name, known[name])
         self.used.append((function, used))
@@ -425,9 +497,9 @@ class SessionPickler(CallPickler):
 
 def used_globals(function: types.FunctionType) -> dict[str, Any]:
     """The globals that go with a function; none where it goes by reference."""
-    with CallPickler(Discard()) as pickler:
-        pickler.reducer_override(function)
-        return pickler.used[0][1] if pickler.used else {}
+    pickler = CallPickler(Discard())
+    pickler.reducer_override(function)
+    return pickler.used[0][1] if pickler.used else {}
 
 
 class ResultPickler(_Pickler):

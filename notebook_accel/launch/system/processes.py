@@ -1,17 +1,17 @@
-"""What we ask of Linux: deaths that are noticed, descendants, and C's own output buffer."""
+"""What we ask of the system: deaths that are noticed, descendants, descriptors to read, C's own
+output buffer."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
-
-from notebook_accel.launch.system.polling import is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -23,6 +23,8 @@ __all__ = [
     "describe_exit",
     "die_with_parent",
     "has_children",
+    "import_path",
+    "is_readable",
     "kill_descendants",
     "kill_leftovers",
     "kill_tree",
@@ -33,6 +35,33 @@ __all__ = [
     "supported",
     "watch_exit",
 ]
+
+
+def import_path() -> list[str]:
+    """``sys.path`` as Python reads it: it passes over what is no text, such as a ``Path``."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+def is_readable(
+    source: int | _HasDescriptor, seconds: float | None = 0.0, *, or_writable: bool = False
+) -> bool:
+    """Whether there is something to read, or an end to see, before the time is over.
+
+    By poll(2), which works where no file can be opened any more: an epoll needs a descriptor.
+
+    Args:
+        source: a descriptor, or what has one.
+        seconds: how long is waited; None for no limit.
+        or_writable: whether room to write counts too.
+    """
+    poll = select.poll()
+    poll.register(source, select.POLLIN | (select.POLLOUT if or_writable else 0))
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
 
 # Of <sys/prctl.h> and <stdio.h>, which Python has no names for.
 _PR_SET_PDEATHSIG = 1

@@ -29,7 +29,6 @@ import sys
 import tempfile
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
@@ -37,10 +36,9 @@ from uuid import uuid4
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.import_path import import_path
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
-from notebook_accel.launch.system.polling import is_readable
+from notebook_accel.launch.system.processes import import_path, is_readable
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.text_values import parse_flag
@@ -399,7 +397,7 @@ def warm() -> None:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a template depends on: this process, interpreter, torch, and variables read early."""
+    """What a template depends on: this process, interpreter, and variables read early."""
     variables = tuple(
         sorted(
             (name, value)
@@ -407,16 +405,7 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
             if name.startswith(_READ_AT_IMPORT) and name not in _THREADS
         )
     )
-    return os.getpid(), sys.executable, _torch_stamp(), variables
-
-
-def _torch_stamp() -> tuple[object, ...]:
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return ()
-    with contextlib.suppress(OSError):
-        return spec.origin, Path(spec.origin).stat().st_mtime_ns
-    return (spec.origin,)
+    return os.getpid(), sys.executable, variables
 
 
 def _boot_code(fd: int) -> str:

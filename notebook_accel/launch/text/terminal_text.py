@@ -9,8 +9,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["GAP", "MAX_LINE", "Tail", "append_output", "as_shown", "one_line", "plain_text"]
+__all__ = [
+    "GAP",
+    "MAX_LINE",
+    "Tail",
+    "append_output",
+    "as_shown",
+    "escaped",
+    "one_line",
+    "plain_text",
+]
 
 # Escape sequences of a terminal begin with ESC, or with a single character from \x80 to \x9f.
 _ESCAPES = re.compile(
@@ -33,6 +43,21 @@ _BREAKS = re.compile(r"[\s\x85]+")
 MAX_LINE = 4_000
 # Stands for what was left out. In a log a lone ellipsis could be the program's own.
 GAP = " […] "
+
+
+def escaped(value: Any) -> Any:
+    """Plain data in whose texts the characters that UTF-8 cannot carry are spelled out.
+
+    Where a file name or a variable is not UTF-8, Python puts lone surrogates for its odd bytes (PEP
+    383), with which nothing could be drawn, sent or written: they become ``\\udcff``.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {escaped(key): escaped(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [escaped(part) for part in value]
+    return value
 
 
 def plain_text(text: str) -> str:

@@ -25,7 +25,7 @@ import msgspec
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import wire
-from notebook_accel.launch.text.odd_text import escaped, unwrapped, wrapped
+from notebook_accel.launch.text.terminal_text import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,17 +42,14 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(
     Union[tuple(wire.Message.__subclasses__())]
 )
-# Their texts name folders and variables, which must arrive byte for byte.
-_OF_SURROUNDINGS = (wire.Launch, wire.CountDevices)
 
 
 def encode(message: wire.Message) -> bytes:
-    """The bytes of one message; what becomes of text that is not UTF-8 is said in odd_text.py."""
+    """The bytes of one message; text that UTF-8 cannot carry is spelled out."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
-        change = wrapped if isinstance(message, _OF_SURROUNDINGS) else escaped
-        return _encoder.encode(change(msgspec.to_builtins(message, builtin_types=(bytes,))))
+        return _encoder.encode(escaped(msgspec.to_builtins(message, builtin_types=(bytes,))))
 
 
 def decode(data: bytes | memoryview) -> wire.Message:
@@ -62,16 +59,9 @@ def decode(data: bytes | memoryview) -> wire.Message:
         msgspec.DecodeError: the bytes are no message of this version.
     """
     try:
-        message = _decoder.decode(data)
+        return _decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
         raise msgspec.DecodeError(f"it cannot be read: {error}") from None
-    if not isinstance(message, _OF_SURROUNDINGS):
-        return message
-    try:
-        fields = unwrapped(msgspec.to_builtins(message, builtin_types=(bytes,)))
-    except ValueError as error:
-        raise msgspec.DecodeError(f"a text is none: {error}") from None
-    return msgspec.convert(fields, type(message))
 
 
 _HEADER = struct.Struct("!IB")
@@ -160,11 +150,6 @@ class Channel:
     def is_receiving(self) -> bool:
         """Whether a file or segment that the peer began to send has not come whole."""
         return False
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether bytes came that are no whole message, and may never be."""
-        return bool(self._incoming)
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Queue a message. Descriptors are duplicated: the caller's stay the caller's.

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.system.polling import is_readable
+from notebook_accel.launch.system.processes import is_readable
 from notebook_accel.launch.transport import segment
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 

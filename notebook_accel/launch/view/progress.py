@@ -85,14 +85,7 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
     lines = [_line_of_bar(bar) for bar in bars]
     if bars[0].closed or rank.has_ended:
         return lines
-    # Seconds of the bars inside the outermost one that were closed before the present one was
-    # opened: while the first epoch evaluates, those of its training.
-    spent = sum(
-        bar.elapsed
-        for bar in rank.bars
-        if bar.depth == 1 and bar.closed and bar.bar > bars[0].bar and bar not in bars
-    )
-    left = _seconds_left(bars, spent)
+    left = _seconds_left(bars)
     return [replace(lines[0], remaining=_remaining(left)), *lines[1:]]
 
 
@@ -155,7 +148,7 @@ def _remaining(seconds: float | None) -> str:
     return wording.clock(seconds) if seconds is not None and seconds < _MAX_LEFT else ""
 
 
-def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
+def _seconds_left(bars: Sequence[BarState]) -> float | None:
     """Seconds until the outermost of nested bars is full; None where nobody knows.
 
     An outer bar moves rarely: the bar inside it says how far the item is that it works on, and
@@ -163,8 +156,6 @@ def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
 
     Args:
         bars: the outermost bar, and the bars inside it.
-        spent: seconds that the outermost bar's first item took before the bar that is open inside
-            it was opened; used while none of its items is finished.
     """
     outer, inner = bars[0], bars[1:]
     if outer.total is None or outer.n >= outer.total:
@@ -177,7 +168,7 @@ def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
     if outer.rate:
         seconds_an_item = 1 / outer.rate
     elif inner[0].total and inner[0].rate:
-        seconds_an_item = spent + inner[0].total / inner[0].rate
+        seconds_an_item = inner[0].total / inner[0].rate
     else:
         return None
     return left_of_item + max(0.0, outer.total - outer.n - 1) * seconds_an_item

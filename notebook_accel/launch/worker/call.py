@@ -14,10 +14,9 @@ from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.rank import KeptError
-from notebook_accel.launch.transport.packet import pack, unpack
+from notebook_accel.launch.transport.segment import pack, unpack
 from notebook_accel.launch.worker import displays
-from notebook_accel.launch.worker.exit_codes import exit_code
-from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
+from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,11 +125,11 @@ def _run(
         try:
             value = call.function(*call.args, **call.kwargs)
         except (RunStopped, SystemExit) as error:
-            _end_in_forked_child(context, error)
+            _end_forked_child(context, error)
             if isinstance(error, RunStopped) or _is_success(error):
                 _finish(context)
             raise
-        _end_in_forked_child(context)
+        _end_forked_child(context)
         _finish(context)
         packed = payload.pack_result(value, call)
         # What was printed, by the pickling of the result too, may take long to be written.
@@ -141,7 +140,7 @@ def _run(
         return _returned(packed, context, call, is_none=value is None)
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told
         interrupts.end_call()
-        _end_in_forked_child(context, error)
+        _end_forked_child(context, error)
         if message.keeps_error:
             context.kept_error = KeptError(error)
         return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
@@ -154,23 +153,14 @@ def _finish(context: LaunchedContext) -> None:
         finish()
 
 
-def _end_in_forked_child(context: LaunchedContext, error: BaseException | None = None) -> None:
-    """A child that the function forked, and that came back here, is no rank: it ends.
-
-    Its exit code is what Python would have given it, and so is what it writes of its error.
-    """
+def _end_forked_child(context: LaunchedContext, error: BaseException | None = None) -> None:
+    """A child that the function forked, and that came back here, is no rank: it ends."""
     if context.is_own_process:
         return
-    code = 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if error.code is not None and not isinstance(error.code, int):
-            _write_error(f"{error_text(error)}\n")
-    elif error is not None:
-        code = 1
+    if error is not None:
         _write_error(format_error(error, caller=__file__))
     _flush_output()
-    os._exit(code & 0xFF)
+    os._exit(error is not None)
 
 
 def _returned(

@@ -137,7 +137,7 @@ class _Outbox:
                 f"{text} (not shown: {megabytes:.1f} MB, the limit is {limit:.0f} MB)\n"
             )
         elif is_update and display_id in self._sent:
-            self._replace(data, display_id, context)
+            self._replace(data, display_id)
         elif not self._bucket.try_take():
             sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
         else:
@@ -147,21 +147,12 @@ class _Outbox:
                 self._waiting.pop(display_id, None)
                 context.report(wire.Displayed, data=data, display_id=display_id)
 
-    def _replace(
-        self, data: dict[str, str], display_id: str, context: rank.LaunchedContext
-    ) -> None:
+    def _replace(self, data: dict[str, str], display_id: str) -> None:
         with self._lock:
-            is_first = not self._waiting
             self._waiting[display_id] = data
-            seconds = self._turn - time.monotonic()
-        if seconds <= 0:
+        # Before its turn it waits for the next update, or for the end of the call.
+        if time.monotonic() >= self._turn:
             self.send_waiting()
-        elif is_first:
-            timer = threading.Timer(seconds, self.send_waiting)
-            timer.daemon = True
-            # If no thread can be started, it waits for the next update, or for the end of the call.
-            with contextlib.suppress(RuntimeError):
-                timer.start()
 
     def send_waiting(self) -> None:
         """Send what waits, whether or not it is its turn."""
@@ -233,30 +224,10 @@ def _repr_of(value: Any) -> str:
 
 
 def figure_png(figure: Any) -> bytes:
-    """A figure of Matplotlib as PNG; on white where it has no background but dark labels.
-
-    So it can be read on a dark page. In an ordinary cell such a figure comes with a word to the
-    page, which puts white below it (matplotlib_inline's ``_fetch_figure_metadata``).
-    """
+    """A figure of Matplotlib as PNG."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight", facecolor=_background(figure))
+    figure.savefig(buffer, format="png", bbox_inches="tight")
     return buffer.getvalue()
-
-
-def _background(figure: Any) -> Any:
-    from matplotlib.colors import to_rgba
-
-    own = figure.get_facecolor()
-    labels = [
-        to_rgba(label.get_color())
-        for axes in figure.axes
-        for label in (*axes.get_xticklabels(), *axes.get_yticklabels())
-    ]
-    # The brightness is that of ITU-R BT.601.
-    are_dark = all(
-        0.299 * red + 0.587 * green + 0.114 * blue <= 0.5 for red, green, blue, _ in labels
-    )
-    return "white" if to_rgba(own)[3] < 0.5 and labels and are_dark else own
 
 
 def _as_text(data: object) -> str:

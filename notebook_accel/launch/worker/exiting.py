@@ -41,6 +41,12 @@ _TRACKERS = (
 )
 
 
+_CUT = (
+    "what was left to do once the function had ended (atexit, pools and queues of multiprocessing) "
+    f"took more than {_EXIT_SECONDS:g} s, and was cut: do before the return what takes longer"
+)
+
+
 def finish(code: int, notice: Callable[[str], None]) -> None:
     """Wait for the user's threads, run what was registered with ``atexit``, end the children.
 
@@ -64,23 +70,12 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
 
 def _give_up(code: int, notice: Callable[[str], None]) -> None:
     # In a thread of its own: what hangs may hold a lock that this needs.
-    telling = threading.Thread(target=_tell_cut, args=(notice,), daemon=True)
+    telling = threading.Thread(target=notice, args=(_CUT,), daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread is to be had
         telling.start()
         telling.join(_TELL_SECONDS)
     processes.kill_tree(child.pid for child in psutil.Process().children())
     os._exit(code)
-
-
-def _tell_cut(notice: Callable[[str], None]) -> None:
-    text = (
-        "what was left to do once the function had ended (atexit, pools and queues of "
-        f"multiprocessing) took more than {_EXIT_SECONDS:g} s, and was cut: do before the return "
-        "what takes longer"
-    )
-    notice(text)
-    with contextlib.suppress(OSError):  # the function may have closed it
-        os.write(2, f"notebook_accel: {text}\n".encode())
 
 
 def _end_children() -> None:

@@ -19,9 +19,7 @@ import os
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import TYPE_CHECKING
 
 from notebook_accel.launch import rank
 
@@ -181,43 +179,24 @@ def disconnect() -> None:
     reserved, port = rank.current().store_port, os.environ.get("MASTER_PORT", "")
     # The user's code may have made anything of the variable.
     store_ports = {int(port) if port.isdecimal() else 0, reserved.port if reserved else 0}
-    with contextlib.suppress(OSError, psutil.Error):
+    with contextlib.suppress(OSError):
         _disconnect_groups(store_ports)
     if not _abort_groups():
         # The abort still waits for other ranks, over connections that NCCL opened after the group
         # was made: those stay open.
         return
-    with contextlib.suppress(OSError, psutil.Error):
-        _disconnect_others(store_ports)
+    with contextlib.suppress(OSError):
+        _disconnect_store(store_ports)
 
 
-def _disconnect_others(store_ports: set[int]) -> None:
-    """Shut down connections to a store, and those to this agent's ranks that user code made."""
-    peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
+def _disconnect_store(store_ports: set[int]) -> None:
+    """Shut down connections to a store."""
     for _, end in _tcp_sockets():
         with contextlib.suppress(OSError):
-            peer = end.getpeername()[:2]
             # Where this rank serves the store, others may have come for the next group already.
             is_served = end.getsockname()[1] in store_ports
-            if not is_served and (peer in peers or peer[1] in store_ports):
+            if not is_served and end.getpeername()[1] in store_ports:
                 _shut_down(end)
-
-
-def _other_ranks() -> list[int]:
-    with contextlib.suppress(psutil.Error):
-        siblings = psutil.Process(os.getppid()).children()
-        return [process.pid for process in siblings if process.pid != os.getpid()]
-    return []
-
-
-def _local_addresses(pid: int) -> list[Any]:
-    # A process that has just ended, or changed its user, shows none.
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        # Before psutil 6.0 (Colab has 5.9) the method has the second name.
-        name = "net_connections" if hasattr(process, "net_connections") else "connections"
-        return [each.laddr for each in getattr(process, name)("tcp") if each.laddr]
-    return []
 
 
 def act_when_readable(fd: int, act: Callable[[], None]) -> None:

@@ -3,10 +3,6 @@
 A rank may get the signal when its call has just ended, or before it has read the call that it
 is meant for (the agent notes on the scoreboard which call it interrupts). And a message to the
 agent must never be torn: an interrupt that comes during a write is raised after it.
-
-Python ignores what is raised in a finalizer (``__del__``) or in the callback of a weak reference;
-an import runs one for each module. An interrupt that ends there is raised once more: the rank says
-that it has not seen it, and the agent wakes it.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -48,26 +43,12 @@ class Interrupts:
         self._in_call = False
         self._is_deferring = False
         self._came_meanwhile = False
-        self._was_ignored = False
         self.install()
 
     def install(self) -> None:
         """Have SIGINT come here, whatever the user's code had made of it."""
         signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(WAKE_SIGNAL, self._on_wake)
-
-    def watch_ignored(self) -> None:
-        """Hear of interrupts that Python ignores; for the rest of the process."""
-        plain = sys.unraisablehook
-
-        def hear(unraisable: Any) -> None:
-            if not self._is_ignored_interrupt(unraisable.exc_type):
-                plain(unraisable)
-                return
-            self._was_ignored = True
-            self._row.seen_interrupt = 0
-
-        sys.unraisablehook = hear
+        signal.signal(WAKE_SIGNAL, lambda *_: None)
 
     def begin_call(self, call: int) -> None:
         """Raise them from here on, in the call of this number.
@@ -75,7 +56,7 @@ class Interrupts:
         Raises:
             KeyboardInterrupt: the agent sent one for this call before the rank had read it.
         """
-        self._came_meanwhile = self._was_ignored = False
+        self._came_meanwhile = False
         self._call = call
         self._in_call = True
         # In this order: one that comes between the two lines is raised by the signal itself.
@@ -123,20 +104,6 @@ class Interrupts:
             self._came_meanwhile = True
         else:
             raise KeyboardInterrupt
-
-    def _on_wake(self, number: int, frame: Any) -> None:
-        if self._was_ignored:
-            self._was_ignored = False
-            self._on_signal(number, frame)
-
-    def _is_ignored_interrupt(self, kind: type[BaseException]) -> bool:
-        """Whether an exception that Python ignores is the interrupt that the agent has sent."""
-        return (
-            issubclass(kind, KeyboardInterrupt)
-            and self._in_call
-            and self._row.interrupted_call == self._call
-            and threading.current_thread() is threading.main_thread()
-        )
 
 
 class Sender:

@@ -110,7 +110,6 @@ def main(inherited: Inherited) -> None:
             os.close(fd)
     processes.reset_signals()
     interrupts = Interrupts(inherited.board.row(inherited.spec.local_rank))
-    interrupts.watch_ignored()
     # Forget the exit functions that came along by fork: only those registered here are called.
     atexit._clear()
     worker = _Worker(inherited, interrupts)

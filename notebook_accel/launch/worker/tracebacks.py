@@ -1,4 +1,4 @@
-"""An exception of the user's function as text: its traceback without our frames, and its words."""
+"""An exception of the user's function: traceback without our frames, words, and exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-__all__ = ["error_text", "format_error", "shorten", "users_frames"]
+__all__ = ["error_text", "exit_code", "format_error", "shorten", "users_frames"]
+
+
+def exit_code(error: SystemExit) -> int:
+    """The exit code of a process that this ends; 0 is success.
+
+    Of what is no ``int``, 0.0 and numbers of numpy included, Python prints the text, and the code
+    is 1.
+    """
+    if error.code is None:
+        return 0
+    if not isinstance(error.code, int):
+        return 1
+    # The system keeps eight bits: 256 would be a success.
+    return int(error.code) & 0xFF or int(error.code != 0)
+
 
 # What a notebook shows of one error: an exception may quote a whole data set.
 _MAX_CHARACTERS = 50_000

@@ -20,7 +20,7 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.control.supervisor import Supervisor
 from notebook_accel.launch.transport.channel import Channel
-from notebook_accel.launch.transport.packet import pack
+from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.error_hints import hint_lines
 from notebook_accel.launch.control.state import RankState
+from notebook_accel.launch.control.verdict import hint_lines
 
 
 def raised(text: str) -> RankState:

@@ -15,7 +15,7 @@ from notebook_accel.launch import payload, run_list, wire
 from notebook_accel.launch.control import supervisor
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.transport.packet import pack
+from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
 from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload.pickling import CallPickler, Discard
 from tests.launch.payload.clean_ranks import Notebook, Raised
 
 if TYPE_CHECKING:
@@ -702,50 +700,6 @@ def test_modules_beside_the_notebook(
     sys.modules["beside_the_notebook"].__dict__["value"] = lambda: "third"
     assert notebook.launch("train")[0] == "first"
     del sys.modules["beside_the_notebook"]
-
-
-def test_modules_that_a_rank_cannot_import_go_by_value(
-    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "by_hand.py").write_text("k = 4\ndef value(): return k\nclass Thing: pass\n")
-    monkeypatch.setenv("BY_HAND", str(tmp_path / "by_hand.py"))
-    notebook.cell("""
-        import importlib.util, os, sys, types
-        spec = importlib.util.spec_from_file_location("by_hand", os.environ["BY_HAND"])
-        by_hand = importlib.util.module_from_spec(spec)
-        sys.modules["by_hand"] = by_hand
-        spec.loader.exec_module(by_hand)
-        made = types.ModuleType("made_up")
-        exec("n = 2\\ndef double(x): return x * n", vars(made))
-        sys.modules["made_up"] = made
-        double, Thing = made.double, by_hand.Thing
-        def train(): return double(3), made.double(4), by_hand.value(), Thing()
-    """)
-    *numbers, thing = notebook.launch("train")
-    assert numbers == [6, 8, 4]
-    assert type(thing) is notebook["Thing"]
-    import cloudpickle
-
-    assert cloudpickle.list_registry_pickle_by_value() == set()
-    del sys.modules["by_hand"], sys.modules["made_up"]
-
-
-def test_who_ends_first_takes_no_module_from_another_that_pickles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As two threads that launch at once."""
-    import cloudpickle
-
-    made: Any = types.ModuleType("made_up")
-    exec("def one(): pass\ndef two(): pass", vars(made))
-    monkeypatch.setitem(sys.modules, "made_up", made)
-    with CallPickler(Discard()) as second:
-        with CallPickler(Discard()) as first:
-            first.dump(made.one)
-            second.dump(made.one)
-        second.dump(made.two)
-    assert second.sent == [made.one, made.two]
-    assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
 def test_register_pickle_by_value_is_honoured(

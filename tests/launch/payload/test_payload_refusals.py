@@ -12,7 +12,7 @@ import pytest
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload.refusals import STAYS_HOME
+from notebook_accel.launch.payload.pickling import STAYS_HOME
 
 if TYPE_CHECKING:
     from tests.launch.payload.clean_ranks import Notebook

@@ -15,7 +15,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.channel import ProtocolError, encode
 from notebook_accel.launch.transport.frames import FramedChannel
-from notebook_accel.launch.transport.packet import pack, unpack
+from notebook_accel.launch.transport.segment import pack, unpack
 from tests.descriptors import open_descriptors
 from tests.launch.transport.test_channel import beside, frame
 

@@ -10,7 +10,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.channel import decode, encode
-from notebook_accel.launch.transport.packet import pack, unpack
+from notebook_accel.launch.transport.segment import pack, unpack
 from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.view.new_lines import LineReader, NewLines
+from notebook_accel.launch.view.plain import LineReader, NewLines
 from tests.notebook.states import after, running
 
 

@@ -13,8 +13,8 @@ import pytest
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.rank import LaunchedContext
-from notebook_accel.launch.transport.packet import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.transport.scoreboard import RankRow, Scoreboard
+from notebook_accel.launch.transport.segment import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.worker import call
 from notebook_accel.launch.worker.call import _is_full_shm, _says_lost_peer, _shm_hint
 from notebook_accel.launch.worker.interrupts import Interrupts

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import base64
-import io
 import os
 import queue
 import re
 import threading
-from typing import Any
-
-import pytest
-from matplotlib.figure import Figure
-from matplotlib.image import imread
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel import notebook_launcher
 from notebook_accel.launch import rank
 from notebook_accel.launch.worker import displays
-from notebook_accel.launch.worker.displays import figure_png, mime_bundle
+from notebook_accel.launch.worker.displays import mime_bundle
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Rich:
@@ -51,16 +49,6 @@ def test_a_value_whose_repr_raises_is_named() -> None:
 
     (text,) = mime_bundle(Broken()).values()
     assert text.endswith("Broken, whose repr raised ValueError>")
-
-
-@pytest.mark.parametrize(("labels", "is_opaque"), [("black", True), ("#eeeeee", False)])
-def test_a_figure_without_background_is_legible_on_a_dark_page(
-    labels: str, is_opaque: bool
-) -> None:
-    figure = Figure(figsize=(1, 1), facecolor="none")
-    figure.subplots().tick_params(labelcolor=labels)
-    opacity_at_the_edge = imread(io.BytesIO(figure_png(figure)))[0, 0, 3]
-    assert opacity_at_the_edge == is_opaque
 
 
 def draw() -> list[str]:
