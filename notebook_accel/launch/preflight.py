@@ -18,6 +18,8 @@ from notebook_accel.launch.system.open_files import check_open_files, files_need
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.machine import Machine
 
@@ -127,7 +129,11 @@ def check_platform() -> None:
             f"there is no folder for temporary files ({error}): set TMPDIR to a folder that can "
             "be written, before the kernel starts, then launch again"
         ) from None
-    for name, make in (("pidfd_open", _open_pidfd), ("memfd_create", _create_memfd)):
+    makers: dict[str, Callable[[], int]] = {
+        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+        "memfd_create": lambda: os.memfd_create("notebook_accel", os.MFD_ALLOW_SEALING),
+    }
+    for name, make in makers.items():
         try:
             with held():
                 os.close(make())
@@ -147,14 +153,6 @@ def check_files_of_kernel() -> None:
     """
     with held():
         check_open_files(_FILES_OF_KERNEL)
-
-
-def _open_pidfd() -> int:
-    return os.pidfd_open(os.getpid())
-
-
-def _create_memfd() -> int:
-    return os.memfd_create("notebook_accel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def check_machine(config: LaunchConfig, world_size: int) -> None:

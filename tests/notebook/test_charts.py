@@ -239,7 +239,7 @@ def test_a_page_is_small(num_charts: int, num_ranks: int) -> None:
 
 
 def live(steps: int, **values: Callable[[int], float]) -> LiveCurves:
-    curves = LiveCurves(world_size=1)
+    curves = LiveCurves()
     for step in range(steps):
         curves.add(0, step, {name: value(step) for name, value in values.items()})
     return curves
@@ -286,7 +286,7 @@ def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
 
 
 def test_the_note_names_the_ranks_that_differ() -> None:
-    curves = LiveCurves(world_size=2)
+    curves = LiveCurves()
     for step in range(10):
         curves.add(0, step, {"loss": 1.0})
         curves.add(1, step, {"loss": math.nan if step > 4 else 2.0})
@@ -327,7 +327,7 @@ def test_groups_by_prefix() -> None:
 
 
 def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
-    curves = LiveCurves(world_size=1)
+    curves = LiveCurves()
     curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
     view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
     view.draw(curves, now=0.0)

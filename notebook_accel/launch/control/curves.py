@@ -23,12 +23,8 @@ __all__ = ["Curve", "LiveCurves", "NotFinite"]
 
 # The most stretches of a curve; a chart is about as many pixels wide (notebook/charts.py).
 _MAX_STRETCHES = 256
-# With more ranks than this nobody looks at the line of each one: fewer stretches will do.
-_MANY_RANKS = 16
-_MAX_STRETCHES_OF_MANY = 64
-# The most curves of a run. Where ranks are many a curve takes 4.5 KB, and all of them 90 MB; where
-# a few ranks log more than a thousand metrics each, it is 17 KB a curve.
-_MAX_CURVES = 20_000
+# The most curves of a run, of 17 KB each.
+_MAX_CURVES = 10_000
 
 
 @dataclass(frozen=True)
@@ -235,13 +231,10 @@ class LiveCurves:
         version: counts the values that were added.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         self.version = 0
         self._curves: dict[str, dict[int, Curve]] = {}
         self._num = 0
-        self._max_stretches = (
-            _MAX_STRETCHES if world_size <= _MANY_RANKS else _MAX_STRETCHES_OF_MANY
-        )
 
     def add(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
         """Add what a rank logged at once; of far too many names the first ones are kept."""
@@ -253,7 +246,7 @@ class LiveCurves:
                 if self._num >= _MAX_CURVES:
                     continue
                 self._num += 1
-                curve = Curve(self._max_stretches)
+                curve = Curve()
                 # A new mapping: whoever draws in another thread goes through the old one.
                 self._curves[name] = {**(by_rank or {}), rank: curve}
             curve.add(step, value)

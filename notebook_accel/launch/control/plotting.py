@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from matplotlib.axes import Axes
 
@@ -64,13 +63,12 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
         ImportError: matplotlib is not installed.
     """
     curves = metric_curves(metrics)
-    with _readable_on_any_page("run.plot()"):
-        drawn = _axes(curves, names, of="this run")
-        for name, axis in drawn:
-            for rank, points in curves[name].items():
-                axis.plot(*zip(*points, strict=True), label=f"rank {rank}")
-            if len(curves[name]) > 1:
-                axis.legend()
+    drawn = _axes(curves, names, of="this run", caller="run.plot()")
+    for name, axis in drawn:
+        for rank, points in curves[name].items():
+            axis.plot(*zip(*points, strict=True), label=f"rank {rank}")
+        if len(curves[name]) > 1:
+            axis.legend()
     return [axis for _, axis in drawn]
 
 
@@ -89,62 +87,40 @@ def plot_together(
     """
     curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
     known = dict.fromkeys(name for found in curves.values() for name in found)
-    with _readable_on_any_page("compare()"):
-        drawn = _axes(known, names, of="these runs")
-        for name, axis in drawn:
-            for index, (label, found) in enumerate(curves.items()):
-                for number, points in enumerate(found.get(name, {}).values()):
-                    # One entry in the legend for all ranks of a run.
-                    text = label if number == 0 else None
-                    axis.plot(*zip(*points, strict=True), color=f"C{index}", label=text)
-            axis.legend()
+    drawn = _axes(known, names, of="these runs", caller="compare()")
+    for name, axis in drawn:
+        for index, (label, found) in enumerate(curves.items()):
+            for number, points in enumerate(found.get(name, {}).values()):
+                # One entry in the legend for all ranks of a run.
+                text = label if number == 0 else None
+                axis.plot(*zip(*points, strict=True), color=f"C{index}", label=text)
+        axis.legend()
     return [axis for _, axis in drawn]
 
 
-# Mid grey on the page's own colour: it reads on light and dark pages alike.
-_MID_TONES: Any = {
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none"),
-    "legend.edgecolor": "#808080",
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808080"
-    ),
-}
-
-
-@contextmanager
-def _readable_on_any_page(caller: str) -> Iterator[None]:
-    """A block whose figures have no background, unless the user has chosen a style.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message names the ``caller``.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ImportError(f"{caller} needs matplotlib: pip install matplotlib") from None
-    has_style = any(mpl.rcParams[name] != mpl.rcParamsDefault[name] for name in _MID_TONES)
-    with mpl.rc_context({} if has_style else _MID_TONES):
-        yield
-
-
-def _axes(known: Iterable[str], names: Sequence[str], *, of: str) -> list[tuple[str, Axes]]:
+def _axes(
+    known: Iterable[str], names: Sequence[str], *, of: str, caller: str
+) -> list[tuple[str, Axes]]:
     """Each metric that is to be drawn, and an axes with its name.
 
     Args:
         known: the metrics that there are; all are drawn where none is named.
         names: those that are asked for.
-        of: whose metrics, for an error.
+        of, caller: whose metrics, and what the person called, for an error.
 
     Raises:
+        ImportError: matplotlib is not installed.
         ConfigError: there is no metric of one of the names.
     """
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise ImportError(f"{caller} needs matplotlib: pip install matplotlib") from None
     known = list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
         logged = ", ".join(map(repr, known)) or "none"
         raise ConfigError(f"no metric is called {unknown[0]!r}; {of} logged {logged}")
-    from matplotlib import pyplot as plt
-
     shown = list(names) or known
     if not shown:
         return []

@@ -109,7 +109,7 @@ class Supervisor(Conductor):
         self._closing_notices = closing_notices
         self._labels = labels
         self._hangs = HangWatch(labels)
-        self.curves: LiveCurves | None = LiveCurves(state.world_size)
+        self.curves: LiveCurves | None = LiveCurves()
         self._is_stopped = False
         self._is_time_over = False
         self._num_stops = 0

@@ -45,7 +45,8 @@ def remove(run: str, *, used_by: Collection[int]) -> None:
     """Remove what is left of ``run``, whose processes ``used_by`` have ended."""
     shutil.rmtree(_folder(run), ignore_errors=True)
     for path in _SHARED.glob(f"sem.{_name(run)}-*"):
-        _remove_links(path)
+        with contextlib.suppress(OSError):
+            path.unlink()
     _remove_tensors(used_by)
 
 
@@ -58,16 +59,6 @@ def _remove_tensors(pids: Collection[int]) -> None:
             if name.startswith(prefixes):
                 with contextlib.suppress(OSError):  # another user's, or just removed
                     (_SHARED / name).unlink()
-
-
-def _remove_links(path: Path) -> None:
-    """Remove a semaphore, also under the name that it had while it was made."""
-    with contextlib.suppress(OSError):
-        number = path.stat().st_ino
-        # Nobody else's file is looked into: it may be removed meanwhile.
-        links = [entry.path for entry in os.scandir(_SHARED) if entry.inode() == number]
-        for link in links:
-            os.unlink(link)
 
 
 def _folder(run: str) -> Path:

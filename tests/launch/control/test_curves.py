@@ -49,7 +49,7 @@ def test_a_long_curve_keeps_its_extent_and_its_peaks(number: int) -> None:
 
 
 def test_curves_by_name_and_rank() -> None:
-    curves = LiveCurves(2)
+    curves = LiveCurves()
     curves.add(1, 0, {"loss": 2.0, "lr": 0.1})
     curves.add(0, 0, {"loss": 1.0})
     assert curves.names == ["loss", "lr"]

@@ -82,17 +82,3 @@ def test_runs_are_drawn_together_by_their_names() -> None:
     for wrong, session in (("", False), (7, False), ("a", True)):
         with pytest.raises(ConfigError, match="name="):
             notebook_launcher(train, (1.0,), name=wrong, session=session)  # type: ignore[arg-type]
-
-
-def test_figures_have_the_colour_of_the_page_unless_a_style_was_chosen() -> None:
-    from matplotlib import pyplot as plt
-
-    rows = [{"name": "loss", "rank": 0, "step": step, "value": 1.0} for step in range(3)]
-    (axis,) = plot_metrics(rows)
-    assert axis.figure.get_facecolor()[3] == axis.get_facecolor()[3] == 0
-    assert axis.title.get_color() == "#808080"
-    with plt.rc_context({"figure.facecolor": "red"}):
-        (axis,) = plot_metrics(rows)
-    assert axis.figure.get_facecolor() == (1, 0, 0, 1)
-    assert axis.title.get_color() != "#808080"
-    plt.close("all")

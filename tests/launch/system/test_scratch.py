@@ -29,7 +29,6 @@ def _leave(said: Any) -> None:
     importlib.reload(multiprocessing.synchronize)
     name = multiprocessing.synchronize.SemLock._make_name()  # type: ignore[attr-defined]
     (shared / f"sem.{name[1:]}").touch()
-    os.link(shared / f"sem.{name[1:]}", shared / f"sem.{os.getpid()}")
     said.send((listener.address, name))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,12 +42,8 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         process.start()
         address, name = heard.recv()
         process.join()
-        links = [Path(f"/dev/shm/sem.{end}") for end in (name[1:], process.pid)]
-        left = [Path(address), *links]
+        left = [Path(address), Path(f"/dev/shm/sem.{name[1:]}")]
         assert all(path.exists() for path in left)
-        # As one that another process removes meanwhile.
-        vanished = Path(f"/dev/shm/sem.{process.pid}-vanished")
-        vanished.symlink_to("nowhere")
         assert Path(address).is_relative_to(folder)
         # Between two that cannot be removed, as those of another user: one of them comes first.
         stubborn = [Path(f"/dev/shm/torch_{process.pid}_{number}_0") for number in (0, 2)]
@@ -64,7 +59,6 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         assert not any(path.exists() for path in left)
         assert of_another.exists()
         of_another.unlink()
-        vanished.unlink()
         for path in stubborn:
             path.rmdir()
         assert os.listdir(folder) == []
