@@ -24,12 +24,10 @@ from __future__ import annotations
 
 import ast
 import re
-import symtable
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from notebook_accel.notebook.used_names import names_of
 
 __all__ = ["PROVIDED", "cell_function", "shown"]
 
@@ -82,8 +80,8 @@ def _compile(text: str, filename: str) -> types.CodeType:
     tree = ast.parse(text, filename)
     # What is wrong at the top of a cell may be right in a function, as a ``return`` is.
     compile(tree, filename, "exec", dont_inherit=True)
-    assigned, mentioned = _names(text, filename)
-    provided = [name for name in PROVIDED if name in mentioned - assigned]
+    names = names_of(text)
+    provided = [name for name in PROVIDED if name in names.used]
     # Imports of ``__future__`` must stay at the top of the module.
     futures = [node for node in tree.body if _is_future(node)]
     plain = _WithoutAnnotations().visit(
@@ -92,10 +90,10 @@ def _compile(text: str, filename: str) -> types.CodeType:
     function = ast.parse("def cell(): pass").body[0]
     assert isinstance(function, ast.FunctionDef)
     function.body = [
-        *([ast.Global(sorted(assigned))] if assigned else []),
+        *([ast.Global(sorted(names.assigned))] if names.assigned else []),
         *([ast.ImportFrom(_PROVIDER, [ast.alias(n) for n in provided], 0)] if provided else []),
         ast.ImportFrom(__name__, [ast.alias("shown", _SHOW)], 0),
-        *(plain.body if _ends_with_semicolon(text) else _with_result(plain.body)),
+        *_with_result(plain.body, text),
     ]
     module = ast.Module([*futures, function], type_ignores=[])
     ast.fix_missing_locations(module)
@@ -111,50 +109,20 @@ def shown(value: Any) -> str | None:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
-def _names(text: str, filename: str) -> tuple[set[str], set[str]]:
-    """The names that the cell assigns at its top, and all that it mentions anywhere."""
-    top = symtable.symtable(text, filename, "exec")
-    tables = list(_walk(top))
-    assigned = {
-        symbol.get_name()
-        for table in tables
-        for symbol in table.get_symbols()
-        if (symbol.is_assigned() or symbol.is_imported())
-        and (table is top or symbol.is_declared_global())
-    }
-    return assigned, {name for table in tables for name in table.get_identifiers()}
-
-
-def _walk(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    yield table
-    for child in table.get_children():
-        yield from _walk(child)
-
-
 def _is_future(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
-def _with_result(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements, where the last one is an expression with its value returned as text."""
+def _with_result(body: list[ast.stmt], text: str) -> list[ast.stmt]:
+    """The statements, where a last expression without a semicolon returns its value as text."""
     if not body or not isinstance(body[-1], ast.Expr):
         return body
     last = body[-1]
+    after = text.splitlines()[(last.end_lineno or 0) - 1].encode()[last.end_col_offset :]
+    if after.lstrip().startswith(b";"):
+        return body
     call = ast.Call(ast.Name(_SHOW, ast.Load()), [last.value], [])
     return [*body[:-1], ast.copy_location(ast.Return(ast.copy_location(call, last)), last)]
-
-
-def _ends_with_semicolon(text: str) -> bool:
-    """Whether the cell shows nothing by IPython's own rule."""
-    from IPython.core.displayhook import DisplayHook
-
-    rule = getattr(DisplayHook, "semicolon_at_end_of_expression", None)
-    if rule is not None:
-        return bool(rule(text))
-    # IPython 7 has the rule inside of a method that reads the newest cell of the shell's history.
-    history = types.SimpleNamespace(input_hist_parsed=[text])
-    shell = types.SimpleNamespace(history_manager=history)
-    return bool(DisplayHook.quiet(types.SimpleNamespace(shell=shell)))  # type: ignore[arg-type, no-untyped-call]
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
@@ -163,14 +131,9 @@ class _WithoutAnnotations(ast.NodeTransformer):
     Functions and classes inside of the cell keep theirs.
     """
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return node
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return node
+    def visit(self, node: ast.AST) -> Any:
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        return node if isinstance(node, kinds) else super().visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if node.value is None:

@@ -40,7 +40,7 @@ from notebook_accel.notebook.warming import keep_reading
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -50,46 +50,35 @@ if TYPE_CHECKING:
 __all__ = ["AccelerateMagics", "CellSyntaxError", "complete_magic", "load_ipython_extension"]
 
 
-# ---- What Tab offers in a line of the magic: commands, options, their values, and names. IPython
+# ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
 # asks a completer by the first word of the line, and takes of its answer what begins with the word
-# at the cursor. From IPython 8.6 on a matcher leaves out what others offer beside that.
+# at the cursor.
 
 
-def complete_magic(
-    shell: InteractiveShell,
-    cell_options: ArgumentParser,
-    commands: Mapping[str, ArgumentParser | None],
-    values: Mapping[str, Callable[[], Iterable[str]]],
-) -> None:
+def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) -> None:
     """Have Tab complete lines of ``%accelerate`` and ``%%accelerate``.
 
     Args:
         shell: of the notebook.
-        cell_options: the options of ``%%accelerate``.
-        commands: the commands of ``%accelerate``, with the options of each.
-        values: give what may follow an option (by the name of its attribute), or a command.
+        names: give the names of the notebook and of its session.
     """
 
-    def after(words: list[str], symbol: str, parser: ArgumentParser | None) -> Iterable[str]:
-        if symbol.startswith("-"):
-            return () if parser is None else _options(parser)
-        return sorted(values.get(words[-1].lstrip("-").replace("-", "_"), tuple)())
-
-    def of_cell(_shell: Any, event: Any) -> list[str]:
-        return [*after(_words_before(event), event.symbol, cell_options)]
-
-    def of_line(_shell: Any, event: Any) -> list[str]:
-        words = _words_before(event)
-        if len(words) == 1:
-            return [*commands, "--help"]
-        is_of_command = words[1] in values and not words[-1].startswith("-")
-        return [
-            *after(words[1:2] if is_of_command else words, event.symbol, commands.get(words[1]))
-        ]
+    def offer(_shell: Any, event: Any) -> Sequence[str]:
+        words = event.text_until_cursor.removesuffix(event.symbol).replace("=", " ").split()
+        command = words[1] if len(words) > 1 else ""
+        if event.symbol.startswith("-"):
+            is_cell = words[:1] == ["%%accelerate"]
+            parser = AccelerateMagics.accelerate.parser if is_cell else _OPTIONS_OF.get(command)
+            return [] if parser is None else _options(parser)
+        if words == ["%accelerate"]:
+            return [*_COMMANDS, "--help"]
+        if words[-1:] in (["--mixed-precision"], ["--mixed_precision"]):
+            return settings_of(LaunchConfig)["mixed_precision"].texts
+        return sorted(names())
 
     untyped: Any = shell
-    untyped.set_hook("complete_command", of_cell, str_key="%%accelerate")
-    untyped.set_hook("complete_command", of_line, str_key="%accelerate")
+    for magic in ("%accelerate", "%%accelerate"):
+        untyped.set_hook("complete_command", offer, str_key=magic)
     _silence_jedi(untyped.Completer)
 
 
@@ -115,18 +104,6 @@ def _silence_jedi(completer: Any) -> None:
     completer.custom_matchers.append(of_magic)
 
 
-def _words_before(event: Any) -> list[str]:
-    """The words of the line before the one at the cursor; the magic is the first.
-
-    Of a list of names, ``a,b``, those before the cursor are left out.
-    """
-    text: str = event.text_until_cursor.removesuffix(event.symbol).replace("=", " ")
-    words = text.split() or [event.text_until_cursor]
-    while words[-1].endswith(","):
-        words.pop()
-    return words
-
-
 def _options(parser: ArgumentParser) -> list[str]:
     """The long options, each in the spelling that a person types."""
     return [
@@ -144,16 +121,7 @@ _RANKS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and start the template, so that the first launch finds it ready."""
     ipython.register_magics(AccelerateMagics)
-    complete_magic(
-        ipython,
-        AccelerateMagics.accelerate.parser,
-        {name: _OPTIONS_OF.get(name) for name in _COMMANDS},
-        {
-            "mixed_precision": lambda: settings_of(LaunchConfig)["mixed_precision"].texts,
-            "pull": _session_names,
-            "push": lambda: ipython.run_line_magic("who_ls", ""),
-        },
-    )
+    complete_magic(ipython, lambda: _session_names().union(ipython.run_line_magic("who_ls", "")))
     keep_reading(getattr(ipython, "kernel", None))
     warm()
 

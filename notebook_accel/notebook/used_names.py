@@ -19,7 +19,6 @@ import re
 import sys
 import types
 import unicodedata
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +36,7 @@ __all__ = [
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
 # A name, but not the letters before a text, as in f"{x}".
-_IDENTIFIER = re.compile(r"(?:(?<!\$)\b[rbfuRBFU]{1,2}(?=['\"]))|\b([^\W\d]\w*)")
-# In the place of which IPython puts a value.
-_EXPANDED = re.compile(r"\{[^{}]*\}|\$\w+")
+_IDENTIFIER = re.compile(r"(?![rbfuRBFU]{1,2}['\"])\b[^\W\d]\w*")
 # Magics that run the rest of the cell as it is, and look on.
 _WATCHER = re.compile(r"\A\s*%%(time|capture|prun)\b[^\n]*\n")
 
@@ -230,13 +227,7 @@ def _texts_for_ipython(call: ast.Call) -> list[str]:
 
 
 def _names_in_magic(text: str) -> set[str]:
-    """Names in the text of a magic: Python, or a command into which IPython puts values."""
-    used: frozenset[str] = frozenset()
-    with suppress(*_NO_PYTHON):
-        parts = ast.walk(ast.parse(text))
-        constants = [str(part.value) for part in parts if isinstance(part, ast.Constant)]
-        used = names_of(text).used
-        text = " ".join(_EXPANDED.findall(" ".join(constants)))
+    """All that may be a name in the text of a magic: Python, or a command into which IPython puts
+    values."""
     # Python keeps names in this form.
-    text = unicodedata.normalize("NFKC", text)
-    return {name for name in _IDENTIFIER.findall(text) if name} | used
+    return set(_IDENTIFIER.findall(unicodedata.normalize("NFKC", text)))

@@ -48,10 +48,10 @@ def used(text: str) -> set[str]:
         # A micro sign, which Python keeps as the Greek letter.
         ("%timeit -n 3 f(\u00b5)", "f n \u03bc"),
         ("%timeit -n 3 print(f'{x:.2f}')", "x n"),
-        ("%%time\nprint(f'{rows}', rb'model')", "rows"),
+        ("%%time\nprint(f'{rows}', rb'model')", "rows model"),
         ("!ls {folder} $name", "ls folder name"),
         ("!{tool}", "tool"),
-        ('%cd "{folder}/a"', "folder"),
+        ('%cd "{folder}/a"', "folder a"),
         ("def f():\n    !ls {folder}", "ls folder"),
     ],
 )
