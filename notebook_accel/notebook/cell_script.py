@@ -13,8 +13,6 @@ of functions and classes, other values as literals or pickled, as the notebook h
 from __future__ import annotations
 
 import ast
-import builtins
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
@@ -25,7 +23,7 @@ from notebook_accel.notebook.used_names import is_history, names_of, without_wat
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["LeftOut", "script_of_cells"]
+__all__ = ["script_of_cells"]
 
 # Magics that run the code beside them.
 _RUNNERS = ("prun", "run", "time", "timeit")
@@ -38,18 +36,9 @@ _MADE_BY = {
 }
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A cell of the session that no script can have: its text, and why, as "ran with --ranks"."""
-
-    text: str
-    why: str
-
-
 def script_of_cells(
     cells: Mapping[int, str],
     *,
-    left_out: Mapping[int, LeftOut],
     namespace: Mapping[str, Any],
     sources: Sequence[str],
     transform: Callable[[str], str],
@@ -61,7 +50,6 @@ def script_of_cells(
 
     Args:
         cells: their texts without the line of the magic, by number; the last one is written for.
-        left_out: the session's other cells.
         namespace: the notebook's names.
         sources: texts of the notebook's own cells, newest first.
         transform: turns IPython's syntax into Python.
@@ -70,8 +58,7 @@ def script_of_cells(
         file: the name that they call the script.
 
     Raises:
-        ConfigError: a cell uses a name that only a cell has assigned which is left out, or has what
-            a script cannot have.
+        ConfigError: a cell has what a script cannot have.
         NotebookAccelError: a value of the notebook is too large for a script.
     """
     script = Script(sources)
@@ -87,8 +74,6 @@ def script_of_cells(
         for name in sorted(used - {"display", *PROVIDED}):
             if name in namespace and not is_history(name) and name not in _OF_IPYTHON:
                 script.define(name, namespace[name])
-            elif not hasattr(builtins, name):
-                _refuse_left_out(name, left_out, transform, file)
         assigned |= names.assigned
     blocks = [_provided(provided, mixed_precision)]
     blocks += [f"# ---- In[{number}]\n{text.strip()}\n" for number, text in texts.items()]
@@ -103,17 +88,6 @@ def script_of_cells(
             "it into a function, or into a plain cell of the notebook"
         ) from None
     return text
-
-
-def _refuse_left_out(
-    name: str, left_out: Mapping[int, LeftOut], transform: Callable[[str], str], file: str
-) -> None:
-    for number, cell in left_out.items():
-        if name in names_of(transform(without_watcher(cell.text))).assigned:
-            raise ConfigError(
-                f"--write {file}: `{name}` is assigned by In[{number}], which {cell.why} and is "
-                "left out: run that cell once more, on all ranks and to its end"
-            )
 
 
 def _provided(needed: Collection[str], mixed_precision: str | None) -> str:

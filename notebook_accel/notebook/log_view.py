@@ -1,4 +1,11 @@
-"""The log of the live panel: one widget a block of lines, in a box that scrolls.
+"""The log of the live panel: the newest lines of ranks, cut into blocks, one widget a block.
+
+    state --> LogWindow.read --> blocks --> LogWindow.next_block --> one widget a block
+
+A block is closed when it is full and never changes again. So the page keeps what it has: a
+selection stays, a reader who scrolled up stays where he is, and a message holds new lines only.
+In a flood the newest block and those before it take turns; lines that were passed over meanwhile
+are marked by an ellipsis.
 
 Nothing but core widgets and CSS. The box lays its content out from the bottom up
 (``column-reverse``), so that a page shows the newest line, and goes on doing so, until somebody
@@ -11,23 +18,264 @@ CSS, so that no widget is ever taken out, and the page draws no other anew.
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accel.notebook.log_window import LogWindow
-from notebook_accel.notebook.markup import element
+from notebook_accel.launch.text.terminal_text import plain_text
+from notebook_accel.launch.view.plain import LineReader
+from notebook_accel.notebook.ansi_colours import ansi_to_markup
+from notebook_accel.notebook.markup import Markup, element, join, join_lines, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.state import RankState, RunState
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.log_window import LogBlock
-    from notebook_accel.notebook.markup import Markup
     from notebook_accel.notebook.panel_widgets import PanelWidgets
 
-__all__ = ["LogView"]
+    _Timed = tuple[int | None, str]
+
+__all__ = ["LogBlock", "LogView", "LogWindow", "MAX_LINES"]
+
+
+# ---- The lines: pure functions of the state.
+
+# A page scrolls through so many without a pause; the rank's file has all.
+MAX_LINES = 2000
+# A block is one message at most, and a panel may send 20 KB at a time.
+_BLOCK_LINES = 100
+_BLOCK_BYTES = 12_000
+_LINES_AT_ONCE = 20
+# Of a line that takes more the start is shown, without its colours. The last line of a block may
+# go beyond the block's own bytes by as much.
+_LINE_BYTES = 6_000
+# The element around lines of one rank and second, and that around text in a colour.
+_LABEL_BYTES = 115
+_COLOUR_BYTES = 50
+
+
+@dataclass
+class LogBlock:
+    """Some lines that belong together, each with its rank.
+
+    Attributes:
+        number: counts the blocks of a window.
+        lines: (rank, second, text): whose line, and when it came, by the wall clock; the rank is
+            None for a line of the window's own.
+        is_sent: whether the page has the block as it is.
+        follows_gap: whether the page lacks the block before this one.
+    """
+
+    number: int
+    lines: list[tuple[int | None, int | None, str]] = field(default_factory=list)
+    num_bytes: int = 0
+    is_sent: bool = False
+    follows_gap: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.lines) >= _BLOCK_LINES or self.num_bytes >= _BLOCK_BYTES
+
+
+class LogWindow:
+    """The last :data:`MAX_LINES` lines of some ranks, in the order in which they were read.
+
+    Args:
+        ranks: the ranks whose lines are shown. Of several, each line has its rank beside it.
+        words: only lines with these words in them are shown, in capitals or not.
+    """
+
+    def __init__(self, ranks: Sequence[int], words: str = "") -> None:
+        self.words = words
+        self._needle = words.casefold()
+        self._readers = {rank: LineReader() for rank in ranks}
+        self._blocks: deque[LogBlock] = deque()
+        self._num_blocks = 0
+        self._num_lines = 0
+        self._num_found = 0
+        # Whether the page lacks the block before the oldest one here.
+        self._has_dropped_unsent = False
+        # Lines without an end yet, by rank: shown below all others.
+        self._open_lines: dict[int, _Timed] = {}
+
+    def read(self, state: RunState) -> None:
+        """Take the lines that ranks printed since the last read."""
+        news = {
+            number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
+        }
+        # Of 128 ranks that print at once nobody could see more.
+        limit = max(20, MAX_LINES // max(1, sum(bool(found.lines) for found in news.values())))
+        for number, found in news.items():
+            wanted = self._wanted(_with_times(found.lines, state.ranks[number]))
+            self._num_found += len(wanted)
+            lines = wanted[-limit:]
+            num_missing = found.num_missing + len(wanted) - len(lines)
+            if num_missing and not self._needle:
+                text = f"… {num_missing:,} more of rank {number}: run.logs({number}) has all lines"
+                self._append(None, None, [text])
+            for second, some in groupby(lines, key=itemgetter(0)):
+                self._append(number, second, [line for _, line in some])
+        newest = {n: _open_line(state.ranks[n]) for n in self._readers if state.ranks[n].open_line}
+        newest = {n: line for n, line in newest.items() if self._wanted([line])}
+        if newest != self._open_lines:
+            self._open_lines = newest
+            self._newest_block().is_sent = False
+        while self._blocks and self._num_lines - len(self._blocks[0].lines) >= MAX_LINES:
+            dropped = self._blocks.popleft()
+            self._num_lines -= len(dropped.lines)
+            self._has_dropped_unsent = not dropped.is_sent
+
+    def _wanted(self, lines: list[_Timed]) -> list[_Timed]:
+        if not self._needle:
+            return lines
+        return [each for each in lines if self._needle in plain_text(each[1]).casefold()]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose lines are shown."""
+        return tuple(self._readers)
+
+    @property
+    def num_found(self) -> int:
+        """How many lines with the words were there, also those that are no longer shown."""
+        return self._num_found + len(self._open_lines)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was printed yet."""
+        return not self._blocks
+
+    @property
+    def block_numbers(self) -> range:
+        """The numbers of the blocks that the page should show."""
+        return range(self._num_blocks - len(self._blocks), self._num_blocks)
+
+    def next_block(self, *, older: bool = False) -> LogBlock | None:
+        """Take the newest block that the page lacks, as sent; None where it has them all.
+
+        Args:
+            older: leave the very newest block for later where the page lacks another one.
+        """
+        after: LogBlock | None = None
+        is_left = older and not all(block.is_sent for block in list(self._blocks)[:-1])
+        for block in reversed(self._blocks):
+            if not block.is_sent and not (is_left and block is self._blocks[-1]):
+                index = block.number - self.block_numbers.start
+                before = self._blocks[index - 1] if index else None
+                block.follows_gap = not before.is_sent if before else self._has_dropped_unsent
+                block.is_sent = True
+                if after is not None and after.follows_gap:
+                    # The page has what comes before that one from now on.
+                    after.is_sent = False
+                return block
+            after = block
+        return None
+
+    def forget_sent(self) -> None:
+        """Send all blocks again: a page that shows another window has none of them."""
+        for block in self._blocks:
+            block.is_sent = False
+
+    def render(self, block: LogBlock) -> Markup:
+        """The lines of a block as HTML, those that have no end yet below the newest one's."""
+        lines = list(block.lines)
+        if block is self._blocks[-1]:
+            lines += [(rank, second, text) for rank, (second, text) in self._open_lines.items()]
+        groups = [element("div", "…", class_="na-gap")] if block.follows_gap else []
+        for (rank, second), group in groupby(lines, key=itemgetter(0, 1)):
+            text = _as_markup([_cut(line) for _, _, line in group])
+            # A parser drops a newline right after the tag, so an empty first line needs one more.
+            text = Markup("\n") + text if text.startswith("\n") else text
+            has_label = rank is not None and len(self._readers) > 1
+            label = element("span", str(rank), class_="na-tag", title=f"rank {rank}")
+            groups.append(
+                element(
+                    "div",
+                    label if has_label else "",
+                    element("pre", text),
+                    class_="na-lines" if rank is not None else "na-lines na-gap",
+                    # Drawn by the style sheet, so that it is not copied with the text.
+                    data_time=second and time.strftime("%H:%M:%S", time.localtime(second)),
+                )
+            )
+        return join(groups)
+
+    def _append(self, rank: int | None, second: int | None, lines: Sequence[str]) -> None:
+        self._num_lines += len(lines)
+        start = 0
+        while start < len(lines):
+            block = self._newest_block()
+            if block.is_full:
+                block = self._add_block()
+            if not block.lines or block.lines[-1][:2] != (rank, second):
+                block.num_bytes += _LABEL_BYTES
+            # Measured some at a time: a flood brings tens of thousands of lines a second.
+            some = lines[start : start + min(_LINES_AT_ONCE, _BLOCK_LINES - len(block.lines))]
+            num_bytes = _markup_bytes("".join(some))
+            if block.num_bytes + num_bytes > _BLOCK_BYTES:
+                some = some[:1]
+                num_bytes = min(_markup_bytes(some[0]), _LINE_BYTES)
+            block.num_bytes += num_bytes
+            block.lines.extend(zip(repeat(rank), repeat(second), some))
+            block.is_sent = False
+            start += len(some)
+
+    def _newest_block(self) -> LogBlock:
+        return self._blocks[-1] if self._blocks else self._add_block()
+
+    def _add_block(self) -> LogBlock:
+        if self._blocks and self._open_lines:
+            # The open lines move below the new block.
+            self._blocks[-1].is_sent = False
+        block = LogBlock(self._num_blocks)
+        self._num_blocks += 1
+        self._blocks.append(block)
+        return block
+
+
+def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
+    """The newest lines of a rank that have an end, each with the second in which it came."""
+    first = rank.num_lines - len(lines)
+    seconds: list[int | None] = []
+    for (start, second), (end, _) in pairwise([*rank.times, (rank.num_lines, 0)]):
+        seconds += [second] * (end - max(start, first))
+    # Of an older state no times are known.
+    seconds[:0] = [None] * (len(lines) - len(seconds))
+    return list(zip(seconds, lines, strict=True))
+
+
+def _open_line(rank: RankState) -> _Timed:
+    """The line of a rank that has no end yet, with the second in which it began."""
+    seconds = (second for start, second in reversed(rank.times) if start <= rank.num_lines)
+    return next(seconds, None), rank.tail[-1]
+
+
+def _as_markup(lines: list[str]) -> Markup:
+    text = join_lines(lines)
+    # All at once: a colour goes on in the next line, until the program ends it.
+    return ansi_to_markup("\n".join(lines)) if text is None else text
+
+
+def _markup_bytes(line: str) -> int:
+    """About how many bytes a line takes as HTML in a message."""
+    num_special = sum(map(line.count, "<>&'\""))
+    return len(line.encode(errors="replace")) + 4 * num_special + _COLOUR_BYTES * line.count("\x1b")
+
+
+def _cut(line: str) -> str:
+    """The line, cut where it takes more than a block may."""
+    if len(line) * _COLOUR_BYTES <= _LINE_BYTES or _markup_bytes(line) <= _LINE_BYTES:
+        return line
+    return shorten(plain_text(line), _LINE_BYTES)
+
+
+# ---- The widgets.
 
 # For 2,000 lines of 200 characters; where lines are longer than that, fewer of them are shown.
 _MAX_WIDGETS = 40

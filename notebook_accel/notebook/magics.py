@@ -26,7 +26,7 @@ from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.launch.text.terminal_text import plain_text
-from notebook_accel.notebook import debugger, kernel_session
+from notebook_accel.notebook import debugger, session
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cells
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
@@ -244,7 +244,7 @@ class AccelerateMagics(Magics):
                     "--write and --ranks: every process runs the whole of a script; leave one of "
                     "them out"
                 )
-            running = kernel_session.session_for(shell, _given(options), options.config)
+            running = session.session_for(shell, _given(options), options.config)
             if options.write:
                 self._write(cell, number, options.write, running.config, running)
             run = running.run_cell(
@@ -288,7 +288,6 @@ class AccelerateMagics(Magics):
         before = {} if running is None else running.cells
         script = script_of_cells(
             {**before, number: cell},
-            left_out=left_out,
             namespace=shell.user_ns,
             sources=[source.text for source in cell_sources(shell)],
             transform=shell.transform_cell,
@@ -297,7 +296,7 @@ class AccelerateMagics(Magics):
             file=target.name,
         )
         target.write_text(script, encoding="utf-8")
-        others = "; ".join(f"In[{one}], which {cell.why}" for one, cell in left_out.items())
+        others = "; ".join(f"In[{one}], which {why}" for one, why in left_out.items())
         print(f"wrote {target}{others and f', without {others}'}")  # noqa: T201
 
     def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
@@ -327,27 +326,27 @@ class AccelerateMagics(Magics):
 
     def _start(self, arguments: Sequence[str]) -> None:
         options = _start_options.parser.parse_args(arguments)
-        kernel_session.start_session(self._notebook, *_settings(options))
+        session.start_session(self._notebook, *_settings(options))
 
     def _restart(self, arguments: Sequence[str]) -> None:
-        running = kernel_session.current_session()
+        running = session.current_session()
         options = _start_options.parser.parse_args(arguments)
         config, notices = _settings(options)
         if running is not None and options.config is None:
             changed = {name: value for name, value in _given(options).items() if value is not None}
             config, notices = replace(running.config, **changed), []
-        kernel_session.restart_session(self._notebook, config, notices)
+        session.restart_session(self._notebook, config, notices)
 
     def _stop(self, arguments: Sequence[str]) -> None:
         ended = []
-        if kernel_session.end_session():
+        if session.end_session():
             ended.append("the session has ended")
         if end_held_launch():
             ended.append("the ranks that waited for a debugger have ended")
         print("; ".join(ended) or "there is no session")  # noqa: T201
 
     def _status(self, arguments: Sequence[str]) -> None:
-        running, held = kernel_session.current_session(), held_launch()
+        running, held = session.current_session(), held_launch()
         none = "there is no session; the first %%accelerate cell starts one"
         print(none if running is None else running.describe())  # noqa: T201
         if held is not None:
@@ -390,7 +389,7 @@ class AccelerateMagics(Magics):
         display(diagnose())
 
     def _running(self) -> NotebookSession:
-        running = kernel_session.current_session()
+        running = session.current_session()
         if running is None:
             raise UsageError(
                 "there is no session; %accelerate start or an %%accelerate cell starts one"
@@ -440,7 +439,7 @@ _OPTIONS_OF = {
 
 def _session_names() -> frozenset[str]:
     """The names of the session; none where there is no session."""
-    running = kernel_session.current_session()
+    running = session.current_session()
     return frozenset() if running is None else running.names
 
 

@@ -4,8 +4,8 @@
                           ^                                                        |
                           +---- CellOutcome of each rank: value, assigned names <--+
 
-There is one at a time (kernel_session.py). It says who assigned a name last (ownership.py),
-and shows the values of last expressions. Ranks, calls and their ends are ``launch``'s.
+There is one at a time. It says who assigned a name last (ownership.py), and shows the values of
+last expressions. Ranks, calls and their ends are ``launch``'s.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
-from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
 from notebook_accel.notebook.cell_function import PROVIDED
-from notebook_accel.notebook.cell_script import LeftOut
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.debugger import debug
 from notebook_accel.notebook.display_slot import DisplaySlot
@@ -47,17 +47,25 @@ from notebook_accel.notebook.worker.calls import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.worker.calls import NamesOutcome
 
-__all__ = ["CellOptions", "NotebookSession", "num_ranks"]
-
+__all__ = [
+    "CellOptions",
+    "NotebookSession",
+    "current_session",
+    "end_session",
+    "num_ranks",
+    "restart_session",
+    "session_for",
+    "start_session",
+]
 
 # ---- How the calls of a session ended, as far as the next call must know it: noted before that is
 # made, so that nothing depends on who waited for a call, or on how that wait ended.
@@ -286,7 +294,7 @@ class NotebookSession:
         session: the ranks themselves.
         names: what they have of their own.
         cells: the text of each cell that all ranks have run to its end, by its number.
-        left_out: the others, which a script of the session cannot have.
+        left_out: why a script of the session cannot have the others.
     """
 
     def __init__(
@@ -302,7 +310,7 @@ class NotebookSession:
         self.config = config
         self.names: frozenset[str] = frozenset(PROVIDED)
         self.cells: dict[int, str] = {}
-        self.left_out: dict[int, LeftOut] = {}
+        self.left_out: dict[int, str] = {}
         self._shell: Any = shell
         self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
         self._owners.note_session_assigned(PROVIDED)
@@ -378,7 +386,7 @@ class NotebookSession:
             pull=options.pull,
             pull_from=None if options.pulls_each_rank else min(options.ranks or [0]),
         )
-        self.left_out[number] = LeftOut(text, "did not end well")
+        self.left_out[number] = "did not end well"
         block = not options.in_background
         try:
             run = self._begin(request, push, block=block, source=source, asked=options.ranks)
@@ -516,7 +524,7 @@ class NotebookSession:
                 self.cells[cell.number] = request.text
                 del self.left_out[cell.number]
             else:
-                self.left_out[cell.number] = LeftOut(request.text, "ran with --ranks")
+                self.left_out[cell.number] = "ran with --ranks"
         self._take(outcomes)
         show_values([None if one is None else one.value for one in outcomes], cell.slot)
         asked = outcomes if request.pull_from is None else [outcomes[request.pull_from]]
@@ -721,3 +729,122 @@ class NotebookSession:
 def num_ranks(world_size: int) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{world_size} rank{'' if world_size == 1 else 's'}"
+
+
+# ---- The one session of this kernel: started at its first use, found, and ended.
+
+_OPTIONS = {"num_processes": "-n", "mixed_precision": "--mixed-precision"}
+
+_session: NotebookSession | None = None
+
+
+def current_session() -> NotebookSession | None:
+    """The session of this kernel; None where there is none, or where the person ended it.
+
+    One whose ranks have all died is still the session: a new one in its place would have none of
+    its names, and perhaps another number of ranks, and nobody would have been told.
+    """
+    return _session
+
+
+def start_session(
+    shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+) -> NotebookSession:
+    """Start the session.
+
+    Args:
+        shell: of the notebook.
+        config: how to launch.
+        notices: lines for the person, shown with the first call.
+
+    Raises:
+        ConfigError: there is one, or it cannot be started so.
+        LaunchError: the ranks could not be started.
+    """
+    global _session
+    running = current_session()
+    if running is not None:
+        raise ConfigError(
+            f"there is a session of {num_ranks(running.world_size)}: `%accelerate restart` starts "
+            "another one in its place"
+        )
+    _session = NotebookSession(shell, config, notices)
+    return _session
+
+
+def restart_session(
+    shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+) -> NotebookSession:
+    """Start a session in the place of the one there is; the arguments are as of a start.
+
+    Raises:
+        ConfigError: it cannot be started so; where that can be known before, the old one goes on.
+        LaunchError: the ranks could not be started.
+    """
+    check_ranks(config)
+    end_session()
+    return start_session(shell, config, notices)
+
+
+def session_for(
+    shell: InteractiveShell,
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> NotebookSession:
+    """The session, started if there is none.
+
+    Args:
+        shell: of the notebook.
+        arguments, config: as those of ``config.resolve``. A session that there is must have what
+            they give; what files and the environment say is for one that starts.
+
+    Raises:
+        ConfigError: it was started otherwise, or cannot be started so.
+        LaunchError: the ranks could not be started.
+    """
+    running = current_session()
+    if running is None:
+        return start_session(shell, *resolve(arguments, config))
+    _check_same(running, given_settings(arguments, config))
+    return running
+
+
+def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
+    """Refuse what the session cannot become without new ranks.
+
+    Raises:
+        ConfigError: a setting that is given differs.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return
+    has = replace(running.config, num_processes=running.world_size)
+    wanted = LaunchConfig(**given)
+    other = [name for name in given if getattr(wanted, name) != getattr(has, name)]
+    if not other:
+        return
+    options = [f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other if name in _OPTIONS]
+    command = " ".join(["%accelerate restart", *options])
+    if len(options) < len(other):
+        command = "%accelerate stop"
+    # Texts of variables may be secrets, and a notebook is saved with its errors.
+    held = ", ".join(
+        f"env of {', '.join(has.env or ()) or 'nothing'}"
+        if name == "env"
+        else f"{name}={getattr(has, name)!r}"
+        for name in other
+    )
+    raise ConfigError(
+        f"the session was started with {held}: `{command}` ends it, with all its names, for one "
+        "with other settings; `%%accelerate --fresh` runs a cell in ranks of its own"
+    )
+
+
+def end_session() -> bool:
+    """End the session; False where there is none."""
+    global _session
+    ending, _session = _session, None
+    if ending is None:
+        return False
+    ending.end()
+    return True

@@ -638,7 +638,6 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     """)
     others = r"In\[\d+\], which did not end well; In\[\d+\], which ran with --ranks"
     assert re.fullmatch(rf"wrote {target}, without {others}\nranks 0-1: \(70, 2\)\n", shown), shown
-    assert "`lonely` is assigned by In[" in book.fails(f"%%accelerate --write {target}\nlonely")
     text = target.read_text()
     assert "def scaled(value):\n    return value * scale\n" in text
     assert "unused" not in text

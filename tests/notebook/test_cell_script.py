@@ -6,12 +6,11 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.notebook.cell_script import LeftOut, script_of_cells
+from notebook_accel.notebook.cell_script import script_of_cells
 
 
 def script(*cells: str, **changes: Any) -> str:
     given: dict[str, Any] = {
-        "left_out": {},
         "namespace": {},
         "sources": [],
         "transform": TransformerManager().transform_cell,
@@ -82,7 +81,3 @@ def test_the_value_of_the_cell_is_printed() -> None:
 def test_what_no_script_can_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.py: 'await' outside function, at `await f\(\)`"):
         script("await f()\n1")
-    left_out = {7: LeftOut("solo = 1", "ran with --ranks")}
-    with pytest.raises(ConfigError, match=r"`solo` is assigned by In\[7\], which ran with --ranks"):
-        script("solo + 1", left_out=left_out)
-    assert "nowhere" in script("print(nowhere)", left_out=left_out)

@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.file_tail import FileTail
-from notebook_accel.notebook.log_window import MAX_LINES, LogWindow
+from notebook_accel.notebook.log_view import MAX_LINES, LogWindow
 from notebook_accel.notebook.markup import message_bytes
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import HOSTILE, Tags

@@ -11,7 +11,7 @@ from traitlets.config import Config
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
-from notebook_accel.notebook import kernel_session, magics
+from notebook_accel.notebook import magics, session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,11 +119,11 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
 ) -> None:
     has = LaunchConfig(debug=True, grace=3, devices=[0, 1], env={"KEY": "secret"})
     running = SimpleNamespace(config=has, world_size=2)
-    monkeypatch.setattr(kernel_session, "_session", running)
+    monkeypatch.setattr(session, "_session", running)
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
     shell: Any = None
     for fits in ({"num_processes": None}, {"num_processes": 2, "grace": 3}, {"devices": [0, 1]}):
-        assert kernel_session.session_for(shell, fits) is running
+        assert session.session_for(shell, fits) is running
     for given, held in (
         ({"debug": False}, "debug=True: `%accelerate stop`"),
         ({"grace": 10.0}, "grace=3.0: `%accelerate stop`"),
@@ -131,7 +131,7 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
         ({"env": {"KEY": "other"}}, "env of KEY: `%accelerate stop`"),
     ):
         with pytest.raises(ConfigError, match=f"was started with {held}") as caught:
-            kernel_session.session_for(shell, {}, given)
+            session.session_for(shell, {}, given)
         assert "secret" not in str(caught.value)
 
 
@@ -149,7 +149,7 @@ def test_tab_completes_commands_options_and_names_of_the_session(
     assert {"start", "pull", "debug", "--help"} <= offered("%accelerate ")
     assert "model" not in offered("%accelerate pull ")
     running = SimpleNamespace(names=frozenset(["model", "mean_loss"]))
-    monkeypatch.setattr(kernel_session, "current_session", lambda: running)
+    monkeypatch.setattr(session, "current_session", lambda: running)
     assert offered("%accelerate st") == {"start", "stop", "status", "stacks"}
     assert offered("%accelerate pull ") == {"model", "mean_loss"}
     assert offered("%accelerate pull model,me") == {"mean_loss"}
@@ -183,7 +183,7 @@ def test_names_are_written_as_python_writes_them(
 ) -> None:
     asked: list[tuple[str, ...]] = []
     running = SimpleNamespace(push=asked.append, pull=lambda names, rank: asked.append(names))
-    monkeypatch.setattr(kernel_session, "current_session", lambda: running)
+    monkeypatch.setattr(session, "current_session", lambda: running)
     # A micro sign, which Python keeps as the Greek letter.
     for line in ("%accelerate push \u00b5,größe", "%accelerate pull \u00b5 größe --rank 1"):
         assert shell.run_cell(line).success
