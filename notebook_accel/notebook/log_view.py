@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RankState, RunState
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.panel_widgets import PanelWidgets
+    from notebook_accel.notebook.live_panel import PanelWidgets
 
     _Timed = tuple[int | None, str]
 

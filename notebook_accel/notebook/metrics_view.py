@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.curves import LiveCurves
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.panel_widgets import PanelWidgets
+    from notebook_accel.notebook.live_panel import PanelWidgets
 
 __all__ = ["MetricsView", "groups_of"]
 

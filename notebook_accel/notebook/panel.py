@@ -188,15 +188,6 @@ _MEANINGS = {
     "lost peer": "it lost its connection to a rank that failed",
     "not asked": "the call is not meant for it",
 }
-# A row without an inner bar, as high as one with it: a cell for each column, since a narrow page
-# gives the bar a line of its own.
-_BLANK_ROW = element(
-    "tr",
-    element("td", colspan=2),
-    *(element("td", class_=f"na-c-{name}") for name, _ in _COLUMNS[2:]),
-    class_="na-inner",
-    aria_hidden="true",
-)
 # A click on a cell of the heat row picks its rank in the list above the log. Nothing depends on
 # it: the list does the same, by the keyboard too. It is done as the button goes down: the row is
 # drawn anew several times a second, and a click whose two halves meet two rows is none.
@@ -230,7 +221,8 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
             rows.append(_row(state, rank, first, [], text_bytes))
             rows += [_inner_row(rank, line, text_bytes) for line in inner]
             # An inner bar that is over keeps its row for the next one.
-            rows += [_BLANK_ROW] * (most_lines(rank) - 1 - len(inner))
+            blank = _inner_row(rank, None, text_bytes)
+            rows += [blank] * (most_lines(rank) - 1 - len(inner))
         else:
             rows.append(_row(state, rank, first, inner, text_bytes))
     is_of_device = _is_of_device(state)
@@ -315,21 +307,19 @@ def _memory(num_bytes: int | None) -> str:
     return wording.memory(num_bytes) if num_bytes else ""
 
 
-def _inner_row(rank: RankState, line: ProgressLine, text_bytes: int) -> Markup:
-    """A row for a bar inside of another one."""
+def _inner_row(rank: RankState, line: ProgressLine | None, text_bytes: int) -> Markup:
+    """A row for a bar inside of another one; of None a blank one, as high.
+
+    It has a cell for each column: a narrow page hides some of them by their classes.
+    """
+    bar: dict[str, str] = {}
+    if line is not None:
+        bar = {"bar": _bar(rank, line, "na-thin "), "count": line.count, "rate": line.rate}
+    label = element("td", class_="na-c-label") if line is None else _label(line, text_bytes)
+    cells = (element("td", bar.get(name, ""), class_=f"na-c-{name}") for name, _ in _COLUMNS[3:])
+    hidden = "true" if line is None else None
     return element(
-        "tr",
-        element("td", colspan=2),
-        _label(line, text_bytes),
-        element("td", _bar(rank, line, "na-thin "), class_="na-c-bar"),
-        element("td", line.count, class_="na-c-count"),
-        element("td", line.rate, class_="na-c-rate"),
-        # A cell for each column: a narrow page hides some of them by their classes.
-        element("td", class_="na-c-left"),
-        element("td", class_="na-c-step"),
-        element("td", class_="na-c-load"),
-        element("td", class_="na-c-memory"),
-        class_="na-inner",
+        "tr", element("td", colspan=2), label, *cells, class_="na-inner", aria_hidden=hidden
     )
 
 

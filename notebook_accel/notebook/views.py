@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
@@ -137,50 +136,32 @@ def _number_of_cell() -> int | None:
     return number
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Caller:
-    """Who asks for a view.
-
-    Attributes:
-        kernel: the kernel in which the launcher was called; None in a terminal or plain Python.
-        waits: whether the cell waits for the run.
-        is_cell: whether the run is a cell (``%%accelerate``).
-    """
-
-    kernel: Any | None
-    waits: bool
-    is_cell: bool
-
-
-def _widgets(caller: _Caller) -> View:
-    if caller.kernel is None:
+def _widgets(kernel: Any, waits: bool, is_cell: bool) -> View:
+    if kernel is None:
         raise ConfigError(
             "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
             "take view='text'"
         )
-    return dashboard_in(caller.kernel, waits=caller.waits, is_cell=caller.is_cell)
+    return dashboard_in(kernel, waits=waits, is_cell=is_cell)
 
 
-def _text(caller: _Caller) -> View:
-    if caller.kernel is None:
-        return PlainView(is_cell=caller.is_cell)
-    return Transcript(waits=caller.waits, is_cell=caller.is_cell)
+def _text(kernel: Any, waits: bool, is_cell: bool) -> View:
+    if kernel is None:
+        return PlainView(is_cell=is_cell)
+    return Transcript(waits=waits, is_cell=is_cell)
 
 
-def _automatic(caller: _Caller) -> View:
-    is_watched = caller.kernel is not None and clicks.can_answer(caller.kernel)
-    return _widgets(caller) if is_watched else _text(caller)
+def _automatic(kernel: Any, waits: bool, is_cell: bool) -> View:
+    is_watched = kernel is not None and clicks.can_answer(kernel)
+    return (_widgets if is_watched else _text)(kernel, waits, is_cell)
 
 
-def _nothing(_caller: _Caller) -> View:
-    return View()
-
-
-VIEWS: Mapping[str, Callable[[_Caller], View]] = {
+# Each takes the kernel in which the launcher was called, None in a terminal or plain Python.
+VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
     "auto": _automatic,
     "widgets": _widgets,
     "text": _text,
-    "none": _nothing,
+    "none": lambda *_: View(),
 }
 
 
@@ -206,4 +187,4 @@ def choose_view(name: str, *, waits: bool = True, is_cell: bool = False) -> View
     """
     if not isinstance(name, str) or name not in VIEWS:
         raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")
-    return VIEWS[name](_Caller(kernel=clicks.find_kernel(), waits=waits, is_cell=is_cell))
+    return VIEWS[name](clicks.find_kernel(), waits, is_cell)

@@ -14,9 +14,9 @@ import pytest
 from notebook_accel.launch.control.curves import Curve, LiveCurves
 from notebook_accel.notebook.charts import Look, colour_of, render_charts, saved_chart, thin_out
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.metrics_view import MetricsView, groups_of
-from notebook_accel.notebook.panel_widgets import PanelWidgets
 from tests.notebook.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:

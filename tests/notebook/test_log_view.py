@@ -9,9 +9,9 @@ import ipywidgets
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.markup import Markup
-from notebook_accel.notebook.panel_widgets import PanelWidgets
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import Tags
 

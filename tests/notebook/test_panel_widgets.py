@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipywidgets
 from ipywidgets.widgets import widget as widget_module
 
-from notebook_accel.notebook.panel_widgets import PanelWidgets
+from notebook_accel.notebook.live_panel import PanelWidgets
 
 
 def test_widgets_share_one_layout_and_a_style_a_kind_and_are_closed_with_them() -> None:
