@@ -78,8 +78,8 @@ def hang():
 MIDDLE_IS_HIGH = """() => {
     const line = document.querySelector(".na-chart path");
     const points = line ? line.getAttribute("d").slice(1).split(" ") : [];
-    const middle = points[Math.floor(points.length / 2)] || "0,64";
-    return Number(middle.split(",")[1]) < 57;
+    const middle = points[Math.floor(points.length / 2)] || "0,400";
+    return Number(middle.split(",")[1]) < 357;
 }"""
 LABELS_FIT = """() => {
     const labels = [...document.querySelectorAll(".na-c-label")];
