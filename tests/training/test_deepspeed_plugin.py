@@ -135,19 +135,9 @@ def test_questions_are_answered_as_by_accelerate() -> None:
     assert "offload_param" in given["zero_optimization"], "the user's own stays"
 
 
-VALUES = {"train_batch_size": 8, "optimizer.params.lr": 0.1, "bf16.enabled": True}
-
-
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda plugin: plugin.deepspeed_config_process(**VALUES), None),
-        (lambda plugin: plugin.deepspeed_config_process(**VALUES, steps=2), "steps"),
-        (lambda plugin: plugin.deepspeed_config_process(**VALUES, steps=2, must_match=False), None),
-        (lambda plugin: plugin.deepspeed_config_process(train_batch_size=8), "optimizer.params.lr"),
-        (lambda plugin: plugin.fill_match("optimizer.params.lr", **VALUES), None),
-        (lambda plugin: plugin.fill_match("no.such.entry", **VALUES), None),
-        (lambda plugin: plugin.fill_match("train_batch_size"), "train_batch_size"),
         (lambda plugin: plugin.set_mixed_precision("bf16"), None),
         (lambda plugin: plugin.set_mixed_precision("fp8"), None),
         (lambda plugin: plugin.set_mixed_precision("no"), None),

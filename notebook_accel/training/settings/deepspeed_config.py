@@ -7,8 +7,6 @@ that DeepSpeed's own default holds.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import copy
 import json
 import os
@@ -39,15 +37,14 @@ class HfDeepSpeedConfig:
             which both then complete.
 
     Raises:
-        ConfigError: what was given is no dictionary, no file and no JSON.
+        ConfigError: what was given is no dictionary, and no file with one.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
         """Read the configuration.
 
         Args:
-            config_file_or_dict: a dictionary, the path of a JSON file, or JSON as text (plain, or
-                in base64 as launchers pass it on).
+            config_file_or_dict: a dictionary, or the path of a JSON file.
         """
         self.config: dict[str, Any] = _read(config_file_or_dict)
         # What ``fill`` put in the place of "auto".
@@ -167,8 +164,11 @@ def _read(given: Any) -> dict[str, Any]:
         return copy.deepcopy(given)
     if isinstance(given, HfDeepSpeedConfig):
         return given.config
-    if isinstance(given, (str, os.PathLike)):
-        read = _parse(_text_of(os.fspath(given)))
+    if isinstance(given, (str, os.PathLike)) and Path(given).is_file():
+        try:
+            read = json.loads(Path(given).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"the DeepSpeed configuration {given} is no JSON: {error}") from None
         if isinstance(read, dict):
             return read
     shown = repr(given) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
@@ -176,22 +176,3 @@ def _read(given: Any) -> dict[str, Any]:
         f"the DeepSpeed configuration is {shown}: expected a dictionary, or the path of a JSON "
         "file that there is"
     )
-
-
-def _text_of(given: str) -> str:
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError):  # a whole text as a name: too long, or with a NUL character
-        return given
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        if text.lstrip().startswith("{"):
-            raise ConfigError(f"the DeepSpeed configuration is no JSON: {error}") from None
-    try:
-        return json.loads(base64.urlsafe_b64decode(text))
-    except (ValueError, binascii.Error, UnicodeError):
-        return None

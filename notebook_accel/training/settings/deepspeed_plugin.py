@@ -140,69 +140,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         """Whether an entry is to be filled in by ``prepare``."""
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
-    def fill_match(
-        self,
-        ds_key_long: str,
-        mismatches: list[str] | None = None,
-        must_match: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Give an entry that is "auto" a value, or compare the value that it has.
-
-        Args:
-            ds_key_long: the entry, by its name with dots; one that is not there stays so.
-            mismatches: gets a line where the entry has another value than the one in ``kwargs``.
-            must_match: False compares nothing.
-            **kwargs: values, by the names of entries.
-
-        Raises:
-            ConfigError: the entry is "auto", and there is no value for it.
-        """
-        known, differing = self.get_value(ds_key_long), [] if mismatches is None else mismatches
-        if known == AUTO:
-            if ds_key_long not in kwargs:
-                raise ConfigError(
-                    f'{ds_key_long} of the DeepSpeed configuration is "auto", and nothing was '
-                    f'given for it: pass **{{"{ds_key_long}": ...}}, or set the entry'
-                )
-            self.hf_ds_config.set_value(ds_key_long, kwargs[ds_key_long])
-        elif must_match and known not in (None, kwargs.get(ds_key_long, known)):
-            differing.append(f"{ds_key_long} is {known!r}, not {kwargs[ds_key_long]!r}")
-
-    def deepspeed_config_process(
-        self,
-        prefix: str = "",
-        mismatches: list[str] | None = None,
-        config: dict[str, Any] | None = None,
-        must_match: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Give every entry that is "auto" its value, for code that does not wait for ``prepare``.
-
-        Args:
-            prefix: of the names in ``config``, which is a section then; its name and a dot.
-            mismatches: gets a line for each entry that has another value than the one given.
-            config: the section; None is the whole configuration.
-            must_match: False compares nothing.
-            **kwargs: values, by the names of entries with dots.
-
-        Raises:
-            ConfigError: there is no value for an entry, or another one than it has.
-        """
-        differing = [] if mismatches is None else mismatches
-        for name, value in list((self.deepspeed_config if config is None else config).items()):
-            if isinstance(value, dict):
-                self.deepspeed_config_process(
-                    f"{prefix}{name}.", differing, value, must_match, **kwargs
-                )
-            else:
-                self.fill_match(prefix + name, differing, must_match, **kwargs)
-        if differing and not prefix:
-            raise ConfigError(
-                f"the DeepSpeed configuration says something else than what was given: "
-                f'{"; ".join(differing)}. Set these entries to "auto"'
-            )
-
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Let DeepSpeed compute in "fp16", "bf16" or "no", where the configuration says nothing;
         "fp8" is "bf16" to it.
