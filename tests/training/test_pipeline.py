@@ -15,8 +15,8 @@ from torch import nn
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
 from notebook_accel.training.processes.seeding import set_seed
-from notebook_accel.training.strategies.blocks import balance
 from notebook_accel.training.strategies.given import has_parts
+from notebook_accel.training.strategies.stages import balance
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     BY_RANK,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from notebook_accel.training.checkpoint.background import HostCopies
 from notebook_accel.training.collectives import this_rank
-from notebook_accel.training.files.staging import HostCopies
 from notebook_accel.training.processes.random_states import (
     as_plain,
     note_random_states,

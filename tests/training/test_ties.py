@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from notebook_accel.training.models.ties import retie_parameters, tied_names
+from notebook_accel.training.models import retie_parameters, tied_names
 
 
 def test_tied_weights_are_found_and_tied_again() -> None:

@@ -21,7 +21,7 @@ from notebook_accel.training.collectives.nested import (
 from notebook_accel.training.collectives.operations import *
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.files.file_names import *
-from notebook_accel.training.files.saving import load, save
+from notebook_accel.training.files.weights import load, save
 from notebook_accel.training.models.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,16 +25,18 @@ from notebook_accel.training.files.state_files import (
     read_state,
     write_state,
 )
+from notebook_accel.training.processes import topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from torch.nn import Module
 
 __all__ = [
+    "load",
     "load_weights",
     "numbered",
+    "save",
     "save_model",
     "save_object",
     "save_weights",
@@ -246,3 +249,38 @@ def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
         own = torch.contiguous_format  # safetensors refuses a transposed view, and its clone
         tensors[name] = tensor.clone(memory_format=own) if shares else tensor.contiguous()
     return tensors, ties
+
+
+def save(
+    obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Write an object once; the file is whole or not there.
+
+    Args:
+        obj: the object, such as a state dict.
+        f: path or open file.
+        save_on_each_node: the first rank of each machine writes, instead of rank 0 alone.
+        safe_serialization: write a dictionary of tensors as safetensors.
+    """
+    here = topology.topology()
+    index = here.local_process_index if save_on_each_node else here.process_index
+    if index == 0:
+        save_object(obj, f, safe=safe_serialization)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Read what torch wrote, without trusting the file.
+
+    Args:
+        f: path or open file.
+        map_location: where tensors are put.
+        **kwargs: further arguments of ``torch.load``; ``weights_only=False`` trusts the file.
+
+    Raises:
+        NotebookAccelError: the file at a path is empty or broken, or names what is not known to be
+            safe.
+    """
+    options = {"map_location": map_location, **kwargs}
+    if isinstance(f, (str, os.PathLike)):
+        return read_state(Path(f), options)
+    return torch.load(f, **options)

@@ -18,7 +18,7 @@ import torch
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.files.pieces import Piece
 from notebook_accel.training.files.state_files import explain, is_safe_name, read_state
-from notebook_accel.training.settings.availability import is_installed
+from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:

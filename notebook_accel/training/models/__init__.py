@@ -1,26 +1,33 @@
-"""Forwards that stand in for a module's own, and how a module gets its own back."""
+"""Models: as ``prepare`` gave them, weights of several names, and forwards that stand in for a
+module's own, with how a module gets its own back."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.collectives.nested import convert_to_fp32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch.nn import Module
 
+
 __all__ = [
     "AutocastForward",
+    "PreparedModel",
     "RemovableForward",
     "ReplacedForward",
     "forward_of",
     "replaced_forwards",
+    "retie_parameters",
     "strip_forward",
+    "tied_names",
     "uncompiled",
 ]
 
@@ -143,3 +150,50 @@ def _class_forward(module: Module) -> Callable[..., Any]:
 def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
     """The forward that a pickled module comes back with in place of a :class:`ReplacedForward`."""
     return replaced or _class_forward(module)
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model, and what the user calls instead.
+
+    Attributes:
+        inner: the model.
+        wrapped: what the user calls.
+        training: whether it is trained.
+        blueprint: the model without weights, as it was before the strategy spread it; None where it
+            did not.
+    """
+
+    inner: Module
+    wrapped: Module
+    training: bool
+    blueprint: Module | None = None
+
+
+def tied_names(model: Module) -> list[list[str]]:
+    """The groups of names that stand for one parameter, each in the order of the model's modules.
+
+    The first name is that of the module whose initial values a tied weight has: of the embedding,
+    where ``head.weight = embedding.weight`` was said.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Make each group of names one parameter again: the first that is not on the meta device.
+
+    A group whose parameters are all on the meta device stays as it is.
+
+    Args:
+        model: whose weights were loaded or moved name by name.
+        tied_params: as :func:`tied_names` gave them before.
+    """
+    for group in tied_params:
+        found = (model.get_parameter(name) for name in group)
+        parameter = next((one for one in found if one.device.type != "meta"), None)
+        for name in group if parameter is not None else ():
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, parameter)

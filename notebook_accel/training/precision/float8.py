@@ -14,8 +14,7 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.processes import devices
-from notebook_accel.training.settings.availability import is_installed
-from notebook_accel.training.settings.environment import parse_flag_from_env
+from notebook_accel.training.settings.environment import is_installed, parse_flag_from_env
 from notebook_accel.training.settings.handlers import KwargsHandler
 
 if TYPE_CHECKING:

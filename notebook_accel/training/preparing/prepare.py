@@ -13,9 +13,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training.data import PreparedLoader, prepare_loader
 from notebook_accel.training.data.samplers import batch_size_of
-from notebook_accel.training.models import strip_forward, uncompiled
+from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
 from notebook_accel.training.models.blueprint import blueprint_of
-from notebook_accel.training.models.prepared import PreparedModel
 from notebook_accel.training.preparing.rescue import parts_of
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once

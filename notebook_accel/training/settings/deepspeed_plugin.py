@@ -20,10 +20,10 @@ from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training.settings import environment
-from notebook_accel.training.settings.availability import (
+from notebook_accel.training.settings.deepspeed_config import AUTO, HfDeepSpeedConfig, is_open
+from notebook_accel.training.settings.environment import (
     is_installed,
 )
-from notebook_accel.training.settings.deepspeed_config import AUTO, HfDeepSpeedConfig, is_open
 from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:

@@ -1,7 +1,9 @@
-"""Settings in the environment: ours (``NOTEBOOK_ACCEL_*``) first, then Accelerate's."""
+"""Settings in the environment: ours (``NOTEBOOK_ACCEL_*``) first, then Accelerate's; and
+whether a library is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +21,7 @@ __all__ = [
     "enable_fsdp_ram_efficient_loading",
     "get_cpu_distributed_information",
     "get_int_from_env",
+    "is_installed",
     "parse_flag_from_env",
     "read",
     "read_count",
@@ -114,3 +117,13 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """Have Transformers read a checkpoint on every rank."""
     os.environ[FSDP_READS_ON_RANK_0] = "False"
+
+
+def is_installed(module: str) -> bool:
+    """Whether there is such a library.
+
+    A folder of its name does not count: wandb leaves one where it ran, and Python would import that
+    as an empty package.
+    """
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from notebook_accel.training.models.prepared import PreparedModel
+    from notebook_accel.training.models import PreparedModel
     from notebook_accel.training.stepping.accumulation import Accumulation
 
 __all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares_parameters"]

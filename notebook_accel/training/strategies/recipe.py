@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accel.training import collectives
+from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.models.compiling import compile_in_place
-from notebook_accel.training.models.ties import retie_parameters, tied_names
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
 from notebook_accel.training.strategies.given import has_parts

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.models.ties import retie_parameters, tied_names
+from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.strategies.given import has_parts
 
 if TYPE_CHECKING:

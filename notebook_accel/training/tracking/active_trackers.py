@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.tracking.live import LiveTracker
+from notebook_accel.launch.rank import current
+from notebook_accel.training.tracking.base import GeneralTracker, numbers_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
 
     from notebook_accel.training.settings.handlers import ProjectConfiguration
-    from notebook_accel.training.tracking.base import GeneralTracker
 
-__all__ = ["Tracking"]
+__all__ = ["LiveTracker", "Tracking"]
 
 
 class Tracking:
@@ -89,3 +89,21 @@ class Tracking:
 
 def _is_among(tracker: GeneralTracker, others: Iterable[object]) -> bool:
     return any(tracker is other for other in others)
+
+
+class LiveTracker(GeneralTracker):
+    """Shows numbers in the run's view while it goes on, and keeps them in ``run.metrics``."""
+
+    name = "notebook"
+    requires_logging_directory = False
+
+    @property
+    def tracker(self) -> LiveTracker:
+        """Itself: there is no library behind it."""
+        return self
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Show numbers; what is none is named once and left out."""
+        found = numbers_of(values)
+        if found:
+            current().metric(found, step)

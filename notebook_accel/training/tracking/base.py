@@ -2,7 +2,8 @@
 
 A tracker takes the numbers of a training to where they are kept. ``Accelerator`` makes it, calls
 ``start`` once, ``store_init_configuration`` if there are settings, ``log`` again and again, and
-``finish``; all of it on the main process alone.
+``finish``; all of it on the main process alone. The functions at the end bring what is logged to
+what trackers take: Python numbers by flat names.
 """
 
 from __future__ import annotations
@@ -10,17 +11,29 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import numbers
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
+
 from notebook_accel.training.processes import topology
-from notebook_accel.training.settings.availability import is_installed
+from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.tracking.values import with_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["BlankTracker", "GeneralTracker", "LibraryTracker", "RunTracker", "on_main_process"]
+__all__ = [
+    "BlankTracker",
+    "GeneralTracker",
+    "LibraryTracker",
+    "RunTracker",
+    "as_number",
+    "flatten",
+    "numbers_of",
+    "on_main_process",
+    "with_numbers",
+]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
@@ -182,3 +195,61 @@ def on_main_process(function: _Function) -> _Function:
         return None
 
     return called  # type: ignore[return-value]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by name; those of a dictionary are named "key/inner key"."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from flatten(value, f"{name}/")
+        else:
+            yield name, value
+
+
+def as_number(value: Any) -> float | None:
+    """The number in a Python number, or in a tensor or array of one number; else None."""
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        item = value.item()
+        return float(item) if isinstance(item, numbers.Real) else None
+    return None
+
+
+def numbers_of(values: Mapping[str, Any], tracker: str = "") -> dict[str, float]:
+    """The numbers among ``values``, by flat names; what is none is named once and left out.
+
+    Args:
+        values: Python numbers, tensors and arrays of one number, or dictionaries of them.
+        tracker: the one that keeps them; "" for the run itself, which shows them.
+    """
+    found: dict[str, float] = {}
+    for name, value in flatten(values):
+        number = as_number(value)
+        if number is None:
+            whose, lost = (f"{tracker}: ", "not kept") if tracker else ("", "not shown")
+            notice_once(
+                f"no number {tracker} {name}",
+                f"{whose}{name!r} is a {type(value).__name__}, no number: {lost}",
+            )
+        else:
+            found[name] = number
+    return found
+
+
+def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as they are, tensors and arrays of one number as that number.
+
+    For libraries that take images, tables and more among the numbers.
+    """
+    ready: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            ready[name] = with_numbers(value)
+        else:
+            number = None if isinstance(value, (bool, int, float)) else as_number(value)
+            ready[name] = value if number is None else number
+    return ready

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from notebook_accel.training.tracking.base import LibraryTracker, on_main_process
-from notebook_accel.training.tracking.values import flatten, with_numbers
+from notebook_accel.training.tracking.base import (
+    LibraryTracker,
+    flatten,
+    on_main_process,
+    with_numbers,
+)
 
 if TYPE_CHECKING:
     import os
