@@ -322,10 +322,10 @@ def test_a_profile_of_each_rank_shows_a_table(tmp_path: Path) -> None:
         names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
         assert "aten::linear" in names
         (table,) = run.state.ranks[rank].displays
-        html = str(table.data["text/html"])
-        assert f"Rank {rank}: operators by their own time" in html
-        assert "<td>aten::addmm</td><td>2</td>" in html
-        assert "Self CPU" in str(table.data["text/plain"])
+        text = str(table.data["text/plain"])
+        assert f"Rank {rank}: operators by their own time" in text
+        assert "aten::addmm" in text
+        assert "Self CPU" in text
 
 
 # ---- many ranks

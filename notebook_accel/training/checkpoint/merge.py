@@ -13,12 +13,12 @@ from notebook_accel.training.checkpoint.folders import describe_folder, resolved
 from notebook_accel.training.checkpoint.joint_save import describe
 from notebook_accel.training.collectives import broadcast_object_list
 from notebook_accel.training.files.atomic import complete_version
-from notebook_accel.training.files.file_names import (
+from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_NAME,
+    save_object,
 )
-from notebook_accel.training.files.weights import save_object
 from notebook_accel.training.processes import topology
 
 if TYPE_CHECKING:

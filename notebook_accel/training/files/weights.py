@@ -33,6 +33,17 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 __all__ = [
+    "FSDP_MODEL_NAME",
+    "MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "RNG_STATE_NAME",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
     "load",
     "load_weights",
     "numbered",
@@ -43,6 +54,21 @@ __all__ = [
     "with_ties",
     "write_safely",
 ]
+
+MODEL_NAME = "pytorch_model"
+SAFE_MODEL_NAME = "model"
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+OPTIMIZER_NAME = "optimizer"
+SCHEDULER_NAME = "scheduler"
+SCALER_NAME = "scaler.pt"
+RNG_STATE_NAME = "random_states"
+
+# What ``save_model`` writes; a suffix such as "-00001-of-00002" counts the files of a large model.
+WEIGHTS_NAME = "pytorch_model.bin"
+WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+
 
 _log = logging.getLogger(__name__)
 # What save_model writes of its one model. Checkpoints number their models instead.

@@ -27,7 +27,6 @@ __all__ = [
     "BlankTracker",
     "GeneralTracker",
     "LibraryTracker",
-    "RunTracker",
     "as_number",
     "flatten",
     "numbers_of",
@@ -153,35 +152,6 @@ class LibraryTracker(GeneralTracker):
     def library(cls) -> Any:
         """The imported library."""
         return importlib.import_module(cls.module)
-
-
-class RunTracker(LibraryTracker):
-    """Base of the trackers whose library gives a run that takes numbers and images, as wandb does.
-
-    A rank may have a run of its own by making the tracker itself; ``Accelerator`` makes one on the
-    main process alone.
-    """
-
-    main_process_only = False
-    run = LibraryTracker.tracker
-
-    def start(self) -> None:
-        """Begin the run."""
-        self._run = self.library().init(project=self.run_name, **self.init_kwargs)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, and whatever else the library takes."""
-        self._run.log(with_numbers(values), step=step, **kwargs)
-
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a list of images a name."""
-        image = self.library().Image
-        ready = {name: [image(one) for one in images] for name, images in values.items()}
-        self._run.log(ready, step=step, **kwargs)
-
-    def finish(self) -> None:
-        """End the run, which sends what is not sent yet."""
-        self._run.finish()
 
 
 def on_main_process(function: _Function) -> _Function:

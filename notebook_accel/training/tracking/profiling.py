@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import builtins
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.files.file_names import PROFILE_PATTERN_NAME
 from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
     if options.output_trace_dir is not None:
         folder = Path(options.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / PROFILE_PATTERN_NAME.format(suffix=rank)
+        path = folder / f"profile_{rank}.json"
         running.export_chrome_trace(str(path))
     display = getattr(builtins, "display", None)
     # A schedule may have ended between two of its stretches: there is nothing to tell then.
@@ -54,7 +52,7 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
 
 
 class ProfileSummary:
-    """A table of the operators that took the most time, as HTML and as text.
+    """Torch's table of the operators that took the most time.
 
     Args:
         profiled: the profiler, which has ended.
@@ -64,35 +62,11 @@ class ProfileSummary:
 
     def __init__(self, profiled: profiler.profile, rank: int, path: Path | None) -> None:
         averages: Any = profiled.key_averages()
-        device_time = sum(each.self_device_time_total for each in averages)
-        self._sort_by = "self_device_time_total" if device_time else "self_cpu_time_total"
-        self._averages = averages
+        on_device = any(each.self_device_time_total for each in averages)
+        sort_by = "self_device_time_total" if on_device else "self_cpu_time_total"
         where = "" if path is None else f"; trace in {path}"
-        self.title = f"Rank {rank}: operators by their own time{where}"
-        columns = {"self CPU": "self_cpu_time_total", "CPU": "cpu_time_total"}
-        if device_time:
-            columns |= {"self device": "self_device_time_total", "device": "device_time_total"}
-        ranked = sorted(averages, key=lambda each: -getattr(each, self._sort_by))
-        self.columns = ["operator", "calls", *columns]
-        self.rows = [
-            [each.key, str(each.count), *(_duration(getattr(each, it)) for it in columns.values())]
-            for each in ranked[:_NUM_ROWS]
-        ]
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self.rows
-        )
-        return f"<p>{escape(self.title)}</p><table><tr>{head}</tr>{rows}</table>"
+        table = averages.table(sort_by=sort_by, row_limit=_NUM_ROWS)
+        self.text = f"Rank {rank}: operators by their own time{where}\n{table}"
 
     def __repr__(self) -> str:
-        table: str = self._averages.table(sort_by=self._sort_by, row_limit=_NUM_ROWS)
-        return f"{self.title}\n{table}"
-
-
-def _duration(microseconds: float) -> str:
-    if microseconds < 1e3:
-        return f"{microseconds:.0f} us"
-    return f"{microseconds / 1e3:.1f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.2f} s"
+        return self.text

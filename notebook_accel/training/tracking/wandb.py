@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.tracking.base import RunTracker
+from notebook_accel.training.tracking.base import LibraryTracker, with_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -12,12 +12,32 @@ if TYPE_CHECKING:
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(RunTracker):
+class WandBTracker(LibraryTracker):
     """Logs to a run of ``wandb.init(project=project_name, **init_kwargs)``."""
 
     name = "wandb"
     module = "wandb"
     package = "wandb"
+    main_process_only = False
+    run = LibraryTracker.tracker
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._run = self.library().init(project=self.run_name, **self.init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, and whatever else the library takes."""
+        self._run.log(with_numbers(values), step=step, **kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log a list of images a name."""
+        image = self.library().Image
+        ready = {name: [image(one) for one in images] for name, images in values.items()}
+        self._run.log(ready, step=step, **kwargs)
+
+    def finish(self) -> None:
+        """End the run, which sends what is not sent yet."""
+        self._run.finish()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Add the settings to the run's config."""
