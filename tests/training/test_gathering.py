@@ -104,14 +104,6 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class SmallFirst(list):  # type: ignore[type-arg]
-    """A batch of one sample, and one with a sample for each rank."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__([[0], [*range(1, 1 + size)]])
-        self.batch_size = size
-
-
 def uneven_first(size: int) -> list[list[int]]:
     """A round of batches of different sizes, and one of batches of one size."""
     samples = itertools.count()
@@ -123,10 +115,6 @@ def uneven_first(size: int) -> list[list[int]]:
 UNEVEN: dict[str, Any] = {
     "batches of one's own": lambda: prepare(
         DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
-    ),
-    "divided, one smaller than the ranks": lambda: prepare(
-        DataLoader(range(20), batch_sampler=SmallFirst(num_ranks())),  # type: ignore[arg-type]
-        split_batches=True,
     ),
     "batches of one's own, dispatched": lambda: prepare(
         DataLoader(range(100), batch_sampler=uneven_first(num_ranks())),  # type: ignore[arg-type]
@@ -147,7 +135,6 @@ UNEVEN: dict[str, Any] = {
 def counts_of_uneven(size: int) -> dict[str, int]:
     return {
         "batches of one's own": 6,
-        "divided, one smaller than the ranks": 1 + size,
         "batches of one's own, dispatched": size * (size + 1) // 2 + 2 * size,
         "samples, not batches": 5,
         "divided by workers, each with a last round": 10,

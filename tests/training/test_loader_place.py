@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.launch import rank as ranks
-from notebook_accel.training.data import SkipDataLoader, active_loaders, skip_first_batches
+from notebook_accel.training.data import active_loaders, skip_first_batches
 from notebook_accel.training.processes.seeding import set_seed
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import Accumulation
@@ -283,23 +283,10 @@ def test_skipping_batches_of_streams() -> None:
     assert len(unprepared) == 2
 
 
-def test_a_stream_without_its_first_batches_can_be_prepared() -> None:
-    def raw(num_batches: int) -> Any:
-        return skip_first_batches(DataLoader(SizedStream(12), batch_size=2), num_batches)
-
-    for dispatched in (None, False):
-        prepared = prepare(raw(3), dispatch_batches=dispatched)
-        assert lists(prepared) == lists(raw(3)) == [[6, 7], [8, 9], [10, 11]]
-        assert lists(skip_first_batches(prepared, 4)) == [[8, 9], [10, 11]], "not absolute"
-        assert len(prepared) == 3
-    by_hand = prepare(SkipDataLoader(SizedStream(12), batch_size=2, skip_batches=3))
-    assert len(lists(by_hand)) == len(by_hand) == 3
-    each = [prepare(raw(2), rank, 2, dispatch_batches=False) for rank in range(2)]
-    assert [lists(loader) for loader in each] == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]
-    with pytest.raises(ConfigError, match=r"without its first 3 batches.*multiple of 2"):
-        prepare(raw(3), 0, 2, dispatch_batches=False)
-    split = prepare(raw(3), 1, 2, dispatch_batches=False, split_batches=True)
-    assert lists(split) == [[7], [9], [11]]
+def test_a_stream_without_its_first_batches_is_prepared_before() -> None:
+    raw = skip_first_batches(DataLoader(SizedStream(12), batch_size=2), 3)
+    with pytest.raises(ConfigError, match="without its first 3 batches: prepare the loader first"):
+        prepare(raw)
 
 
 class Doubled(DataLoader[Any]):

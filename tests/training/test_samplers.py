@@ -72,11 +72,6 @@ OWN_TABLE = [
     (7, 3, 2, {"even": False}, ["012 6", "345"]),
     (10, 3, 2, {"drop": True}, ["012", "345"]),
     (9, 3, 3, {"drop": True}, ["012", "345", "678"]),
-    (10, 4, 2, {"split": True}, ["01 45 8", "23 67 9"]),
-    (9, 4, 2, {"split": True}, ["01 45 8", "23 67 8"]),
-    (9, 4, 2, {"split": True, "even": False}, ["01 45 8", "23 67"]),
-    (10, 4, 2, {"split": True, "drop": True}, ["01 45", "23 67"]),
-    (10, 6, 3, {"split": True}, ["01 67", "23 8", "45 9"]),
 ]
 
 
@@ -89,8 +84,6 @@ def test_batches_of_ones_own_stay_whole(
     )
     given = shards(Plain(batches), ranks, **settings)
     assert [list(shard) for shard in given] == [read(text) for text in expected]
-    if settings.get("split") and not settings.get("even", True):
-        return  # whether the last part is empty cannot be known before
     assert [len(shard) for shard in given] == [len(read(text)) for text in expected]
 
 
@@ -112,25 +105,15 @@ class Buckets(BatchSampler):
         return sum(-(-len(bucket) // self.batch_size) for bucket in self.buckets)
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("even", [False, True])
-def test_samples_of_two_buckets_never_meet(split: bool, even: bool) -> None:
+def test_samples_of_two_buckets_never_meet(even: bool) -> None:
     buckets = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
     kinds = {sample: kind for kind, bucket in enumerate(buckets) for sample in bucket}
-    given = [list(shard) for shard in shards(Buckets(buckets, 4), 2, split=split, even=even)]
+    given = [list(shard) for shard in shards(Buckets(buckets, 4), 2, even=even)]
     assert all(len({kinds[sample] for sample in batch}) == 1 for own in given for batch in own)
     assert {sample for own in given for batch in own for sample in batch} == set(kinds)
     lengths = {len(own) for own in given}
     assert len(lengths) == 1 or not even
-
-
-def test_batches_that_are_larger_than_they_said_are_divided_too() -> None:
-    batches = Plain(BatchSampler(SequentialSampler(range(12)), 6, drop_last=False))
-    batches.batch_size = 4
-    assert [list(shard) for shard in shards(batches, 2, split=True)] == [
-        [[0, 1, 2], [6, 7, 8]],
-        [[3, 4, 5], [9, 10, 11]],
-    ]
 
 
 def test_a_loader_that_skips_batches_shares_out_samples_too() -> None:
@@ -146,7 +129,7 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     with pytest.raises(ConfigError, match=r"each batch of 3 over 2 .* multiple of 2"):
         BatchSamplerShard(batches, 2, 0, split_batches=True)
-    with pytest.raises(ConfigError, match="list has no batch_size"):
+    with pytest.raises(ConfigError, match="list makes batches of its own"):
         BatchSamplerShard(LISTS, 2, 0, split_batches=True)
     with pytest.raises(ConfigError, match="batch_size=None, so that its dataset makes the batches"):
         IterableDatasetShard(Stream(4), None, num_processes=2, split_batches=True)

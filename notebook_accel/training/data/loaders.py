@@ -493,15 +493,12 @@ class PreparedLoader(LoaderAround):
         self, position: Position, move: Callable[[Any], Any] | None
     ) -> Callable[[Any], Any] | None:
         """``move``, which also notes in ``position`` what a batch says of its round."""
-        shard = self._shard
-        is_split = isinstance(shard, BatchSamplerShard) and shard.split_batches
-        if not (self._marks_last_round or is_split):
+        if not self._marks_last_round:
             return move
 
         def receive(batch: Any) -> Any:
             batch = batch if move is None else move(batch)
-            repeats = position.shard_pass.repeats if is_split and position.shard_pass else {}
-            position.short_round, is_uneven = repeats.pop(position.num_given, None), None
+            position.short_round, is_uneven = None, None
             if type(batch) is RoundBatch:
                 batch, position.short_round, is_uneven = batch
             if position.short_round is not None:
@@ -570,8 +567,7 @@ class PreparedLoader(LoaderAround):
         is_shared_out = hasattr(self._shard, "newest_pass") or self._marks_last_round
         return is_shared_out or self._options.num_processes == 1
 
-    # The newest pass: the one that began or gave a batch last. Classes that are derived from
-    # Accelerate's loaders, with an `__iter__` of their own, mark its begin and end themselves.
+    # The newest pass: the one that began or gave a batch last.
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -579,42 +575,11 @@ class PreparedLoader(LoaderAround):
         position = self._progress.position
         return position is not None and position.end_of_dataloader
 
-    @end_of_dataloader.setter
-    def end_of_dataloader(self, value: bool) -> None:
-        position = self._progress.position or self.reset()
-        position.end_of_dataloader = value
-        if value:
-            self._note_last_round(position)
-
     @property
     def remainder(self) -> int:
         """Samples of all ranks in the last round, as :class:`Position` has it."""
         position = self._progress.position
         return -1 if position is None else position.remainder
-
-    @remainder.setter
-    def remainder(self, value: int) -> None:
-        (self._progress.position or self.reset()).remainder = value
-
-    def reset(self) -> Position:
-        """Forget how far the newest pass was."""
-        # No pass is under way: a checkpoint begins with the next one.
-        position = Position(epoch=self._progress.iteration, is_over=True)
-        self._progress.position = position
-        return position
-
-    def begin(self) -> None:
-        """Make this loader the active one, at the start of a pass."""
-        position = self._progress.position = self._new_position(loader=self)
-        active_loaders().put_on_top(position)
-
-    def end(self) -> None:
-        """End the passes over this loader that are under way."""
-        active = active_loaders()
-        for position in [each for each in active.stack if each.loader is self]:
-            active.drop(position)
-            position.is_over = True
-            position.loader = None
 
     @property
     def is_iterated(self) -> bool:

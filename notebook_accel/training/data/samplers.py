@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -79,12 +79,9 @@ class ShardPass:
 
     Attributes:
         last_round: what the last round has, once it is reached; None where it is known to be full.
-        repeats: rounds before the last one that have no sample for this rank, which repeats one
-            instead; by the numbers of their batches.
     """
 
     last_round: ShortRound | None = None
-    repeats: dict[int, ShortRound] = field(default_factory=dict)
 
 
 def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
@@ -122,7 +119,8 @@ class BatchSamplerShard(BatchSampler):
         even_batches: fill the last round up with samples from the start.
 
     Raises:
-        ConfigError: ``split_batches`` with a batch size that cannot be divided.
+        ConfigError: ``split_batches`` with a batch size that cannot be divided, or with batches of
+            a user's own batch sampler.
     """
 
     def __init__(
@@ -139,11 +137,11 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        if split_batches and self.batch_size is None:
+        if split_batches and num_processes > 1 and not self._shares_samples:
             raise ConfigError(
-                f"split_batches=True divides batches over {num_processes} processes, but "
-                f"{type(batch_sampler).__name__} has no batch_size; give it one, or leave "
-                "split_batches out"
+                f"split_batches=True divides batches over {num_processes} processes, and "
+                f"{type(batch_sampler).__name__} makes batches of its own, which stay whole: leave "
+                "split_batches out, or let rank 0 divide them (dispatch_batches=True)"
             )
         _ = self._share  # refuses a batch size that cannot be divided
 
@@ -171,7 +169,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def _share(self) -> int:
         """Samples of a round that are one rank's. 0 without a batch size (a user's own batch
-        sampler): such batches stay whole, or are divided one by one."""
+        sampler): such batches stay whole."""
         # Computed at each use: a script may set num_processes and process_index afterwards.
         return share_of(self.batch_size or 0, self.num_processes, self.split_batches)
 
@@ -204,7 +202,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def _shares_samples(self) -> bool:
         """True: rounds are cut out of the stream of samples. False: batches are the user's own,
-        given whole or divided one by one."""
+        given whole."""
         return not has_own_batches(self.batch_sampler)
 
     @property
@@ -231,8 +229,6 @@ class BatchSamplerShard(BatchSampler):
             # Where the last round is given out as it is, this rank gets something of it only if
             # there is more than the ranks before it take.
             needed = self._own_part.start
-        elif self.split_batches:
-            return length_of(self.batch_sampler)
         else:
             whole, rest = divmod(length_of(self.batch_sampler), self.num_processes)
             needed = self.process_index
@@ -242,9 +238,7 @@ class BatchSamplerShard(BatchSampler):
         self.newest_pass = found = ShardPass()
         if self.num_processes == 1:
             return iter(self.batch_sampler)
-        if self._shares_samples:
-            return self._share_samples(found)
-        return self._split_batches(found) if self.split_batches else self._share_batches(found)
+        return self._share_samples(found) if self._shares_samples else self._share_batches(found)
 
     def _share_samples(self, found: ShardPass) -> Iterator[list[Any]]:
         size, own = self._samples_a_round, self._own_part
@@ -261,37 +255,6 @@ class BatchSamplerShard(BatchSampler):
         found.last_round = ShortRound(len(round_), len(batch), len(round_[own]))
         if batch:
             yield batch
-
-    def _split_batches(self, found: ShardPass) -> Iterator[list[Any]]:
-        """Divide each batch of a user's own batch sampler, whatever its size.
-
-        A batch may be smaller than there are ranks. For batches before the last: a rank without a
-        sample repeats one of rank 0's, so that all ranks make as many steps. In the last batch it
-        does so with ``even_batches``.
-        """
-        batches = iter(self.batch_sampler)
-        batch: Any = next(batches, ())
-        for number, following in enumerate(batches):
-            part = self._part_of(batch)
-            if not len(part):
-                part = batch[:1]
-                found.repeats[number] = ShortRound(len(batch), len(part), 0)
-            yield part
-            batch = following
-        if not len(batch) or (self.drop_last and len(batch) < self.batch_size):
-            return
-        own = self._part_of(batch)
-        part = batch[:1] if self.even_batches and not len(own) else own
-        found.last_round = ShortRound(len(batch), len(part), len(own))
-        if len(part):
-            yield part
-
-    def _part_of(self, batch: Any) -> Any:
-        """This rank's samples of a batch: the first ranks get one more where some are left."""
-        size, extra = divmod(len(batch), self.num_processes)
-        start = size * self.process_index + min(self.process_index, extra)
-        stop = start + size + (self.process_index < extra)
-        return batch[start:stop]
 
     def _share_batches(self, found: ShardPass) -> Iterator[Any]:
         """Give the batches of a user's own batch sampler to the ranks in turn, each whole."""

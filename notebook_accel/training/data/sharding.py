@@ -81,16 +81,11 @@ def prepare_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     if isinstance(loader, SkipDataLoader):
-        prepared = prepare_loader(
-            loader.base_dataloader,
-            config=config,
-            device=device,
-            data_group=data_group,
-            rng_types=rng_types,
-            slice_fn=slice_fn,
-            ordinal=ordinal,
+        raise ConfigError(
+            f"prepare() got a stream without its first {loader.skip_batches} batches: prepare the "
+            "loader first, and call skip_first_batches(loader, n), where n counts the batches of "
+            "one rank"
         )
-        return prepared.skipping(_share_of_skipped(loader.skip_batches, config, data_group.size))
     is_dispatched = _is_dispatched(loader, config, device)
     num_shares = data_group.size
     size = batch_size_of(loader)
@@ -124,22 +119,6 @@ def prepare_loader(
     if num_shares > 1:
         options = _share_out(draft, options, config)
     return DataLoaderShard.around(draft, options)
-
-
-def _share_of_skipped(num_batches: int, config: DataLoaderConfiguration, num_shares: int) -> int:
-    """How many of its own batches each rank leaves out, of a stream without its first batches.
-
-    Raises:
-        ConfigError: the ranks would have to leave out different numbers of batches.
-    """
-    share, rest = (num_batches, 0) if config.split_batches else divmod(num_batches, num_shares)
-    if rest:
-        raise ConfigError(
-            f"prepare() got a stream without its first {num_batches} batches: expected a multiple "
-            f"of {num_shares}, so that each rank leaves out as many; or prepare the loader first, "
-            "and call skip_first_batches(loader, n), where n counts the batches of one rank"
-        )
-    return share
 
 
 def _is_dispatched(
