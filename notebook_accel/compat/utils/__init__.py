@@ -65,8 +65,7 @@ from notebook_accel.training.processes.seeding import (
     synchronize_rng_states,
 )
 from notebook_accel.training.processes.topology import barrier as wait_for_everyone
-from notebook_accel.training.settings.deepspeed_config import HfDeepSpeedConfig
-from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin, HfDeepSpeedConfig
 from notebook_accel.training.settings.environment import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,

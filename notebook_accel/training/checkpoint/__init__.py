@@ -21,11 +21,7 @@ from notebook_accel.training.checkpoint.folders import (
     resolved,
 )
 from notebook_accel.training.checkpoint.joint_save import JointSave, describe
-from notebook_accel.training.checkpoint.start import (
-    Start,
-    candidates,
-    find_damage,
-)
+from notebook_accel.training.checkpoint.start import Start, candidates, find_damage
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files import zero

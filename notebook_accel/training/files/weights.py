@@ -14,11 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.training.files.atomic import (
-    Partial,
-    naming_full_disk,
-    replacing_file,
-)
+from notebook_accel.training.files.atomic import Partial, naming_full_disk, replacing_file
 from notebook_accel.training.files.state_files import (
     check_regular,
     explain,

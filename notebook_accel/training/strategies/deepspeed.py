@@ -23,7 +23,7 @@ from notebook_accel.training.collectives.nested import convert_to_fp32, recursiv
 from notebook_accel.training.files import zero
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes import devices
-from notebook_accel.training.settings.deepspeed_config import is_open
+from notebook_accel.training.settings.deepspeed_plugin import is_open
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import shares_parameters

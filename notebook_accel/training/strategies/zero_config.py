@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.processes.devices import is_host
-from notebook_accel.training.settings.deepspeed_config import AUTO, is_open
+from notebook_accel.training.settings.deepspeed_plugin import AUTO, is_open
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
