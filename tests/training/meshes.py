@@ -45,6 +45,7 @@ __all__ = [
     "loss_of",
     "make",
     "train",
+    "train_decoder",
     "twin",
     "weights_of",
 ]
@@ -278,6 +279,21 @@ def train(layout: str | None, case: dict[str, Any]) -> dict[str, Any]:
 
 def nothing(model: Any) -> dict[str, Any]:
     return {}
+
+
+def train_decoder(accelerator: Accelerator, model: Any) -> dict[str, Any]:
+    """Four steps of a decoder of Transformers with 32 words."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses, norms = [], []
+    for tokens in torch.randint(32, (4, 2, 6), generator=torch.Generator().manual_seed(1)):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms, "weights": weights_of(accelerator, model)}
 
 
 def weights_of(accelerator: Accelerator, model: Any) -> dict[str, Any]:

@@ -213,18 +213,3 @@ def test_one_share_for_all_ranks() -> None:
     whole = [[0, 1, 2], [3, 4, 5], [6]]
     expected = {"stream": whole, "plain": whole, "gathered": whole}
     assert run_ranks(read_alone, 2) == [expected] * 2
-
-
-def divide_by_an_older_one() -> tuple[list[str], int]:
-    """What an Accelerator divides and counts by its own mesh, while the newest one has none."""
-    older = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = older.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
-    Accelerator(cpu=True)
-    schedule.split_batches = False
-    with older.split_between_processes(["a", "b", "c"]) as mine:
-        return mine, schedule.num_steps
-
-
-def test_an_accelerator_divides_by_its_own_shares() -> None:
-    assert run_ranks(divide_by_an_older_one, 2) == [(["a", "b", "c"], 1)] * 2

@@ -100,41 +100,6 @@ def test_precision_policies(given: Any, expected: Any) -> None:
     assert Plugin(mixed_precision_policy=given).precision_policy(torch.bfloat16) == expected
 
 
-def by_setters(kind: Any, version: int) -> list[Any]:
-    """What the setters of a plugin, ours or Accelerate's, make of its fields."""
-    plugin = kind(fsdp_version=version)
-    seen: list[Any] = [plugin.cpu_offload, plugin.state_dict_type, plugin.mixed_precision_policy]
-    plugin.cpu_offload = True
-    plugin.set_cpu_offload()
-    plugin.validate_cpu_offload()
-    seen.append(plugin.cpu_offload)
-    for given in ("FULL_STATE_DICT", "3", "full_state_dict", StateDictType.SHARDED_STATE_DICT):
-        plugin.set_state_dict_type(given)
-        plugin.set_state_dict_type()
-        seen.append(plugin.state_dict_type)
-    for given, options in (("fp8", {}), ("fp16", {}), (torch.float16, {"override": True})):
-        plugin.set_mixed_precision(given, buffer_autocast=True, **options)
-        plugin.validate_mixed_precision_policy()
-        seen.append(plugin.mixed_precision_policy)
-    seen.append(kind(fsdp_version=version, mixed_precision_policy="bf16").mixed_precision_policy)
-    for change in (
-        lambda: plugin.set_mixed_precision("int3"),
-        lambda: plugin.set_mixed_precision(torch.int8, override=True),
-        lambda: kind(fsdp_version=version, mixed_precision_policy={"param_dtype": "x"}),
-        lambda: kind(fsdp_version=version, cpu_offload="no"),
-        lambda: kind(fsdp_version=version, mixed_precision_policy=3),
-        lambda: kind(fsdp_version=2).set_state_dict_type("LOCAL_STATE_DICT"),
-    ):
-        with pytest.raises(ValueError):
-            change()
-    return seen
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_setters_do_what_accelerates_do(version: int) -> None:
-    assert by_setters(Plugin, version) == by_setters(PeerPlugin, version)
-
-
 @pytest.mark.parametrize(
     "given",
     [

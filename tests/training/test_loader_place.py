@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -109,21 +108,6 @@ def test_a_dataset_that_raises_ends_the_pass() -> None:
     with pytest.raises(OSError, match="unreadable"):
         list(prepare(DataLoader(Broken(), batch_size=2)))  # type: ignore[arg-type]
     assert not active_loaders().in_dataloader
-
-
-def test_a_loader_nobody_holds_is_freed_without_the_collector() -> None:
-    import weakref
-
-    gc.disable()
-    try:
-        prepared = prepare(numbers(6), 0, 2)
-        list(prepared)
-        next(iter(prepared))
-        known = weakref.ref(prepared)
-        del prepared
-        assert known() is None
-    finally:
-        gc.enable()
 
 
 class Counting(ranks.RankContext):
@@ -359,28 +343,6 @@ def test_a_loader_that_is_prepared_again_goes_on_in_the_same_order() -> None:
     assert lists(again) == rest
     assert lists(again) == lists(first), "the epoch after it"
     assert raw.sampler.generator is None, "the user's"  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("dispatched", [False, True])
-@pytest.mark.parametrize(("size", "given"), [(4, 2), (1, 10), (2, 5)])
-def test_batches_of_ones_own_go_on_at_their_place_on_other_ranks(
-    size: int, given: int, dispatched: bool
-) -> None:
-    def make(size: int) -> Any:
-        own = [[number] for number in range(20)]
-        raw = DataLoader(range(20), batch_sampler=own)  # type: ignore[arg-type]
-        return prepare(raw, 0, size, dispatch_batches=dispatched)
-
-    first = make(2)
-    running = iter(first)
-    for _ in range(5):  # 10 batches, on 2 ranks
-        next(running)
-    state = first.state_dict()
-    running.close()
-    other = make(size)
-    other.load_state_dict(state)
-    assert other.progress()[:2] == (0, given)
-    assert (other.state_dict()["random"] is None) == (size != 2)
 
 
 @pytest.mark.parametrize("skipped", [5, 7])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import re
 import warnings
 from functools import cache
@@ -11,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import ParallelismConfig as PeerConfig
-from torch.distributed import get_process_group_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -36,6 +32,7 @@ from tests.training.meshes import (
     data,
     loss_of,
     train,
+    train_decoder,
     twin,
     weights_of,
 )
@@ -179,42 +176,7 @@ def look_around() -> dict[str, Any]:
         "state": (accelerator.state.device_mesh is mesh, accelerator.state.is_fsdp2),
         "sizes": accelerator.parallelism_config.total_size,  # type: ignore[union-attr]
         "bare": by_bare_functions(accelerator.process_index),
-        "joined": {name: ranks_of_joined(asked) for name, asked in JOINED.items()},
     }
-
-
-JOINED = {
-    "shards x tensor": {"dp_shard_size": 2, "tp_size": 2},
-    "shards x context": {"dp_shard_size": 2, "cp_size": 2},
-    "replicas x shards": {"dp_replicate_size": 2, "dp_shard_size": 2},
-    "replicas": {"dp_replicate_size": 4},
-}
-
-
-def ranks_of_joined(asked: dict[str, int]) -> dict[str, list[int]]:
-    """Who is with this rank in the joined dimensions of an Accelerator's mesh."""
-    config = ParallelismConfig(**asked)
-    accelerator = Accelerator(cpu=True, parallelism_config=config)
-    mesh: Any = accelerator.torch_device_mesh
-    assert accelerator.parallelism_config is accelerator.state.parallelism_config is config
-    assert config.get_device_mesh() is config.get_device_mesh("cpu") is mesh
-    assert pickle.loads(pickle.dumps(config)).device_mesh is None
-    with pytest.raises(ConfigError, match="there is a mesh of 'cpu' devices already"):
-        config.get_device_mesh("cuda")
-    theirs: Any = PeerConfig(**asked).build_device_mesh("cpu")
-    assert mesh.mesh_dim_names == theirs.mesh_dim_names
-    found = ranks_by_name(mesh)
-    assert found == ranks_by_name(ParallelismConfig(**asked).build_device_mesh("cpu"))
-    assert found == ranks_by_name(theirs)
-    return found
-
-
-def ranks_by_name(mesh: Any) -> dict[str, list[int]]:
-    known = {}
-    for name in ("dp", "dp_shard_cp", "dp_cp"):
-        with contextlib.suppress(KeyError):
-            known[name] = get_process_group_ranks(mesh[name].get_group())
-    return known
 
 
 def by_bare_functions(rank: int) -> tuple[Any, ...]:
@@ -246,17 +208,6 @@ def test_the_accelerator_tells_where_a_rank_stands() -> None:
     for rank, result in enumerate(results):
         others = [float(rank % 2), float(rank % 2 + 2)]
         assert result["bare"] == (others, sum(others) / 2, [1, float(rank > 1)], words)
-        column, row, everyone = (
-            [rank % 2, rank % 2 + 2],
-            [rank // 2 * 2, rank // 2 * 2 + 1],
-            [*range(4)],
-        )
-        assert result["joined"] == {
-            "shards x tensor": {"dp": column, "dp_shard_cp": column, "dp_cp": column},
-            "shards x context": {"dp": column, "dp_shard_cp": everyone, "dp_cp": everyone},
-            "replicas x shards": {"dp": everyone, "dp_shard_cp": row, "dp_cp": everyone},
-            "replicas": {"dp": everyone, "dp_cp": everyone},
-        }
 
 
 def train_in_launcher() -> tuple[str, list[float]]:
@@ -302,16 +253,7 @@ def train_by_own_plan(name: str, tp_size: int) -> dict[str, Any]:
     sizes = {**SMALL, **HEADS, "pad_token_id": 0, "tie_word_embeddings": OWN_PLANS[name]}
     config = getattr(transformers, f"{name}Config")(**sizes)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for tokens in torch.randint(32, (4, 2, 6), generator=torch.Generator().manual_seed(1)):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "weights": weights_of(accelerator, model)}
+    return train_decoder(accelerator, model)
 
 
 def train_by_own_plans(tp_size: int) -> dict[str, Any]:

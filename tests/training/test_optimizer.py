@@ -292,25 +292,6 @@ def test_what_a_backward_takes_is_handed_on(precision: str) -> None:
         accelerator.backward(loss)
 
 
-def test_losses_of_fp16_are_clipped_each_after_its_backward_and_together() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    models = Scalar(), Scalar()
-    recorders = [Recorder(model.parameters()) for model in models]
-    first, second, *optimizers = accelerator.prepare(*models, *recorders)
-    accelerator.backward(first(30.0))
-    accelerator.clip_grad_norm_(first.parameters(), 3.0)
-    accelerator.backward(second(4.0))
-    for _ in range(2):
-        both = [*first.parameters(), *second.parameters()]
-        accelerator.clip_grad_norm_(both, 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [recorder.used for recorder in recorders] == [
-        [pytest.approx(0.6, rel=1e-4)],
-        [pytest.approx(0.8, rel=1e-4)],
-    ]
-
-
 @pytest.mark.filterwarnings("error")
 def test_an_optimizer_that_wraps_another_is_prepared_whole() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)

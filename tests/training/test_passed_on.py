@@ -7,7 +7,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import accelerate.utils as peer
 import pytest
@@ -308,23 +308,6 @@ def test_a_profiler_is_built_as_accelerate_builds_it() -> None:
     ]
     with pytest.raises(ConfigError, match=r"torch knows no 'gpu'; expected any of 'cpu', "):
         ProfileKwargs(activities=["cpu", "gpu"]).build()
-
-
-COMPILED: dict[str, dict[str, Any]] = {
-    "mode": {"mode": "max-autotune", "fullgraph": True, "dynamic": False},
-    "options": {"options": {"trace.enabled": True}, "dynamic": True},
-    "disable": {"disable": True},
-}
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_how_models_are_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **kwargs: given.append(kwargs) or model)
-    fields = {"backend": "eager", **COMPILED[name]}
-    plugin = utils.TorchDynamoPlugin(**fields)
-    Accelerator(cpu=True, dynamo_plugin=plugin).prepare(nn.Linear(2, 1))
-    assert given == [fields] == [peer.TorchDynamoPlugin(**fields).to_kwargs()]
 
 
 HANDLERS: list[tuple[str, dict[str, Any]]] = [

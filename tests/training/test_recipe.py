@@ -27,8 +27,8 @@ from tests.training.meshes import (
     loss_of,
     plugin,
     train,
+    train_decoder,
     twin,
-    weights_of,
 )
 from tests.training.scripts.parts import gpt2
 
@@ -307,18 +307,7 @@ def train_read_in_parts(folder: str, tp_size: int) -> dict[str, Any]:
     asked = {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, **asked)
     divided = has_parts(model.parameters())
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses, norms = [], []
-    for tokens in torch.randint(32, (4, 2, 6), generator=torch.Generator().manual_seed(1)):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    weights = weights_of(accelerator, model)
-    return {"losses": losses, "norms": norms, "divided": divided, "weights": weights}
+    return {**train_decoder(accelerator, model), "divided": divided}
 
 
 def test_a_model_that_transformers_divides_as_it_reads_it_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import accelerate
 import accelerate.utils as peer
 import pytest
 import torch
-from accelerate.utils import memory as peer_memory
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -97,52 +96,6 @@ def test_classes_are_made_by_hand_as_there() -> None:
     )
     assert isinstance(get_sampler(whole), SequentialSampler)
     assert isinstance(accelerator.prepare(loader), DataLoaderStateMixin)
-
-
-class Fused(torch.optim.SGD):
-    """Steps within its backward, as LOMO does."""
-
-    def fused_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.param_groups[0]["lr"] = learning_rate
-        self.step()
-        self.zero_grad()
-
-
-def test_methods_for_lomo_and_device_maps() -> None:
-    accelerator = notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = nn.Linear(1, 1, bias=False)
-    assert not accelerator.verify_device_map(model)
-    model.hf_device_map = {"a": 0, "b": "cpu"}  # type: ignore[assignment]
-    assert accelerator.verify_device_map(nn.Sequential(model))
-    before = model.weight.item()
-    with pytest.raises(ConfigError, match="lomo_optim"):
-        accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
-    assert not accelerator.has_lomo_optimizer
-    accelerator.prepare(Fused(model.parameters(), lr=1.0))
-    assert accelerator.has_lomo_optimizer
-    accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
-    assert model.weight.item() == pytest.approx(before - 0.5)
-    accelerator.backward(model(torch.ones(1)).sum(), learning_rate=0.5)
-    assert model.weight.item() == pytest.approx(before - 0.75)
-
-
-def test_memory_is_given_back_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    collected: list[None] = []
-    monkeypatch.setattr("gc.collect", lambda: collected.append(None))
-    for clear in (utils.clear_device_cache, peer_memory.clear_device_cache):
-        clear()
-        assert not collected
-        clear(garbage_collection=True)
-        assert collected.pop() is None
-    for error, expected in (
-        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("shapes do not match"), False),
-        (ValueError("CUDA out of memory."), False),
-    ):
-        assert peer_memory.should_reduce_batch_size(error) is expected
-        assert utils.should_reduce_batch_size(exception=error) is expected
 
 
 def test_loaders_are_made_by_accelerates_arguments() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import accelerate
 import pytest
 from notebook_accel.tracking import (
     LOGGER_TYPE_TO_CLASS,
@@ -21,6 +18,9 @@ from notebook_accel.utils import LoggerType
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
 from tests.training.harness import run_ranks
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Recorder(GeneralTracker):
@@ -193,41 +193,6 @@ def rank_by_rank() -> list[Any]:
     got.log_images({"x": []})
     accelerator.end_training()
     return [len(own.calls), got.name, PerRank(False).mark(), PerRank(True).mark()]
-
-
-BY_HAND = ("tensorboard", "mlflow")
-
-
-def by_hand(folder: str) -> dict[str, bool]:
-    """Of trackers that every rank makes and starts, which have tried to reach their library."""
-    accelerate.PartialState(cpu=True)
-    tables: Any = {
-        "ours": LOGGER_TYPE_TO_CLASS,
-        "theirs": accelerate.tracking.LOGGER_TYPE_TO_CLASS,
-    }
-    found = {}
-    for whose, table in tables.items():
-        for name in BY_HAND:
-            own = Path(folder, whose, name, os.environ["RANK"])
-            own.mkdir(parents=True)
-            os.chdir(own)
-            kind = table[name]
-            made = kind("project", *(["."] if kind.requires_logging_directory else []))
-            is_missing = False
-            for step in ("start", "finish"):
-                try:
-                    getattr(made, step)()
-                except Exception:  # its library, or the run that was not begun
-                    is_missing = True
-            found[f"{whose} {name}"] = is_missing or bool(os.listdir())
-    return found
-
-
-def test_trackers_that_every_rank_makes_itself_are_rank_0_s(tmp_path: Path) -> None:
-    first, second = run_ranks(by_hand, 2, str(tmp_path), timeout=100)
-    assert len(second) == 2 * len(BY_HAND)
-    assert not any(second.values()), "as in Accelerate"
-    assert all(first.values())
 
 
 def test_the_main_process_alone_tracks() -> None:

@@ -147,23 +147,6 @@ def no_sync(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"norms": norms, "weights": fingerprint(model)}
 
 
-def windows_by_hand(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Accumulation that the code counts itself, by the flag that the prepared objects follow."""
-    accelerator = accelerate.Accelerator()
-    model, optimizer = mlp_and_sgd()
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    model, optimizer, loader, schedule = accelerator.prepare(
-        model, optimizer, DataLoader(points(22), batch_size=2), schedule
-    )
-    losses = []
-    for index, batch in enumerate(loader):
-        accelerator.sync_gradients = (index + 1) % 3 == 0 or index + 1 == len(loader)
-        losses.append(step_of(accelerator, model, optimizer, batch))
-        schedule.step()
-    rate = schedule.get_last_lr()
-    return {"losses": losses, "rate": rate, "weights": fingerprint(model)}
-
-
 def policy(accelerate: Any, folder: Path) -> dict[str, Any]:
     """TRL-like: rollouts, whitened over the ranks, several epochs of minibatches, two heads."""
     accelerator = accelerate.Accelerator()
@@ -269,7 +252,6 @@ LOOPS = [
     early_stopping,
     hub,
     no_sync,
-    windows_by_hand,
     policy,
     processes,
     memory,
