@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from tests.chaos.kernels import Plain, Real
-from tests.engines.processes import eventually, gone
+from tests.engines.processes import gone
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from tests.chaos.kernels import Kernel

@@ -28,8 +28,9 @@ from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
-from tests.engines.processes import below, eventually, gone, of_launches
+from tests.engines.processes import below, gone, of_launches
 from tests.templates import IMPORT_LITTLE
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

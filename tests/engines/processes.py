@@ -1,4 +1,4 @@
-"""What the tests of processes share: deadlines, and a look at who is still alive."""
+"""What the tests of processes share: a look at who is still alive."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.waiting import eventually
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["below", "eventually", "gone", "marked", "of_launches", "runs_of_run"]
+__all__ = ["below", "gone", "marked", "of_launches", "runs_of_run"]
 
 
 def below(pid: int) -> list[psutil.Process]:

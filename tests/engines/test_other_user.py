@@ -11,8 +11,9 @@ from uuid import uuid4
 
 import pytest
 
-from tests.engines.processes import eventually, marked
+from tests.engines.processes import marked
 from tests.templates import IMPORT_LITTLE
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path

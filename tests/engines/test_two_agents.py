@@ -17,7 +17,7 @@ from notebook_accel.launch import engines
 from notebook_accel.launch.control import pool
 from tests.engines import two_agents
 from tests.engines.contract import BUSY, EngineContract, _join_group
-from tests.engines.processes import eventually
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from notebook_accel.launch.run import Run

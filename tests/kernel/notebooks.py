@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 import psutil
 
-from tests.engines.processes import eventually, marked
+from tests.engines.processes import marked
 from tests.notebook.kernels import Reply, open_kernel
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.engines.processes import eventually, gone
+from tests.engines.processes import gone
 from tests.kernel.notebooks import open_notebook
 from tests.templates import IMPORT_LITTLE
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.engines.processes import eventually
 from tests.kernel.notebooks import open_notebook
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

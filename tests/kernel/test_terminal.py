@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pexpect
 import pytest
 
-from tests.engines.processes import eventually, marked
+from tests.engines.processes import marked
 from tests.kernel.notebooks import MARK
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

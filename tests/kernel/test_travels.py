@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engines.processes import eventually
 from tests.kernel.notebooks import SLOW, open_notebook
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

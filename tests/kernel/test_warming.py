@@ -6,8 +6,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from tests.engines.processes import eventually
 from tests.kernel.notebooks import SLOW, open_notebook
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from tests.kernel.notebooks import Notebook

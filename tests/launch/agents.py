@@ -19,7 +19,8 @@ from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect, new_secret
 from notebook_accel.launch.transport.segment import pack
-from tests.engines.processes import below, eventually
+from tests.engines.processes import below
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

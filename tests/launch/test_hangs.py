@@ -13,7 +13,7 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view.plain import PlainView
-from tests.engines.processes import eventually
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path

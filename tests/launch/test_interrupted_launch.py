@@ -20,7 +20,8 @@ from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
-from tests.engines.processes import below, eventually
+from tests.engines.processes import below
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

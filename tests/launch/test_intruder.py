@@ -17,7 +17,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
-from tests.engines.processes import below, eventually
+from tests.engines.processes import below
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -34,8 +34,9 @@ from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
-from tests.engines.processes import below, eventually, gone
+from tests.engines.processes import below, gone
 from tests.templates import IMPORT_LITTLE
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,9 +13,9 @@ import pytest
 from playwright.sync_api import expect
 
 from notebook_accel import runs
-from tests.engines.processes import eventually
 from tests.notebook.kernels import INSTALLED, OTHERS
 from tests.notebook.lab import Lab, open_browser, open_lab
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

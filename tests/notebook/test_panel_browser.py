@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.sync_api import expect
 
-from tests.engines.processes import eventually
 from tests.notebook.kernels import INSTALLED
 from tests.notebook.lab import open_browser, open_lab
 from tests.notebook.layout import check_layout, check_summary_layout, check_table_layout, check_tags
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,9 +18,10 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.agent.agent import Agent
 from notebook_accel.launch.rank import current
 from notebook_accel.launch.system import processes, scratch
-from tests.engines.processes import eventually, gone
+from tests.engines.processes import gone
 from tests.engines.two_agents import tcp_pair
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

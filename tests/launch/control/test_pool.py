@@ -16,8 +16,8 @@ from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang import HangWatch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
-from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

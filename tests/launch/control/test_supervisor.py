@@ -17,8 +17,8 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
-from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,7 +25,8 @@ from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
-from tests.engines.processes import below, eventually, gone
+from tests.engines.processes import below, gone
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

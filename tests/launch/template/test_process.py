@@ -18,9 +18,10 @@ from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.handshake import connect, new_secret
 from tests.descriptors import open_descriptors
-from tests.engines.processes import eventually, gone
+from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, agent_by_hand
 from tests.templates import import_little
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,9 @@ from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.view import View
-from tests.engines.processes import eventually, gone
+from tests.engines.processes import gone
 from tests.templates import import_little
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
