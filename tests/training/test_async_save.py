@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import warnings
 from pathlib import Path
 from typing import Any

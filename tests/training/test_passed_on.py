@@ -7,7 +7,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate.utils as peer
 import pytest
