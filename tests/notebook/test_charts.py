@@ -141,7 +141,7 @@ def test_thinning_keeps_a_gap_of_one_value() -> None:
 
 def curves_of(points: Mapping[int, Sequence[Point]]) -> dict[int, Curve]:
     """The curve of each rank."""
-    curves = LiveCurves(world_size=len(points))
+    curves = LiveCurves()
     for rank, found in points.items():
         for step, value in found:
             curves.add(rank, int(step), {"loss": value})

@@ -2,191 +2,24 @@
 
     a dump of each rank --read_stack--> RankStack --find_hang--> Hang
 
-    state --look--> HangWatch --asks--> the agents, which dump stacks
-                        ^-------------- take <-- Stacks
-                    HangWatch --> the state, with who is quiet and who waits for whom
-
-A healthy run is left alone: ranks are asked only once none of them has made a step or said a word
-for some seconds, then ever more rarely while nobody waits for another. A hang is told once two
-dumps say the same, so that ranks which pass through many short collectives are not taken for one.
+All of it is pure. When ranks are asked for their stacks, and how often they must say the same
+before it is believed, is for ``hang_watch.py``.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.stacks import Frame, frames_of_function, readable
+from notebook_accel.launch.control.stacks import Frame, frames_of_function
 from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from notebook_accel.launch import wire
-    from notebook_accel.launch.control.state import RankState, RunState
-
-__all__ = ["Hang", "HangWatch", "RankStack", "find_hang", "place_of_wait", "read_stack"]
-
-
-# A rank is shown as quiet after this time: longer than a step of most trainings.
-_QUIET_SECONDS = 5.0
-# Ranks are asked for their stacks after `_SILENT_SECONDS`, and once more `_AGAIN_SECONDS` later: a
-# hang is told some 10 seconds after the last step, or 18 where a rank gives no answer.
-_SILENT_SECONDS = 8.0
-_AGAIN_SECONDS = 2.0
-# A run that computes for minutes is asked ever more rarely, down to this: a dump wakes all ranks.
-_MAX_AGAIN_SECONDS = 60.0
-# An agent waits three seconds for the dump of a rank that does not answer.
-_ANSWER_SECONDS = 4.0
-
-
-class HangWatch:
-    """Watches the ranks of one call.
-
-    Args:
-        labels: what a person calls each cell, by the name of its file.
-    """
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-        # When each rank made a step or said something last; monotonic seconds, as all times here.
-        self._moved: dict[int, float] = {}
-        # The state of the turn before: what differs from it has moved.
-        self._seen: RunState | None = None
-        # When the ranks were asked, while answers are waited for; and when they are asked next.
-        self._asked: float | None = None
-        self._next = 0.0
-        self._wait = _AGAIN_SECONDS
-        self._dumps: dict[int, str] = {}
-        # Who waited where by the dumps before: rank, operation, line.
-        self._before: list[tuple[int, str, str]] = []
-
-    def take(self, message: wire.Stacks) -> None:
-        """Keep the stack of a rank."""
-        if message.rank is not None and self._asked is not None:
-            self._dumps[message.rank] = message.text
-
-    def asks(self, state: RunState, *, now: float) -> bool:
-        """Whether the ranks are to be asked for their stacks now; whoever gets True asks them.
-
-        Args:
-            state: the newest.
-            now: ``time.monotonic()``.
-        """
-        if not self._is_silent(state, now) or self._asked is not None or now < self._next:
-            return False
-        self._asked = now
-        self._dumps = {}
-        return True
-
-    def look(self, state: RunState, *, now: float) -> RunState:
-        """The state with what is known of quiet ranks; the same object where that is nothing new.
-
-        Args:
-            state: the newest.
-            now: ``time.monotonic()``.
-        """
-        if state.status != "running":
-            # Ranks that were asked to leave are no longer looked at. A hang that was found before
-            # stays in the state: it tells why somebody wanted the end.
-            return state
-        if state is not self._seen:
-            self._note_moves(state, now)
-        changed = tuple(self._with_quiet(rank, state, now) for rank in state.ranks)
-        if any(new is not old for new, old in zip(changed, state.ranks, strict=True)):
-            state = replace(state, ranks=changed)
-        if not self._is_silent(state, now):
-            self._asked, self._before, self._wait = None, [], _AGAIN_SECONDS
-            self._next = 0.0
-            # A rank that is suspended is named where others go on, or where there is no other.
-            state = _with_hang(state, self._find([], state, now))
-        elif self._asked is not None and self._has_answers(state, now):
-            state = self._judge(state, now)
-        self._seen = state
-        return state
-
-    def _note_moves(self, state: RunState, now: float) -> None:
-        before = state.ranks if self._seen is None else self._seen.ranks
-        for old, rank in zip(before, state.ranks, strict=True):
-            if rank.rank not in self._moved or _has_moved(old, rank):
-                self._moved[rank.rank] = now
-
-    def _with_quiet(self, rank: RankState, state: RunState, now: float) -> RankState:
-        quiet = now - self._moved[rank.rank]
-        is_quiet = quiet >= _QUIET_SECONDS and not rank.has_ended
-        if is_quiet == (rank.quiet_since is not None):
-            return rank
-        return replace(rank, quiet_since=state.now() - quiet if is_quiet else None)
-
-    def _is_silent(self, state: RunState, now: float) -> bool:
-        """Whether no rank of several has moved for so long that they are asked why."""
-        if state.status != "running" or state.world_size == 1 or not self._moved:
-            return False
-        return now - max(self._moved.values()) >= _SILENT_SECONDS
-
-    def _has_answers(self, state: RunState, now: float) -> bool:
-        assert self._asked is not None
-        alive = [rank.rank for rank in state.ranks if not rank.has_ended]
-        return now >= self._asked + _ANSWER_SECONDS or all(rank in self._dumps for rank in alive)
-
-    def _judge(self, state: RunState, now: float) -> RunState:
-        """The state with what the dumps tell, once two in a row tell the same."""
-        stacks = [
-            self._read(rank, self._dumps.get(rank.rank, ""))
-            for rank in state.ranks
-            if not rank.has_ended
-        ]
-        found = self._find(stacks, state, now)
-        where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
-        is_same, self._before = where == self._before, where
-        if found is None or is_same:
-            self._wait = min(2 * self._wait, _MAX_AGAIN_SECONDS)
-        self._asked, self._next = None, now + self._wait
-        return _with_hang(state, found if is_same else self._find([], state, now))
-
-    def _find(self, stacks: Sequence[RankStack], state: RunState, now: float) -> Hang | None:
-        silent = now - max(self._moved.values(), default=now)
-        return find_hang(
-            stacks,
-            ended=[rank.rank for rank in state.ranks if rank.has_ended],
-            silent=silent,
-            since=state.now() - silent,
-            suspended={
-                rank.rank: rank.pid
-                for rank in state.ranks
-                if rank.is_suspended and rank.pid is not None and rank.quiet_since is not None
-            },
-        )
-
-    def _read(self, rank: RankState, dump: str) -> RankStack:
-        text = readable(dump, self._labels)
-        return read_stack(rank.rank, dump, self._labels, cpu=rank.cpu, text=text)
-
-
-def _with_hang(state: RunState, hang: Hang | None) -> RunState:
-    if hang is not None and state.hang is not None and hang.text == state.hang.text:
-        hang = state.hang
-    return state if hang is state.hang else replace(state, hang=hang)
-
-
-def _has_moved(before: RankState, rank: RankState) -> bool:
-    """Whether a rank made a step or said something between two states of it."""
-    has_said = before.metrics is not rank.metrics or before.displays is not rank.displays
-    if has_said or _counts(before) != _counts(rank):
-        return True
-    # A bar that is only drawn again, as tqdm does now and then, says nothing new.
-    return before.bars is not rank.bars and _bars(before) != _bars(rank)
-
-
-def _counts(rank: RankState) -> tuple[Any, ...]:
-    return (rank.status, rank.batches, rank.steps, rank.log_end)
-
-
-def _bars(rank: RankState) -> list[tuple[Any, ...]]:
-    return [(bar.bar, bar.n, bar.closed, bar.name) for bar in rank.bars]
-
+__all__ = ["Hang", "RankStack", "find_hang", "place_of_wait", "read_stack"]
 
 # The functions of torch.distributed in which a rank waits for others.
 _COLLECTIVES = frozenset(

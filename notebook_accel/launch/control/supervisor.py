@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.curves import LiveCurves
-from notebook_accel.launch.control.hang import HangWatch
+from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, Failure, apply
 from notebook_accel.launch.control.verdict import judge

@@ -13,7 +13,7 @@ import pytest
 from notebook_accel import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control import pool
-from notebook_accel.launch.control.hang import HangWatch
+from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import queue
 import re
 import threading
 from typing import TYPE_CHECKING, Any
@@ -132,30 +131,6 @@ def test_what_a_child_process_displays_is_printed() -> None:
     assert shown.data["text/html"] == "<i>of the rank</i>"
     told = "(not shown: a child process of the rank displayed it)"
     assert run.logs(0).splitlines() == [f"<IPython.core.display.HTML object> {told}"] * 2
-
-
-def test_of_what_is_replaced_in_a_loop_the_last_is_sent_also_where_nothing_follows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: queue.Queue[str] = queue.Queue()
-
-    class Context(rank.LaunchedContext):
-        def __init__(self) -> None:
-            self._pid = os.getpid()
-
-        def report(self, message: object, /, **fields: Any) -> None:
-            sent.put(fields["data"]["text/plain"])
-
-    context = Context()
-    monkeypatch.setattr(rank, "current", lambda: context)
-    outbox = displays._Outbox()
-    for number in range(1000):
-        outbox.send({"text/plain": str(number)}, "x", is_update=number > 0)
-    texts = [sent.get(timeout=10)]
-    while texts[-1] != "999":
-        texts.append(sent.get(timeout=10))
-    assert texts[:2] == ["0", "1"]
-    assert len(texts) < 100
 
 
 def test_what_is_displayed_anew_comes_after_what_waited_for_its_id(
