@@ -283,9 +283,10 @@ class Doubled(DataLoader[Any]):
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_users_own_loader_without_its_first_batches(stateful: bool) -> None:
-    skipping = skip_first_batches(Doubled(SizedStream(8), batch_size=2), 2)
-    assert lists(skipping) == [[8, 10], [12, 14]]
-    assert lists(prepare(skipping, use_stateful_dataloader=stateful)) == [[8, 10], [12, 14]]
+    raw = Doubled(SizedStream(8), batch_size=2)
+    assert lists(skip_first_batches(raw, 2)) == [[8, 10], [12, 14]]
+    prepared = prepare(raw, use_stateful_dataloader=stateful)
+    assert lists(skip_first_batches(prepared, 2)) == [[8, 10], [12, 14]]
 
 
 def test_skipping_batches_of_a_loader_not_prepared() -> None:

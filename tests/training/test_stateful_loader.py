@@ -180,8 +180,8 @@ def test_a_users_own_loader_goes_on_by_counting() -> None:
     resumed = make()
     resumed.load_state_dict(loader.state_dict())
     assert lists(resumed) == [[8, 10], [12, 14]]
-    skipping = skip_first_batches(DataLoader(Resumable(8), batch_size=2), 3)
-    assert lists(prepare(skipping, **STATEFUL)) == [[6, 7]]
+    prepared = prepare(DataLoader(Resumable(8), batch_size=2), **STATEFUL)
+    assert lists(skip_first_batches(prepared, 3)) == [[6, 7]]
 
 
 def in_two_ranks(folder: str) -> dict[str, Any]:

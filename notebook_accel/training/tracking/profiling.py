@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,3 +71,6 @@ class ProfileSummary:
 
     def __repr__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:  # text alone would go to the rank's log
+        return f"<pre>{escape(self.text)}</pre>"
