@@ -709,6 +709,8 @@ def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
+        "import sys\nsys.stdout = sys.stderr = None",
+        "import sys\nsys.stdout.close()",
         "globals().clear()\nx = 1",
         "import os, tempfile\nwith tempfile.TemporaryDirectory() as d: os.chdir(d)",
     ],

@@ -313,10 +313,17 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
 
 
-def test_what_is_printed_to_a_full_disk_is_not_lost_in_silence(small_disk: Path) -> None:
+@pytest.mark.parametrize("prints", [False, True])
+def test_what_c_code_prints_to_a_full_disk_is_not_lost_in_silence(
+    prints: bool, small_disk: Path
+) -> None:
     def train() -> None:
+        import ctypes
+
         for _ in range(200):
-            print("x" * 10_000)
+            ctypes.CDLL(None).puts(b"x" * 10_000)
+        if prints:
+            print("Python finds the disk full, too")
 
     notices = on_cpu(train, n=1).state.notices
     assert sum("disk full: what rank 0 prints is lost" in notice for notice in notices) == 1

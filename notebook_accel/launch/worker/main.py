@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import errno
 import faulthandler
 import os
 import pickle
@@ -231,6 +232,8 @@ class _Worker:
         )
         if outcome.sent is not None:
             self._sent = outcome.sent
+        if output.has_full_disk(self._inherited.log):
+            self.report_lost_output(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         self._context.end_call()
         self._interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
@@ -243,6 +246,7 @@ class _Worker:
         return outcome.exitcode
 
     def _enter_call(self, message: wire.Call) -> None:
+        output.reopen_streams(self.report_lost_output)
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._drop_group()
