@@ -35,6 +35,7 @@ from notebook_accel.training.files.weights import (
     load,
     save,
 )
+from notebook_accel.training.functions.fsdp_functions import *
 from notebook_accel.training.models.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,
