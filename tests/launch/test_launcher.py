@@ -876,18 +876,6 @@ def test_copies_that_ran_on_their_own_are_named() -> None:
     assert on_cpu(has_nothing_to_train).state.notices == ()
 
 
-def test_a_thread_that_goes_on_after_the_return_is_named() -> None:
-    def train(seconds: float) -> int:
-        threading.Thread(target=time.sleep, args=(seconds,), name="logger").start()
-        return 5
-
-    run = on_cpu(train, 4.0)
-    assert run.results == [5, 5]
-    assert [line for line in run.state.notices if "`logger`" in line and "daemon=True" in line]
-    run = on_cpu(train, 0.0)
-    assert not [line for line in run.state.notices if "logger" in line]
-
-
 def test_notices_are_shown_once_whoever_says_them() -> None:
     def train() -> None:
         from notebook_accel.launch import rank

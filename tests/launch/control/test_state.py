@@ -157,15 +157,6 @@ def test_a_display_is_replaced_where_it_stands(state: RunState) -> None:
     assert state.ranks[0].num_displays == 4
 
 
-def test_what_may_be_replaced_is_kept_longest(state: RunState) -> None:
-    state = after(state, displayed("first", "x"), *(displayed("other") for _ in range(30)))
-    state = after(state, displayed("last", "x", replaces=True))
-    assert [number for number, _ in shown(state)] == [0, *range(12, 31)]
-    assert shown(state)[0] == (0, "last")
-    state = after(state, *(displayed("large" * 600_000) for _ in range(4)))
-    assert [number for number, _ in shown(state)] == [0, 33, 34]
-
-
 # ---- output --------------------------------------------------------------------------------
 
 
