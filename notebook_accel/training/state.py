@@ -1,6 +1,6 @@
-"""The three state classes: made twice, they show the same state.
+"""``PartialState`` and ``AcceleratorState``: every instance shows the rank's one context.
 
-They hold nothing of their own: what they show lives in the rank's context.
+The third state class, ``GradientState``, is in ``stepping``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Checkpoints: a folder that is complete or not there, with one file for each thing prepared."""
+"""Checkpoints: ``Checkpoints`` collects what was prepared, saves and loads it.
+
+A checkpoint is a folder that is complete or not there. It has a file for each model, optimizer and
+so on, or a folder where ranks wrote sharded weights. What lies there decides how it is read, not
+the strategy that reads it.
+"""
 
 from __future__ import annotations
 

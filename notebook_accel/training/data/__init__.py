@@ -2,8 +2,8 @@
 
 ``sharding`` makes them. Who gets which samples is in ``samplers`` and ``streams`` (each rank reads
 its own) and ``rounds`` (rank 0 reads for all), what a prepared loader does in ``loaders`` and
-``dispatch``, how what it reads is read again in ``replay``, and which loader is being iterated in
-``active``.
+``dispatch``, and how a resumed epoch reads up to its place in ``replay``. Which loader is being
+iterated is in ``stepping/active_loaders``.
 
 Three words are used throughout. A *round* is the samples on which all ranks work at the same step,
 a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data

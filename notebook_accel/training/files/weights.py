@@ -48,7 +48,7 @@ __all__ = [
     "save_object",
     "save_weights",
     "with_ties",
-    "write_safely",
+    "write_safetensors",
 ]
 
 MODEL_NAME = "pytorch_model"
@@ -83,7 +83,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
     Safetensors hold tensors alone: a state with other values goes into a torch file.
     """
     if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
-        write_safely(state, folder / numbered("model", index, ".safetensors"))
+        write_safetensors(state, folder / numbered("model", index, ".safetensors"))
     else:
         write_state(dict(state), folder / numbered("pytorch_model", index, ".bin"), "the model")
 
@@ -105,7 +105,7 @@ def load_weights(
     check_regular(safe)
     if safe.exists():
         try:
-            return _read_safely(safe)
+            return _read_safetensors(safe)
         except SafetensorError as error:
             raise NotebookAccelError(explain(safe, error)) from error
     plain = folder / numbered("pytorch_model", index, ".bin")
@@ -115,7 +115,7 @@ def load_weights(
     return state
 
 
-def write_safely(state: Mapping[str, torch.Tensor], path: Path) -> None:
+def write_safetensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors as safetensors; a name that is tied to another goes into the header."""
     tensors, ties = _untie(state)
     save_file(tensors, path, metadata={"format": "pt", **ties})
@@ -155,7 +155,7 @@ def save_object(obj: Any, target: Any, *, safe: bool) -> None:
         return
     with replacing_file(target) as path:
         if safe:
-            write_safely(obj, path)
+            write_safetensors(obj, path)
         else:
             torch.save(obj, path)
 
@@ -243,7 +243,7 @@ def _as_bytes(size: float | str) -> float:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _read_safely(path: Path) -> dict[str, Any]:
+def _read_safetensors(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = load_file(path)
     with safe_open(path, framework="pt") as opened:
         header = opened.metadata() or {}

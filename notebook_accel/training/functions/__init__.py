@@ -1,1 +1,1 @@
-"""Functions and classes that take an ``Accelerator``."""
+"""What stands on an ``Accelerator``: local SGD, FSDP functions, the names of a session's cells."""

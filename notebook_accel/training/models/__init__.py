@@ -1,5 +1,8 @@
-"""Models: as ``prepare`` gave them, weights of several names, and forwards that stand in for a
-module's own, with how a module gets its own back."""
+"""What ``prepare`` remembers of a model.
+
+Tied weights (one parameter under several names) are found and tied again; a forward is put in place
+of a module's own, and taken off.
+"""
 
 from __future__ import annotations
 

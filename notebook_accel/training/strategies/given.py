@@ -1,4 +1,6 @@
-"""Models that were spread before ``prepare``: wrapped in DDP, or with weights in parts.
+"""Models that are spread, by ``prepare`` or before it: wrapped in DDP, or with sharded weights.
+
+When their gradients are reduced (``gradient_sync``), their norms, their whole weights.
 
 A user may hand ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
 ``fully_shard`` or ``parallelize_module`` was called. It is taken as it is, under every strategy:
