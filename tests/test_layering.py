@@ -28,6 +28,7 @@ ROOT = "notebook_accel"
 # the kernel that fetches the launcher.
 MAY_IMPORT = {
     "": {"notebook.warming"},
+    "__main__": {"cli"},
     "errors": set(),
     "text_values": {"errors"},
     "config": {"errors", "text_values"},
@@ -45,7 +46,7 @@ MAY_IMPORT = {
         "launch.wire",
     },
     "notebook": {"errors", "config", "launch", "text_values"},
-    "cli": {"errors", "config", "launch"},
+    "cli": {"errors", "config", "launch", "training"},
     "compat": {"errors", "config", "launch", "training", "notebook"},
 }
 # One file alone knows device types; the template asks it, in a child process that then ends. And

@@ -18,7 +18,7 @@ from notebook_accel.text_values import shown
 if TYPE_CHECKING:
     from notebook_accel.config.setting import Setting
 
-__all__ = ["is_accelerates", "settings_from"]
+__all__ = ["LEFT_OPEN", "READ_BY_RANKS", "WITHOUT_EFFECT", "is_accelerates", "settings_from"]
 
 # Values in the file that ask for what this package does not have.
 _ABSENT = {
@@ -27,10 +27,12 @@ _ABSENT = {
 # What its distributed_type means where the section that says more is left out.
 _TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 # Names with which nothing is done here: a training goes on without them, so they are no error.
-_WITHOUT_EFFECT = ("mpirun_config", "ipex_config", "downcast_bf16")
+WITHOUT_EFFECT = ("mpirun_config", "ipex_config", "downcast_bf16")
+# Values that mean what leaving the name out means here.
+LEFT_OPEN = (("gpu_ids", "all"), ("main_process_port", "0"))
 _NOTHING: tuple[Any, ...] = (None, False, "", "no", "NO", {}, [])
 # What of `dynamo_config` and `fp8_config` an Accelerator in a rank reads, as ACCELERATE_*.
-_READ_BY_RANKS = (
+READ_BY_RANKS = (
     "dynamo_backend",
     "dynamo_mode",
     "dynamo_use_fullgraph",
@@ -61,7 +63,9 @@ def settings_from(
     found = {
         name: data[row.yaml]
         for name, row in settings.items()
-        if row.yaml and data.get(row.yaml) not in (None, "all")
+        if row.yaml
+        and data.get(row.yaml) is not None
+        and (row.yaml, str(data[row.yaml])) not in LEFT_OPEN
     }
     asked = data.get("distributed_type")
     kind = _TYPES.get(asked) if isinstance(asked, str) else None
@@ -80,7 +84,7 @@ def settings_from(
         variables["ACCELERATE_CPU_AFFINITY"] = "true"
     if variables:
         found["env"] = variables
-    ignored += [name for name in _WITHOUT_EFFECT if data.get(name) not in _NOTHING]
+    ignored += [name for name in WITHOUT_EFFECT if data.get(name) not in _NOTHING]
     return found, [f"{', '.join(ignored)}: not used here"] if ignored else []
 
 
@@ -106,7 +110,7 @@ def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     found: dict[str, str] = {}
     ignored: list[str] = []
     for name, value in {**compiling, **in_8_bits}.items():
-        if name in _READ_BY_RANKS and isinstance(value, (str, bool)):
+        if name in READ_BY_RANKS and isinstance(value, (str, bool)):
             found[f"ACCELERATE_{name.upper()}"] = str(value)
         # "AO", torchao, is what computes in 8 bits here.
         elif value not in _NOTHING and (name, value) != ("fp8_backend", "AO"):

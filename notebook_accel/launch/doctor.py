@@ -32,9 +32,10 @@ from notebook_accel.launch.text.terminal_text import one_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["FINE", "HURTS", "STOPS", "Finding", "examine"]
+__all__ = ["FINE", "HURTS", "SIGNS", "STOPS", "Finding", "as_lines", "examine"]
 
 FINE, HURTS, STOPS = "fine", "hurts", "stops"
+SIGNS = {FINE: "✓", HURTS: "!", STOPS: "✗"}
 
 _GIB = 1024**3
 # Docker gives 64 MB. A loader's worker puts each batch there: some batches of images need more.
@@ -72,6 +73,15 @@ def examine() -> list[Finding]:
     """Ask all questions of this machine; it takes a few seconds where no launch was made yet."""
     machine = look_at_machine()
     return [finding for question in _QUESTIONS for finding in question(machine)]
+
+
+def as_lines(findings: Iterable[Finding]) -> list[str]:
+    """The findings as a terminal shows them."""
+    return [
+        f"{SIGNS[each.level]} {each.subject}: {each.found}"
+        + (f"\n    to do: {each.remedy}" if each.remedy else "")
+        for each in findings
+    ]
 
 
 # ---- the questions -------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.environment import num_cores, rank_environment
 from notebook_accel.launch.template.handle import ask_template
+from notebook_accel.launch.wire import Devices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Device", "Machine", "look_at_machine"]
+__all__ = ["Device", "Machine", "look_at_machine", "machine_with"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,29 +61,28 @@ class Machine:
 
 def look_at_machine() -> Machine:
     """Find out what there is. A child of the template asks torch, and ends: no device is taken."""
-    kind, problem, error = "cpu", "", ""
-    versions: dict[str, str] = {}
-    devices: tuple[Device, ...] = ()
     environment = rank_environment(LaunchConfig())
     try:
         found = ask_template(environment, lambda source: source.count_devices(environment))
     except LaunchError as failed:
-        error = str(failed)
-    else:
-        kind, versions, problem = found.kind, found.versions, found.problem
-        memories = found.memory or (0,) * len(found.names)
-        devices = tuple(
-            Device(index=index, name=name, memory=memory)
-            for index, (name, memory) in enumerate(zip(found.names, memories, strict=True))
-        )
+        found = Devices(kind="cpu", error=str(failed))
+    return machine_with(found)
+
+
+def machine_with(found: Devices) -> Machine:
+    """This machine, with these accelerators."""
+    memories = found.memory or (0,) * len(found.names)
     memory = psutil.virtual_memory()
     return Machine(
-        kind=kind,
-        devices=devices,
+        kind=found.kind,
+        devices=tuple(
+            Device(index=index, name=name, memory=memory)
+            for index, (name, memory) in enumerate(zip(found.names, memories, strict=True))
+        ),
         num_cores=num_cores(),
         memory=memory.total,
         free_memory=memory.available,
-        versions=versions,
-        problem=problem,
-        error=error,
+        versions=found.versions,
+        problem=found.problem,
+        error=found.error,
     )

@@ -367,7 +367,7 @@ class Run:
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.
-            NotebookAccelError: the run goes on in another process.
+            OSError: the run is another process's, and cannot be asked: its folder is gone.
         """
         if grace is not None:
             check_seconds("grace", grace)
@@ -378,7 +378,7 @@ class Run:
         """End all ranks and what they started, now.
 
         Raises:
-            NotebookAccelError: the run goes on in another process.
+            OSError: as :meth:`stop`.
         """
         self._conductor.kill()
 

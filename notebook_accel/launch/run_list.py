@@ -148,8 +148,9 @@ def runs(*, everywhere: bool = False, view: Callable[[], RunView] = PlainView) -
 class _OtherKernels(Conductor):
     """Stands for what conducted a run in another process."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, folder: RunFolder) -> None:
         self.state = state
+        self._folder = folder
         self.ended = Latch()
         if state.has_ended:
             self.ended.set()
@@ -158,21 +159,22 @@ class _OtherKernels(Conductor):
         return expression(self.state.run)
 
     def check_waiting(self) -> None:
-        self._refuse()
-
-    def stop(self, grace: float | None = None) -> None:
-        self._refuse()
-
-    def kill(self) -> None:
-        self._refuse()
-
-    def _refuse(self) -> None:
         if not self.state.has_ended:
             raise NotebookAccelError(
-                f"run {self.state.run} goes on in another process, which alone can wait for it, "
-                "end it and have its results: do that in the notebook that launched it. How far it "
-                "is from here: its logs and metrics, and runs(everywhere=True) once more"
+                f"run {self.state.run} goes on in another process, which alone can wait for it and "
+                "have its results: do that in the notebook that launched it. How far it is from "
+                "here: its logs and metrics, and runs(everywhere=True) once more"
             )
+
+    def stop(self, grace: float | None = None) -> None:
+        self._ask("stop" if grace is None else f"stop {grace}")
+
+    def kill(self) -> None:
+        self._ask("kill")
+
+    def _ask(self, how: str) -> None:
+        if not self.state.has_ended:
+            self._folder.ask_to_stop(how)
 
     def stacks(self, rank: int | None = None) -> str:
         return "the run is not of this process\n"
@@ -185,7 +187,10 @@ def _read_run(folder: RunFolder, view: Callable[[], RunView]) -> Run | None:
     state = folder.load()
     if state is None:
         return None
-    if not state.has_ended and not is_held:
+    if not state.has_ended and is_held:
+        # What was saved is how it began.
+        state = replace(state, status="running")
+    elif not state.has_ended:
         state = replace(
             state,
             status="failed",
@@ -203,5 +208,5 @@ def _read_run(folder: RunFolder, view: Callable[[], RunView]) -> Run | None:
         metrics=MetricReader(folder.path),
         view=view(),
     )
-    run._attach(_OtherKernels(state))
+    run._attach(_OtherKernels(state, folder))
     return run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
+from notebook_accel.launch.doctor import FINE, HURTS, SIGNS, STOPS, Finding, as_lines, examine
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.markup import element
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Diagnosis", "diagnose"]
 
-_SIGNS = {FINE: "✓", HURTS: "!", STOPS: "✗"}
 _COLOURS = {FINE: "#388e3c", HURTS: "#b7791f", STOPS: "#d32f2f"}
 # ``python .../jupyter-lab``, ``python -m jupyterlab``, ``python .../jupyterhub-singleuser``.
 _SERVER = re.compile(r"^(?:.*/)?(?:jupyter(?:[-_]?\w+|hub-singleuser)?|notebook)$")
@@ -50,11 +49,7 @@ class Diagnosis:
         return all(finding.level != STOPS for finding in self.findings)
 
     def __repr__(self) -> str:
-        return "\n".join(
-            f"{_SIGNS[each.level]} {each.subject}: {each.found}"
-            + (f"\n    to do: {each.remedy}" if each.remedy else "")
-            for each in self.findings
-        )
+        return "\n".join(as_lines(self.findings))
 
     def _repr_html_(self) -> str:
         width = 14 + 8 * max((len(each.subject) for each in self.findings), default=0)
@@ -63,7 +58,7 @@ class Diagnosis:
                 "tr",
                 element(
                     "td",
-                    _SIGNS[each.level],
+                    SIGNS[each.level],
                     style=f"{_CELL};flex:0 0 24px;color:{_COLOURS[each.level]}",
                     aria_label=each.level,
                 ),

@@ -361,6 +361,34 @@ class RunFolder:
         """The YAML file that says how the run was launched."""
         return self.path / "config.yaml"
 
+    @property
+    def is_stop_asked(self) -> bool:
+        """Whether the kernel that holds the run has not taken a request yet."""
+        return self._stop_path.exists()
+
+    def ask_to_stop(self, how: str) -> None:
+        """Ask the kernel that holds the run to end it.
+
+        Args:
+            how: "stop" or "kill"; "stop 3.0" gives the ranks so many seconds.
+        """
+        part = self._stop_path.with_suffix(".part")
+        part.write_text(how)
+        part.replace(self._stop_path)
+
+    def take_stop(self) -> str:
+        """What was asked since the last call, "" for nothing."""
+        try:
+            asked = read_regular(self._stop_path).decode()
+            self._stop_path.unlink()
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return asked
+
+    @property
+    def _stop_path(self) -> Path:
+        return self.path / ".stop"
+
     def last_change(self) -> float:
         """When something was written here last, wall time in seconds; 0 where nothing is here."""
         with contextlib.suppress(OSError):

@@ -231,6 +231,7 @@ class Supervisor(Conductor):
         if now < self._next_draw:
             return
         self._next_draw = now + _DRAW_SECONDS
+        self._heed_others()
         # A result is lost if no descriptor is free when it comes.
         make_room(self.state.world_size + _FILES_OF_END)
         self._metrics.flush()
@@ -242,6 +243,14 @@ class Supervisor(Conductor):
         if self.state is not self._drawn:
             self._drawn = self.state
             self._context.run(self._view.update, self.state)
+
+    def _heed_others(self) -> None:
+        """End the call where another process has asked for it (``notebook-accel stop``)."""
+        how, _, seconds = self._folder.take_stop().partition(" ")
+        if how == "kill":
+            self.kill()
+        elif how:
+            self.stop(float(seconds) if seconds else None)
 
     def _time_out(self) -> None:
         """End the call, politely the first time, and harder each grace period after that."""

@@ -1,0 +1,71 @@
+"""The command line ``notebook-accel``, also ``python -m notebook_accel``.
+
+    main --table of commands--> function of a module here --> exit status
+
+Each command is a function of its name, given what follows the name. It returns the exit status: 0
+for success, 1 where a run or a check failed. Bad input raises one of the package's errors, which
+is one line on stderr and status 2, as of argparse.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import NotebookAccelError, WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+# For each command: its module, and what it does.
+_COMMANDS = {
+    "config": ("settings", "ask for the settings of launches, and save them"),
+    "launch": ("launch", "run a script on several ranks"),
+    "test": ("sanity", "train a small model as it is configured, and say what works"),
+    "join": ("join", "lend this machine to a launch of a notebook on another one"),
+    "env": ("machine", "print versions, devices and settings, for a bug report"),
+    "doctor": ("machine", "look for what stops or hurts a launch on this machine"),
+    "runs": ("runs", "list the runs of all notebooks on this machine"),
+    "stop": ("runs", "stop a run of a notebook"),
+    "logs": ("runs", "print what the ranks of a run printed"),
+    "estimate-memory": ("weights", "estimate the memory that a model needs (by Accelerate)"),
+    "merge-weights": ("weights", "write sharded weights of FSDP into one file"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; gives the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    name, *rest = given or ["--help"]
+    if name == "--version":
+        print(version("notebook-accel"))
+        return 0
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name not in _COMMANDS:
+        print(f"notebook-accel: there is no command {name!r}\n{_help()}", file=sys.stderr)
+        return 2
+    command = getattr(import_module(f"{__name__}.{_COMMANDS[name][0]}"), name.replace("-", "_"))
+    try:
+        status: int = command(rest)
+    except NotebookAccelError as error:
+        print(f"notebook-accel {name}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerError) else 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `notebook-accel logs RUN | head`
+        sys.stderr.close()
+        return 141
+    return status
+
+
+def _help() -> str:
+    rows = (f"  {name:<16} {about}" for name, (_, about) in _COMMANDS.items())
+    return "\n".join(
+        ("usage: notebook-accel COMMAND ...", "", *rows, "", "notebook-accel COMMAND --help: more")
+    )

@@ -1,0 +1,256 @@
+"""``notebook-accel launch``: a script on several ranks, which torchrun starts and watches.
+
+    options, files, variables, Slurm --settings, machines--> environment of the ranks
+                                                       `---> torch.distributed.run
+
+A rank learns all that it is told from its environment, as of ``accelerate launch``: the script
+needs no argument for it, and no line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.cli.options import add_settings, resolve_options
+from notebook_accel.cli.terminal import LABEL, ranks_in_terminal
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch import preflight
+from notebook_accel.launch.control.environment import (
+    ON_CPU,
+    WITHOUT_DEVICES,
+    num_threads_of,
+    rank_environment,
+)
+from notebook_accel.launch.machine import machine_with
+from notebook_accel.launch.slurm import slurm_step
+from notebook_accel.launch.wire import Devices
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator, Sequence
+
+    from notebook_accel.config import LaunchConfig
+
+__all__ = ["ENGINES", "launch", "launch_parser", "run_typed"]
+
+# Engines whose ranks are what torchrun starts.
+ENGINES = ("auto", "local", "elastic")
+# Of ranks on one machine, which several machines cannot meet by.
+_LOOPBACK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ELASTIC_LOG = "torch.distributed.elastic.multiprocessing.api"
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """``notebook-accel launch [options] script.py [arguments of the script]``."""
+    typed = launch_parser().parse_args(arguments)
+    _check_script(typed)
+    config, machines, notices = resolve_options(typed)
+    if config.engine not in ENGINES:
+        raise ConfigError(
+            f"engine={config.engine!r} runs functions of a notebook, and torchrun starts scripts: "
+            "leave --engine out"
+        )
+    return run_typed(typed, config, machines, notices)
+
+
+def launch_parser() -> ArgumentParser:
+    """The options of torchrun, with those of the settings."""
+    from torch.distributed.run import get_args_parser
+
+    parser: ArgumentParser = get_args_parser()
+    parser.prog = "notebook-accel launch"
+    parser.description = "Run a script on several ranks. The first options are torchrun's."
+    parser.allow_abbrev = False
+    parser.set_defaults(nproc_per_node=None, nnodes=None, node_rank=None, rdzv_backend=None)
+    parser.set_defaults(master_addr=None)
+    add_settings(parser)
+    return parser
+
+
+def run_typed(
+    typed: Namespace, config: LaunchConfig, machines: dict[str, Any], notices: Sequence[str]
+) -> int:
+    """Start the ranks, and wait for their end; gives the exit status.
+
+    Args:
+        typed: the options.
+        config: the settings.
+        machines: what the config file says of the machines, by torchrun's names.
+        notices: lines for the person.
+
+    Raises:
+        ConfigError, LaunchError: no rank was started; the message says why.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _place_machines(typed, machines, config)
+    notices = [*notices, *_prepare_environment(typed, config)]
+    for line in notices:
+        print(f"notebook-accel: {line}", file=sys.stderr)
+    _seed(typed, config)
+    # It names the rank that failed, as the last line here does.
+    logging.getLogger(_ELASTIC_LOG).setLevel(logging.CRITICAL)
+    try:
+        with _shown(typed):
+            _run(typed)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        ended = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        print(f"notebook-accel: rank {rank} failed ({ended})", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(typed: Namespace) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import run
+
+    try:
+        run(typed)  # type: ignore[no-untyped-call]
+    except SignalException as error:  # the ranks have ended
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        sys.exit(128 + error.sigval)
+
+
+def _check_script(typed: Namespace) -> None:
+    """Refuse a script that is not there: each rank would say so, in a traceback."""
+    name = typed.training_script
+    if typed.module and typed.no_python:
+        raise ConfigError("--module and --no-python exclude each other: leave one out")
+    if typed.no_python:
+        if shutil.which(name) is None:
+            raise ConfigError(f"there is no program {name!r} that can be run")
+    elif typed.module:
+        # Where `python -m` looks first.
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise ConfigError(f"there is no module {name!r} in {os.getcwd()} or installed")
+    elif not os.path.exists(name):
+        raise ConfigError(f"there is no script {name!r} in {os.getcwd()}")
+
+
+def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchConfig) -> None:
+    """Complete torchrun's options about machines: from the config file, then from Slurm."""
+    for name, value in machines.items():
+        if getattr(typed, name) is None:
+            setattr(typed, name, value)
+    if typed.master_port is None:
+        typed.master_port = config.use_port
+    step = slurm_step(os.environ) if typed.nnodes is None and not typed.rdzv_endpoint else None
+    if step is not None:
+        typed.nnodes, typed.node_rank = step.num_nodes, step.node_rank
+        typed.master_addr = typed.master_addr or step.master_addr
+        typed.master_port = typed.master_port or step.port
+    typed.nnodes = str(typed.nnodes or 1)
+    typed.node_rank = int(typed.node_rank or 0)
+    typed.rdzv_backend = typed.rdzv_backend or "static"
+    if typed.nnodes == "1":
+        # Otherwise ranks meet at the machine's own name, which may not be known to it.
+        typed.local_addr = typed.local_addr or "127.0.0.1"
+    elif typed.rdzv_backend == "static" and not (typed.master_addr or typed.rdzv_endpoint):
+        raise ConfigError(
+            f"{typed.nnodes} machines, and no address at which they meet: give --main_process_ip, "
+            "the address of the one with --machine_rank 0, on each of them"
+        )
+    typed.master_addr = typed.master_addr or "127.0.0.1"
+
+
+def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
+    """Set this process's environment, which the ranks inherit, and how many start here.
+
+    Returns:
+        Lines for the person.
+
+    Raises:
+        ConfigError: there are more ranks than devices.
+        LaunchError: the port is in use, or too few files can be opened.
+    """
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    from notebook_accel.training.processes.devices import inventory
+
+    _, num_nodes = parse_min_max_nnodes(typed.nnodes)
+    # In a child: to ask a device for its name makes a context on it, which stays.
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as child:
+        found = Devices(**asdict(child.submit(inventory).result()))
+    machine = machine_with(found)
+    chosen = config.devices
+    available = len(chosen) if isinstance(chosen, tuple) else len(found.names)
+    on_cpu = chosen == "cpu" or not found.names
+    notices: list[str] = []
+    if typed.nproc_per_node is not None:
+        size = determine_local_world_size(typed.nproc_per_node)
+    elif config.num_processes is not None:
+        size, rest = divmod(config.num_processes, num_nodes)
+        if rest or not size:
+            raise ConfigError(
+                f"num_processes={config.num_processes} on {num_nodes} machines: expected a "
+                "multiple of them, as many on each"
+            )
+    else:
+        size = 1 if on_cpu else available
+        if on_cpu and chosen != "cpu":
+            notices.append("no accelerator is visible: 1 rank on the CPU (--num_processes 2: two)")
+    here = replace(config, num_processes=size, use_port=None, parallelism=None)
+    preflight.check_fits(here, machine)
+    if typed.node_rank == 0 and not typed.rdzv_endpoint:
+        preflight.check_machine(replace(here, use_port=typed.master_port), size)
+    of_engine = {}
+    if on_cpu:
+        of_engine = {**ON_CPU, **(WITHOUT_DEVICES if chosen == "cpu" else {})}
+    environment = rank_environment(config, of_engine={**found.environment, **of_engine})
+    for name in _LOOPBACK_INTERFACES if num_nodes > 1 else ():
+        if name not in os.environ and name not in (config.env or {}):
+            del environment[name]
+    threads = typed.num_cpu_threads_per_process or num_threads_of(environment, size)
+    environment["OMP_NUM_THREADS"] = str(threads)
+    # With a store of torchrun's own, the group that is made after a restart finds the old one's
+    # addresses there.
+    environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.clear()
+    os.environ.update(environment)
+    typed.nproc_per_node = str(size)
+    return notices
+
+
+def _seed(typed: Namespace, config: LaunchConfig) -> None:
+    if config.seed is None:
+        return
+    if typed.no_python:
+        raise ConfigError(f"seed={config.seed}: with --no-python the program seeds itself")
+    kind = "module" if typed.module else "script"
+    typed.training_script_args = [
+        str(config.seed),
+        kind,
+        typed.training_script,
+        *typed.training_script_args,
+    ]
+    typed.training_script, typed.module = "notebook_accel.cli.seeded", True
+
+
+@contextlib.contextmanager
+def _shown(typed: Namespace) -> Iterator[None]:
+    """Show the output of several ranks with their numbers, unless torchrun was told what to do."""
+    if typed.nproc_per_node == "1" or typed.tee != "0" or typed.redirects != "0":
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="notebook-accel-") as folder, ranks_in_terminal():
+        typed.tee, typed.log_dir = "3", typed.log_dir or folder
+        os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = LABEL
+        yield

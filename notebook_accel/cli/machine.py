@@ -1,0 +1,73 @@
+"""Commands about this machine: ``env`` and ``doctor``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from argparse import ArgumentParser
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from notebook_accel.config import default_config_path
+from notebook_accel.launch.doctor import STOPS, as_lines, examine
+from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.text import wording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["doctor", "env"]
+
+_VARIABLES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_", "SLURM_")
+
+
+def env(arguments: Sequence[str]) -> int:
+    """``notebook-accel env``."""
+    description = "Print what a bug report needs: versions, devices, settings."
+    ArgumentParser(prog="notebook-accel env", description=description).parse_args(arguments)
+    for name, text in _facts():
+        print(f"- {name}: {text}")
+    return 0
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "system", f"{platform.platform()}, Python {platform.python_version()}"
+    packages = ("notebook-accel", "accelerate", *_required())
+    yield "packages", ", ".join(filter(None, map(_version, packages)))
+    machine = look_at_machine()
+    names = ", ".join(device.name for device in machine.devices) or "none"
+    yield "accelerators", machine.error or machine.problem or names
+    yield "versions", ", ".join(f"{name} {text}" for name, text in machine.versions.items())
+    memory = wording.memory(machine.memory)
+    yield "host", f"{machine.num_cores} CPU cores, {memory} of memory"
+    path = default_config_path()
+    text = path.read_text(encoding="utf-8") if path.is_file() else "no file"
+    # Variables of `env` may be secrets.
+    shown = re.sub(r"(?m)^env:\n(?:  .*\n?)*", "env: (not shown)\n", text).strip()
+    yield f"settings ({path})", shown.replace("\n", "\n    ")
+    # Their texts may be secrets, too.
+    given = sorted(name for name in os.environ if name.startswith(_VARIABLES))
+    yield "variables set", ", ".join(given) or "none"
+
+
+def _required() -> list[str]:
+    """The packages without which this one does not work."""
+    lines = metadata.requires("notebook-accel") or ()
+    return [re.split(r"[\s<>=!~;\[(]", line)[0] for line in lines if "extra ==" not in line]
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """``notebook-accel doctor``: 1 where something stops a launch."""
+    description = "Look for what stops or hurts a launch; the exit status is 1 for what stops one."
+    ArgumentParser(prog="notebook-accel doctor", description=description).parse_args(arguments)
+    findings = examine()
+    print("\n".join(as_lines(findings)))
+    return int(any(finding.level == STOPS for finding in findings))

@@ -1,0 +1,196 @@
+"""Settings as options of a command line.
+
+    rows of LaunchConfig and of the plugins --add_settings--> options
+    what was typed --typed_settings--> settings by our names, and lines about what is not used
+
+An option has the setting's own name and the one of ``accelerate launch``, each with ``_`` or ``-``
+between its words. What is in no row here is what Accelerate's launcher alone has: flags that choose
+a kind of launch, and the names in its YAML that ranks read.
+"""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.config import LaunchConfig, resolve, settings_of
+from notebook_accel.config.accelerate_yaml import (
+    LEFT_OPEN,
+    READ_BY_RANKS,
+    WITHOUT_EFFECT,
+    is_accelerates,
+    settings_from,
+)
+from notebook_accel.config.file import expanded, read_settings
+from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup
+    from collections.abc import Iterable, Mapping
+
+    from notebook_accel.config.setting import Setting
+
+__all__ = ["MACHINES", "add_settings", "typed_settings", "resolve_options", "spellings"]
+
+# Names of Accelerate's launcher, in its options and its YAML, for options of torchrun.
+MACHINES = {
+    "num_machines": "nnodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "rdzv_backend": "rdzv_backend",
+}
+# Flags of `accelerate launch`, and what its YAML says in their place.
+_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {"use_cpu": True},
+    "enable_cpu_affinity": {"enable_cpu_affinity": True},
+    "tpu": {"distributed_type": "XLA"},
+    "use_megatron_lm": {"distributed_type": "MEGATRON_LM"},
+}
+# What needs no option here: it follows from the devices, or from the other options.
+_ACCEPTED_FLAGS = ("multi_gpu", "same_network", "quiet", "downcast_bf16")
+_SECTIONS = ("dynamo_config", "fp8_config")
+
+
+def spellings(*names: str) -> list[str]:
+    """Options of these names, with underscores and with dashes; without repetitions."""
+    both = (f"--{text}" for name in names if name for text in (name, name.replace("_", "-")))
+    return list(dict.fromkeys(both))
+
+
+def add_settings(parser: ArgumentParser) -> None:
+    """Add an option for each setting of a launch."""
+    group = parser.add_argument_group("settings of the ranks")
+    _add(group, ("config", "config_file"), help="YAML file, ours or of `accelerate config`")
+    for name, row in settings_of(LaunchConfig).items():
+        if name == "env":
+            _add(
+                group, (name,), action="append", metavar="NAME=VALUE", help=_help(row), default=None
+            )
+        elif name not in PLUGINS:
+            kind = {"action": "store_const", "const": "true"} if row.kind is bool else {}
+            _add(group, (name, row.yaml), help=_help(row), **kind)
+    _add_plugins(parser)
+    as_in = parser.add_argument_group("as in `accelerate launch`")
+    for flag in (*_FLAGS, *_ACCEPTED_FLAGS):
+        _add(as_in, (flag,), action="store_true", dest=f"flag {flag}")
+    for key in (*READ_BY_RANKS, "fp8_backend"):
+        kind = {"action": "store_true"} if "_use_" in key else {}
+        _add(as_in, (key,), dest=f"section {key}", **kind)
+    as_in.add_argument("-q", action="store_true", help=SUPPRESS)
+    _add(as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
+    for key in (*WITHOUT_EFFECT, "main_training_function", "mpirun_hostfile"):
+        _add(as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
+    for key, option in MACHINES.items():
+        _add(as_in, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
+
+
+def _add_plugins(parser: ArgumentParser) -> None:
+    for name, plugin in PLUGINS.items():
+        of_plugin = parser.add_argument_group(plugin.title, plugin.about)
+        switch = plugin.switch.lower().removeprefix("accelerate_")
+        _add(of_plugin, (switch, f"use_{name}"), action="store_true", dest=f"use {name}")
+        for key, row in plugin.options.items():
+            variable = row.variable.lower()
+            names = (variable.removeprefix("accelerate_"), row.yaml, key)
+            _add(of_plugin, names, dest=f"{name} {row.yaml or key}", help=_help(row))
+        for key in (*plugin.read_by_ranks, *plugin.without_effect):
+            _add(of_plugin, (key,), dest=f"{name} {key}", help=SUPPRESS)
+
+
+def _add(group: _ArgumentGroup, names: Iterable[str], **options: Any) -> None:
+    """Add an option; of its spellings those that no option before it has."""
+    free = [text for text in spellings(*names) if text not in group._option_string_actions]
+    if free:
+        options.setdefault("dest", next(iter(names)))
+        group.add_argument(*free, **options)
+
+
+def _help(row: Setting) -> str:
+    return row.text.replace("``", "`").replace("%", "%%")
+
+
+def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The settings that were typed, by our names, and lines about what is not used.
+
+    Raises:
+        ConfigError: an option makes no sense here.
+    """
+    rows = settings_of(LaunchConfig)
+    values = vars(typed)
+    as_yaml: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
+    for flag, meaning in _FLAGS.items():
+        if values[f"flag {flag}"]:
+            as_yaml |= meaning
+    for section in _SECTIONS:
+        prefix = section.removesuffix("config")
+        names = {name: text for name, text in _below("section", values) if name.startswith(prefix)}
+        as_yaml[section] = names
+    as_yaml["mixed_precision"] = "fp8" if as_yaml["fp8_config"] else None
+    found, notices = settings_from(as_yaml, rows)
+    found.pop("mixed_precision", None)
+    for name, row in rows.items():
+        text = values.get(name)
+        means_nothing = text is None or (row.yaml, text) in LEFT_OPEN
+        if name in ("env", *PLUGINS) or means_nothing:
+            continue
+        found[name] = row.from_text(text)
+    for name, plugin in PLUGINS.items():
+        options = dict(_below(name, values))
+        if options or values[f"use {name}"]:
+            found[name] = plugin.from_accelerate(options)
+            found["env"] = {**found.get("env", {}), **plugin.variables_of_accelerate(options)}
+    variables = {**found.pop("env", {}), **_variables(typed.env or ())}
+    return {**found, **({"env": variables} if variables else {})}, notices
+
+
+def _below(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What was typed of the options whose destination begins with a word."""
+    return [
+        (name.partition(" ")[2], value)
+        for name, value in values.items()
+        if name.startswith(f"{prefix} ") and value
+    ]
+
+
+def _variables(typed: Iterable[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in typed]
+    for name, sign, _ in pairs:
+        if not name or not sign:
+            raise ConfigError(f"--env {name}: expected NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], list[str]]:
+    """The settings of a launch, what the file says of its machines, and lines for the person.
+
+    Options of a plugin are joined with those that the config file gives.
+
+    Raises:
+        ConfigError: a setting makes no sense, alone or with another.
+    """
+    given, notices = typed_settings(typed)
+    in_file, machines, more = ({}, {}, []) if typed.config is None else _read(typed.config)
+    for name in ("env", *PLUGINS):
+        if name in given and in_file.get(name):
+            given[name] = {**in_file[name], **given[name]}
+    config, others = resolve(given, in_file)
+    return config, machines, [*notices, *more, *others]
+
+
+def _read(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The settings of a file; what it says of machines, by torchrun's names; and lines about it."""
+    try:
+        data = read_settings(expanded(path))
+        if not is_accelerates(data):
+            return data, {}, []
+        machines = {
+            option: data.pop(name)
+            for name, option in MACHINES.items()
+            if data.get(name) is not None
+        }
+        found, not_used = settings_from(data, settings_of(LaunchConfig))
+        LaunchConfig(**found)
+    except ConfigError as error:
+        raise ConfigError(f"config file {path!r}: {error}") from None
+    return found, machines, [f"config file {path!r}: {line}" for line in not_used]

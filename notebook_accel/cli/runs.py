@@ -1,0 +1,166 @@
+"""Commands about the runs of notebooks: ``runs``, ``stop`` and ``logs``.
+
+They read the folders of runs (launch/control/run_folder.py). A stop is a request in the run's
+folder, which the kernel that holds the run takes from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from argparse import ArgumentParser
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch import run_list
+from notebook_accel.launch.control.regular_files import open_regular
+from notebook_accel.launch.control.run_folder import RunFolder, run_folders
+from notebook_accel.launch.system.log_files import log_path
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import as_shown, one_line, plain_text
+from notebook_accel.launch.view.summary import elapsed, num_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from notebook_accel.launch.run import Run
+
+__all__ = ["logs", "runs", "stop"]
+
+_LOOK_SECONDS = 0.2
+# A kernel looks for requests five times a second; in C code that holds the GIL it does not.
+_PATIENCE_SECONDS = 10.0
+
+
+def runs(arguments: Sequence[str]) -> int:
+    """``notebook-accel runs``."""
+    parser = ArgumentParser(prog="notebook-accel runs", description="List runs, the newest last.")
+    parser.add_argument("-n", type=int, default=20, metavar="N", help="how many; 20 unless given")
+    found = run_list.runs(everywhere=True)[-max(1, parser.parse_args(arguments).n) :]
+    rows: list[tuple[str, ...]] = [("ID", "STATUS", "STARTED", "TOOK", "RANKS", "NAME", "NOTEBOOK")]
+    rows += [_row(run) for run in found]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        )
+    return 0
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    state = run.state
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
+    took = wording.span(elapsed(state, time.time()))
+    return (
+        run.id,
+        run.status,
+        started,
+        took,
+        num_ranks(state),
+        one_line(state.name, 40),
+        state.notebook,
+    )
+
+
+def stop(arguments: Sequence[str]) -> int:
+    """``notebook-accel stop [RUN]``."""
+    parser = ArgumentParser(
+        prog="notebook-accel stop",
+        description="Stop a run as its Stop button does: the ranks leave at the same step. Once "
+        "more interrupts them.",
+    )
+    _add_run(parser, "the one that goes on")
+    parser.add_argument("--kill", action="store_true", help="end the ranks now")
+    typed = parser.parse_args(arguments)
+    run = _chosen(typed.run, [run for run in run_list.runs(everywhere=True) if _goes_on(run)])
+    if typed.kill:
+        run.kill()
+    else:
+        run.stop()
+    folder = RunFolder(run.log_dir)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while folder.is_stop_asked and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    if folder.is_stop_asked:
+        raise LaunchError(
+            f"nobody has heard it: the kernel of run {run.id} is busy with code that holds "
+            "Python's lock, or runs the function itself (engine='inline'). Interrupt the kernel"
+        )
+    print(f"run {run.id} of {run.name} {'ends' if typed.kill else 'stops'}")
+    return 0
+
+
+def logs(arguments: Sequence[str]) -> int:
+    """``notebook-accel logs [RUN] [-f]``."""
+    parser = ArgumentParser(
+        prog="notebook-accel logs", description="Print what the ranks of a run printed."
+    )
+    _add_run(parser, "the newest")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--rank", type=int, help="of this rank alone")
+    typed = parser.parse_args(arguments)
+    found = run_list.runs(everywhere=True)
+    run = _chosen(typed.run, found if typed.run else found[-1:])
+    if typed.rank is not None and not 0 <= typed.rank < run.world_size:
+        raise ConfigError(
+            f"--rank {typed.rank}: run {run.id} has the ranks 0 to {run.world_size - 1}"
+        )
+    if not typed.follow or not _goes_on(run):
+        print(run.logs(typed.rank), end="")
+        return 0
+    ranks = range(run.world_size) if typed.rank is None else [typed.rank]
+    starts = {rank: run.state.ranks[rank].log_start or 0 for rank in ranks}
+    while True:
+        # In this order: what is printed before the end is there once the end is known.
+        goes_on = _goes_on(run_list.find_run(run.id))
+        for rank in ranks:
+            label = f"[rank {rank}] " if typed.rank is None else ""
+            starts[rank] = _print_new(RunFolder(run.log_dir), rank, starts[rank], label)
+        sys.stdout.flush()
+        if not goes_on:
+            return 0
+        time.sleep(_LOOK_SECONDS)
+
+
+def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
+    """Print the whole lines of a log from ``start`` on; gives where they end."""
+    folder.check()
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open_regular(log_path(folder.path, rank), follow=True) as file,
+    ):
+        file.seek(start)
+        data = file.read()
+        size = data.rfind(b"\n") + 1
+        # Not splitlines(): a form feed ends no line.
+        for line in data[:size].decode(errors="replace").split("\n")[:-1]:
+            print(label + plain_text(as_shown(line)))
+        return start + size
+    return start
+
+
+def _add_run(parser: ArgumentParser, default: str) -> None:
+    about = f"the run's id, or the end of it; {default}, if there is none"
+    parser.add_argument("run", nargs="?", metavar="RUN", help=about)
+
+
+def _goes_on(run: Run) -> bool:
+    return not run.state.has_ended
+
+
+def _chosen(text: str | None, found: Sequence[Run]) -> Run:
+    """The one run of ``found`` whose id is, or ends with, the text.
+
+    Raises:
+        ConfigError: it is none of them, or several.
+    """
+    fitting = [run for run in found if text is None or run.id.endswith(text)]
+    if len(fitting) == 1:
+        return fitting[0]
+    asked = "that goes on" if text is None else f"{text!r}"
+    if not fitting:
+        where = run_folders()[:1] and "; `notebook-accel runs` lists those that are there"
+        raise ConfigError(f"there is no run {asked}{where or ''}")
+    several = ", ".join(run.id for run in fitting)
+    raise ConfigError(f"there are several runs {asked}: name one of {several}")

@@ -1,0 +1,216 @@
+"""``notebook-accel test``: a small training as it is configured, and a verdict a check.
+
+    test --by torchrun, or --engine--> check_training on every rank --> one line a check
+
+The ranks' part is this very module, started as a script. What raises in it ends the run with its
+traceback; a check says only whether what came out is right.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from notebook_accel import Accelerator
+
+__all__ = ["check_training", "test"]
+
+_NUM_STEPS = 12
+_WIDTH = 8
+# How far the last loss may be from that of one process without mixed precision.
+_TOLERANCE = 0.05
+
+
+def test(arguments: Sequence[str]) -> int:
+    """``notebook-accel test``, with the options of ``launch``."""
+    from notebook_accel.cli.launch import ENGINES, launch_parser, run_typed
+    from notebook_accel.cli.options import resolve_options
+
+    parser = launch_parser()
+    parser.prog = "notebook-accel test"
+    parser.description = "Train a small model as it is configured, with a verdict a check."
+    if unwanted := {"-h", "--help"} & set(arguments):
+        parser.parse_args([*unwanted])
+    typed = parser.parse_args([*arguments, "--module", __name__])
+    config, machines, notices = resolve_options(typed)
+    if typed.engine is None and config.engine in ENGINES:
+        status = run_typed(typed, config, machines, notices)
+    else:
+        status = _test_by_engine(config, notices)
+    print("notebook-accel test: " + ("all checks passed" if status == 0 else "FAILED, see above"))
+    return status
+
+
+def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
+    """Launch the same as ``notebook_launcher`` would."""
+    from notebook_accel.launch.launcher import launch
+    from notebook_accel.launch.view.plain import PlainView
+
+    run = launch(check_training, config=config, view=PlainView(), notices=notices)
+    return 0 if all(run.results) else 1
+
+
+def check_training() -> bool:
+    """Run all checks; rank 0 prints a line for each. Gives whether all passed on all ranks."""
+    from notebook_accel import Accelerator, DataLoaderConfiguration
+
+    # Batches are those of one process, divided.
+    config = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(dataloader_config=config, gradient_accumulation_steps=1)
+    passed = []
+    for name, check in _CHECKS.items():
+        is_right, text = check(accelerator)
+        wrong = [rank for rank, right in enumerate(_from_all(is_right)) if not right]
+        passed.append(not wrong)
+        said = f" (wrong on the ranks {', '.join(map(str, wrong))})" if wrong else ""
+        accelerator.print(f"{'✗' if wrong else '✓'} {name}: {text}{said}", flush=True)
+    accelerator.end_training()
+    return all(passed)
+
+
+def _from_all(value: Any) -> list[Any]:
+    """The value of each rank: also of those that share their samples, which gather leaves out."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# ---- the checks: each gives whether this rank saw what is right, and what it saw -----------
+
+
+def _ranks(accelerator: Accelerator) -> tuple[bool, str]:
+    here = _from_all(accelerator.process_index)
+    number = accelerator.num_processes
+    text = f"{len(here)} of {number} met, on {accelerator.device.type}"
+    return here == [*range(number)], f"{text}, {accelerator.distributed_type.value}"
+
+
+def _collectives(accelerator: Accelerator) -> tuple[bool, str]:
+    import torch
+
+    from notebook_accel import broadcast
+
+    mine = torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)
+    total = accelerator.reduce(mine, reduction="sum").item()
+    # Ranks that share their samples count once.
+    seen = accelerator.gather(mine).tolist()
+    first = broadcast(mine.clone()).item()
+    return (total, first) == (sum(seen), 1.0), f"gather {len(seen)}, reduce {total:g}, broadcast"
+
+
+def _data(accelerator: Accelerator) -> tuple[bool, str]:
+    import torch
+
+    size = 10 * accelerator.num_processes + 1
+    data: Any = torch.arange(size)
+    batch_size = 2 * accelerator.num_processes
+    loader = torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True)
+    batches = [accelerator.gather_for_metrics(batch) for batch in accelerator.prepare(loader)]
+    seen = torch.cat(batches).tolist()
+    return sorted(seen) == [*range(size)], f"{len(seen)} of {size} samples came, each once"
+
+
+def _training(accelerator: Accelerator) -> tuple[bool, str]:
+    model, optimizer, loader = _parts(accelerator)
+    wanted = _losses_of_one_process(*_parts(accelerator))
+    prepared = accelerator.prepare(model, optimizer, loader)
+    losses = [accelerator.gather(loss).mean().item() for loss in _steps(accelerator, *prepared)]
+    text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, of one process {wanted[-1]:.4f}"
+    is_near = abs(losses[-1] - wanted[-1]) <= _TOLERANCE * wanted[0]
+    return losses[-1] < losses[0] and is_near, f"{text}, precision {accelerator.mixed_precision}"
+
+
+def _checkpoint(accelerator: Accelerator) -> tuple[bool, str]:
+    import torch
+
+    from notebook_accel.training.collectives import broadcast_object_list
+
+    model, optimizer, loader = accelerator.prepare(*_parts(accelerator))
+    folder = [tempfile.mkdtemp(prefix="notebook-accel-") if accelerator.is_main_process else ""]
+    broadcast_object_list(folder)
+    try:
+        before = accelerator.get_state_dict(model)
+        kept = {name: weight.clone() for name, weight in before.items()}
+        accelerator.save_state(folder[0])
+        for _ in _steps(accelerator, model, optimizer, loader):
+            pass
+        accelerator.load_state(folder[0])
+        after = accelerator.get_state_dict(model)
+        is_same = all(torch.equal(kept[name], after[name]) for name in kept)
+    finally:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            shutil.rmtree(folder[0], ignore_errors=True)
+    return is_same, "what was saved was loaded again"
+
+
+_CHECKS: dict[str, Callable[[Accelerator], tuple[bool, str]]] = {
+    "ranks": _ranks,
+    "collectives": _collectives,
+    "data": _data,
+    "training": _training,
+    "checkpoint": _checkpoint,
+}
+
+
+def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
+    """A model, its optimizer, and a loader whose batches are divided among the ranks."""
+    import torch
+    from torch import nn
+
+    from notebook_accel import set_seed
+
+    class Net(nn.Sequential):
+        """Blocks for stages of a pipeline, with a plan for tensor parallelism."""
+
+        tp_plan = {"0": "colwise", "2": "rowwise"}  # noqa: RUF012
+
+    set_seed(0)
+    wide = 4 * _WIDTH
+    blocks = (nn.Linear(_WIDTH, wide), nn.Tanh(), nn.Linear(wide, _WIDTH), nn.Linear(_WIDTH, 1))
+    model = Net(*blocks)
+    inputs = torch.randn(_NUM_STEPS * 4 * accelerator.num_processes, _WIDTH)
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    loader = torch.utils.data.DataLoader(data, batch_size=4 * accelerator.num_processes)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05), loader
+
+
+def _steps(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any
+) -> Iterator[torch.Tensor]:
+    """Train; gives each step's loss."""
+    from torch.nn.functional import mse_loss
+
+    for inputs, targets in loader:
+        yield accelerator.forward_backward(model, inputs, targets, mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _losses_of_one_process(model: Any, optimizer: Any, loader: Any) -> list[float]:
+    """The losses of the same training by torch alone, on the CPU."""
+    from torch.nn.functional import mse_loss
+
+    losses = []
+    for inputs, targets in loader:
+        loss: Any = mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    sys.exit(0 if check_training() else 1)

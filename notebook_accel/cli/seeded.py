@@ -1,0 +1,30 @@
+"""Runs a script, or a module, with its random numbers seeded: what ``launch --seed`` starts.
+
+python -m notebook_accel.cli.seeded SEED script|module NAME ARGUMENTS...
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Seed, then run what the command line names, as Python would."""
+    from notebook_accel.training.processes.seeding import set_seed
+
+    seed, kind, name, *arguments = sys.argv[1:]
+    set_seed(int(seed))
+    sys.argv = [name, *arguments]
+    if kind == "module":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(name))
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What several ranks print, in one terminal: each line with its rank, and their bars below.
+
+    files of ranks --tail (torchrun's --tee)--> RankOutput.write --> lines, and bars that stay
+
+Where the output is no terminal, or Rich is not installed, there are plain lines, and of a bar the
+one that it ends with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, TextIO
+
+from notebook_accel.launch.text.terminal_text import plain_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["LABEL", "ranks_in_terminal"]
+
+# As torchrun fills it in, before each piece of text that it hands over.
+LABEL = "[rank ${rank}] "
+_LABELLED = re.compile(r"\[rank (\d+)\] ")
+# What tqdm draws: "train:  45%|####5     | 45/100 [00:01<00:02, 30.1it/s]", "12it [00:01, ...]".
+_BAR = re.compile(r"(\d+)%\|.*\| *\S+/\S+ \[|^\D*\d+it \[")
+_MAX_BARS = 16
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+class _Display:
+    """Prints lines one after the other, whichever rank they come from."""
+
+    def line(self, stream: TextIO, rank: int, text: str) -> None:
+        stream.write(f"[rank {rank}] {text}\n")
+        stream.flush()
+
+    def bar(self, rank: int, text: str) -> None:
+        """Show how far a rank is."""
+
+
+class _RichDisplay(_Display):
+    """Keeps the newest bar of each rank below the lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._bars: dict[int, str] = {}
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._draw,
+            transient=True,
+            refresh_per_second=8,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def line(self, stream: TextIO, rank: int, text: str) -> None:
+        from rich.text import Text
+
+        label = Text(f"[rank {rank}] ", style=_COLOURS[rank % len(_COLOURS)])
+        self._console.print(label + Text.from_ansi(text), soft_wrap=True)
+
+    def bar(self, rank: int, text: str) -> None:
+        self._bars[rank] = text
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self) -> Any:
+        from rich.text import Text
+
+        rows = sorted(self._bars.items())[:_MAX_BARS]
+        lines = (f"rank {rank}  {text}" for rank, text in rows)
+        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+
+
+class RankOutput:
+    """A stream for torchrun's tail, whose threads write text that begins with ``LABEL``.
+
+    A text is a line, or the part of one that has been printed so far.
+    """
+
+    def __init__(self, stream: TextIO, display: _Display, lock: threading.Lock) -> None:
+        self._stream = stream
+        self._display = display
+        self._lock = lock
+        self._open: dict[int, str] = {}
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            label = _LABELLED.match(text)
+            if label is None:  # of the launcher itself
+                self._stream.write(text)
+            else:
+                self._take(int(label[1]), text[label.end() :])
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close_lines(self) -> None:
+        """Print what has no end yet."""
+        with self._lock:
+            for rank, text in self._open.items():
+                if text:
+                    self._print(rank, text)
+            self._open.clear()
+
+    def _take(self, rank: int, text: str) -> None:
+        whole = self._open.pop(rank, "") + text
+        if whole.endswith("\n"):
+            self._print(rank, whole[:-1])
+        else:
+            self._open[rank] = whole
+            if _BAR.search(whole):
+                self._display.bar(rank, plain_text(whole))
+
+    def _print(self, rank: int, text: str) -> None:
+        # Torch labels tracebacks itself.
+        text = text.removeprefix(f"[rank{rank}]: ")
+        found = _BAR.search(text)
+        if found:
+            self._display.bar(rank, plain_text(text))
+        # A bar that is overwritten is a line here, too: torchrun reads "\r" as the end of one.
+        if text and (not found or found[1] == "100"):
+            self._display.line(self._stream, rank, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def ranks_in_terminal() -> Iterator[None]:
+    """Show what torchrun's tail writes to ``sys.stdout`` and ``sys.stderr`` inside of the block."""
+    lock, out, err = threading.Lock(), sys.stdout, sys.stderr
+    display = _Display()
+    with contextlib.ExitStack() as undo:
+        if out.isatty() and err.isatty():
+            with contextlib.suppress(ImportError):
+                display = _RichDisplay(out)
+                undo.callback(display.close)
+        shown = RankOutput(out, display, lock), RankOutput(err, display, lock)
+        undo.enter_context(contextlib.redirect_stdout(shown[0]))
+        undo.enter_context(contextlib.redirect_stderr(shown[1]))
+        for each in shown:
+            undo.callback(each.close_lines)
+        yield

@@ -1,0 +1,278 @@
+"""Scripts that ``notebook-accel launch`` and its peers start, and what it refuses to start."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from notebook_accel import notebook_launcher
+from notebook_accel.cli import main
+from notebook_accel.cli.launch import launch_parser
+from notebook_accel.cli.options import resolve_options, spellings, typed_settings
+from notebook_accel.config import LaunchConfig, settings_of
+from notebook_accel.config.plugins import PLUGINS
+from tests.cli.commands import SCRIPT, losses, notebook_accel, run
+from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Each command imports torch anew, and so does each of its ranks.
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def in_notebook(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the script's function on two ranks of notebook_launcher."""
+    file = tmp_path_factory.mktemp("notebook") / "training_of_a_notebook.py"
+    file.write_text(SCRIPT)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+        result: list[float] = notebook_launcher(module.main, num_processes=2, view="none")[0]
+    finally:
+        sys.path.remove(str(file.parent))
+        del sys.modules[file.stem]
+    return result
+
+
+def accelerate_yaml(folder: Path, **changed: object) -> str:
+    """A file that ``accelerate config default`` has written, with some answers changed."""
+    cli = "accelerate.commands.accelerate_cli"
+    done = run("-m", cli, "config", "default", "--config_file", "theirs.yaml", folder=folder)
+    assert done.returncode == 0, done.stderr
+    file = folder / "theirs.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **changed}))
+    return "theirs.yaml"
+
+
+def test_a_script_trains_as_in_a_notebook(folder: Path, in_notebook: list[float]) -> None:
+    saved = notebook_accel("config", "default", folder=folder)
+    assert saved.returncode == 0, saved.stderr
+    done = notebook_accel("launch", "--num_processes", "2", "train.py", folder=folder)
+    assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
+    assert "settings of " in done.stderr
+
+
+def test_a_file_of_accelerate_config_is_obeyed(folder: Path, in_notebook: list[float]) -> None:
+    file = accelerate_yaml(folder, num_processes=2, distributed_type="MULTI_CPU")
+    done = notebook_accel("launch", "--config_file", file, "train.py", folder=folder)
+    assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
+
+
+def test_fsdp_trains_from_a_file_alone(folder: Path, in_notebook: list[float]) -> None:
+    section = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}
+    file = accelerate_yaml(folder, num_processes=2, distributed_type="FSDP", fsdp_config=section)
+    said, found = losses(notebook_accel("launch", "--config_file", file, "train.py", folder=folder))
+    assert said == "2 FSDP no 1"
+    assert found == pytest.approx(in_notebook, abs=1e-5)
+
+
+def test_a_script_obeys_other_launchers(folder: Path, in_notebook: list[float]) -> None:
+    theirs = ("-m", "accelerate.commands.launch", "--num_processes=2", "--main_process_port=0")
+    options = ("--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=NO_WRAP")
+    done = run(*theirs, *options, "--mixed_precision=bf16", "train.py", folder=folder)
+    said, found = losses(done)
+    assert said == "2 FSDP bf16 1"
+    assert found == pytest.approx(in_notebook, abs=0.01)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
+    assert losses(run(*torchrun, folder=folder)) == ("2 MULTI_CPU no 1", in_notebook)
+
+
+def test_a_module_a_program_and_a_seed(folder: Path) -> None:
+    (folder / "tool.py").write_text(
+        "import os, random, sys\n"
+        "import torch\n"
+        "numbers = [random.random(), torch.rand(()).item()]\n"
+        "said = [numbers, sys.argv[1:], __name__, os.environ['OF_MINE']]\n"
+        "open(f'{sys.argv[-1]}-{os.environ[\"RANK\"]}', 'w').write(repr(said))\n"
+    )
+    options = ("--num-processes=2", "--env", "OF_MINE=x=1")
+    for number in ("1", "2"):
+        done = notebook_accel(
+            "launch", *options, "--seed=3", "-m", "tool", "--seed", number, folder=folder
+        )
+        assert done.returncode == 0, done.stderr
+    said = {number: (folder / f"{number}-0").read_text() for number in ("1", "2")}
+    assert said["1"] == said["2"].replace("'2'", "'1'")
+    assert "['--seed', '1'], '__main__', 'x=1'" in said["1"]
+    assert (folder / "1-1").read_text() == said["1"]
+    program = ("launch", *options, "--no_python", sys.executable, "tool.py", "3")
+    assert notebook_accel(*program, folder=folder).returncode == 0
+    assert (folder / "3-1").exists()
+
+
+def test_a_rank_that_fails_is_named(folder: Path) -> None:
+    (folder / "fails.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(100)\n"
+    )
+    done = notebook_accel("launch", "--num_processes=2", "fails.py", folder=folder)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "notebook-accel: rank 1 failed (exit code 7)"
+
+
+def test_several_machines_meet(folder: Path, in_notebook: list[float]) -> None:
+    """Two launches on this machine, as of two tasks of ``srun``."""
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77"}
+    step["SLURM_STEP_NODELIST"] = "localhost"
+    port = str(free_port())
+    command = ("launch", "--num_processes=2", "--main_process_port", port, "train.py")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        nodes = [
+            pool.submit(notebook_accel, *command, folder=folder, SLURM_NODEID=str(node), **step)
+            for node in range(2)
+        ]
+        done = [node.result() for node in nodes]
+    assert done[1].returncode == 0, done[1].stderr
+    assert losses(done[0]) == ("2 MULTI_CPU no 1", in_notebook)
+
+
+# ---- what is refused -----------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a command refuses its arguments."""
+    assert main(["launch", *arguments]) == 2
+    seen = capsys.readouterr()
+    (line,) = seen.err.splitlines()
+    assert seen.out == ""
+    return line
+
+
+def test_bad_input_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    (folder / "broken.yaml").write_text("num_processes: [2\n")
+    (folder / "wrong.yaml").write_text("num_processes: -2\n")
+    (folder / "typo.yaml").write_text("num_proceses: 2\n")
+    assert "'broken.yaml': it cannot be read" in refused(capsys, "--config=broken.yaml", "train.py")
+    assert "num_processes=-2: expected" in refused(capsys, "--config=wrong.yaml", "train.py")
+    assert "no setting is called" in refused(capsys, "--config=typo.yaml", "train.py")
+    assert "there is no script 'no.py' in" in refused(capsys, "no.py")
+    assert "there is no module 'no.py' in" in refused(capsys, "-m", "no.py")
+    assert "there is no program 'no.py'" in refused(capsys, "--no_python", "no.py")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = refused(capsys, "--main_process_port", port, "--num_processes=2", "train.py")
+        assert f"use_port={port} cannot be had on this machine" in said
+    said = refused(capsys, "--gpu_ids=0,1", "--num_processes=3", "train.py")
+    assert "num_processes=3, but devices=[0, 1]: one accelerator a rank" in said
+    assert "expected a multiple" in refused(
+        capsys, "--num_processes=3", "--num_machines=2", "--main_process_ip=10.0.0.1", "train.py"
+    )
+    assert "no address" in refused(capsys, "--num_machines=2", "train.py")
+    assert "engine='inline'" in refused(capsys, "--engine=inline", "train.py")
+    assert "distributed_type: XLA: not supported" in refused(capsys, "--tpu", "train.py")
+    assert "--env A: expected NAME=VALUE" in refused(capsys, "--env", "A", "train.py")
+    with pytest.raises(SystemExit) as error:
+        main(["launch", "--no_such_option", "train.py"])
+    assert error.value.code == 2
+
+
+def test_there_is_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lunch"]) == 2
+    assert "there is no command 'lunch'" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = notebook_accel("launch", "no.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("notebook-accel launch: there is no script 'no.py'")
+
+
+# ---- options -------------------------------------------------------------------------------
+
+
+def test_each_setting_is_an_option() -> None:
+    known = launch_parser()._option_string_actions
+    rows = [name for name in settings_of(LaunchConfig) if name not in PLUGINS]
+    options = [name for plugin in PLUGINS.values() for name in plugin.options]
+    missing = {text for text in spellings(*rows, *options) if text not in known}
+    assert missing == set()
+
+
+# Of kinds of launches that are not there, and of one library's 8 bits.
+_ABSENT = ("megatron", "tpu_cluster", "tpu_use", "aws", "fp8", "vm", "help", "sp_seq", "sp_attn")
+_ABSENT_ALSO = ("sp_size", "sp_backend", "cp_backend")
+
+
+def test_accelerates_options_are_understood() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    known = launch_parser()._option_string_actions
+    theirs = [
+        text
+        for action in launch_command_parser()._actions
+        for text in action.option_strings
+        if not any(part in action.dest for part in (*_ABSENT, *_ABSENT_ALSO))
+    ]
+    assert len(theirs) > 100
+    assert [text for text in theirs if text not in known] == []
+
+
+def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    line = """--multi_gpu --num_machines 1 --num-processes 4 --gpu_ids all --mixed_precision BF16
+        --gradient_accumulation_steps=2 --use_fsdp --fsdp_version 1 --fsdp_sharding_strategy 2
+        --fsdp_reshard_after_forward SHARD_GRAD_OP --fsdp-offload-params true
+        --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_use_orig_params true
+        --fsdp_transformer_layer_cls_to_wrap Block --dynamo_backend inductor --debug
+        --main_process_port 0 --enable_cpu_affinity -q train.py --num_processes 9"""
+    typed = launch_parser().parse_args(line.split())
+    given, notices = typed_settings(typed)
+    assert notices == []
+    assert typed.training_script_args == ["--num_processes", "9"]
+    assert LaunchConfig(**given) == LaunchConfig(
+        num_processes=4,
+        mixed_precision="bf16",
+        gradient_accumulation_steps=2,
+        debug=True,
+        env={"ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_CPU_AFFINITY": "true"},
+        fsdp={
+            "fsdp_version": 1,
+            "sharding_strategy": "SHARD_GRAD_OP",
+            "cpu_offload": True,
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": "Block",
+        },
+    )
+
+
+def test_an_option_goes_before_the_file_and_the_file_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "7")
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 4\n"
+        "num_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 3000\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n"
+    )
+    options = ("--config_file", str(file), "--fsdp_offload_params=false", "--num_processes=2")
+    config, machines, _ = resolve_options(launch_parser().parse_args([*options, "train.py"]))
+    assert (config.num_processes, config.seed, config.use_port) == (2, 7, 3000)
+    assert config.fsdp == {"fsdp_version": 2, "cpu_offload": False}
+    assert machines == {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1"}

@@ -1,0 +1,126 @@
+"""The commands about this machine, about weights, and the sanity training."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from notebook_accel.cli import main, sanity
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.slurm import slurm_step
+from tests.cli.commands import notebook_accel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(300)
+
+CHECKS = ("ranks", "collectives", "data", "training", "checkpoint")
+
+
+def test_the_sanity_training_has_a_verdict_a_check(tmp_path: Path) -> None:
+    options = ("--num_processes=2", "--use_fsdp", "--fsdp_version=2")
+    done = notebook_accel("test", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"[rank 0] ✓ {name}" for name in CHECKS]
+    assert last == "notebook-accel test: all checks passed"
+
+
+def test_the_sanity_training_by_an_engine(tmp_path: Path) -> None:
+    options = ("--engine=local", "--num_processes=2", "--mixed_precision=bf16")
+    done = notebook_accel("test", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"[rank 0] ✓ {name}: " in done.stdout for name in CHECKS)
+    assert "precision bf16" in done.stdout
+
+
+def test_a_check_that_fails_fails_the_test(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanity, "_CHECKS", {"data": lambda _: (False, "none came")})
+    assert not sanity.check_training()
+    assert capsys.readouterr().out == "✗ data: none came (wrong on the ranks 0)\n"
+
+
+def test_env_and_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = tmp_path / "notebook-accel" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text("num_processes: 2\nenv:\n  TOKEN: secret\nseed: 3\n")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "secret")
+    assert main(["env"]) == 0
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in said
+    assert "num_processes: 2" in said
+    assert "seed: 3" in said
+    assert "ACCELERATE_LOG_LEVEL" in said
+    assert "secret" not in said
+    assert main(["doctor"]) == 0
+    assert "✓ ports: ranks can meet" in capsys.readouterr().out
+    file.write_text("num_processes: -2\n")
+    assert main(["doctor"]) == 1
+    assert "✗ settings" in capsys.readouterr().out
+
+
+def test_weights_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.distributed import checkpoint
+
+    weights = {"weight": torch.arange(6.0), "bias": torch.ones(2)}
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoint.save({"model": weights}, checkpoint_id=str(folder), no_dist=True)
+    assert main(["merge-weights", str(folder), str(tmp_path / "out")]) == 0
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: weight.tolist() for name, weight in merged.items()} == {
+        name: weight.tolist() for name, weight in weights.items()
+    }
+    assert main(["merge-weights", str(tmp_path / "no"), str(tmp_path / "out")]) == 2
+    assert "notebook-accel merge-weights: " in capsys.readouterr().err
+
+
+def test_estimates_are_accelerates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = notebook_accel("estimate-memory", "--help", folder=tmp_path)
+    assert "--library_name" in done.stdout
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["estimate-memory", "bert-base-cased"]) == 2
+    assert "pip install 'notebook-accel[accelerate]'" in capsys.readouterr().err
+
+
+def test_join_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["join", "10.0.0.1:3000"]) == 2
+    assert "a token is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[03-05,9],gpu1", "node03"),
+        ("a-1,b-2", "a-1"),
+        ("rack[1-2]n[07,9]", "rack1n07"),
+        ("localhost", "localhost"),
+    ],
+)
+def test_a_step_of_slurm(nodes: str, first: str) -> None:
+    step = {
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_NODEID": "2",
+        "SLURM_JOB_ID": "123456",
+    }
+    found = slurm_step(step)
+    assert found is not None
+    assert (found.num_nodes, found.node_rank, found.master_addr) == (3, 2, first)
+    assert slurm_step({**step, "SLURM_NODEID": "0"}).port == found.port  # type: ignore[union-attr]
+    assert slurm_step({"SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}) is None
+    with pytest.raises(ConfigError, match="--ntasks-per-node=1"):
+        slurm_step({**step, "SLURM_STEP_NUM_TASKS": "6"})
