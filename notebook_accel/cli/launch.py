@@ -70,6 +70,7 @@ def launch_parser() -> ArgumentParser:
 
     parser: ArgumentParser = get_args_parser()
     parser.prog = "notebook-accel launch"
+    parser.usage = "notebook-accel launch [options] script.py [arguments of the script]"
     parser.description = "Run a script on several ranks. The first options are torchrun's."
     parser.allow_abbrev = False
     parser.set_defaults(nproc_per_node=None, nnodes=None, node_rank=None, rdzv_backend=None)

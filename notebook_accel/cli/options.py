@@ -102,6 +102,8 @@ def _add(group: _ArgumentGroup, names: Iterable[str], **options: Any) -> None:
     """Add an option; of its spellings those that no option before it has."""
     free = [text for text in spellings(*names) if text not in group._option_string_actions]
     if free:
+        if "action" not in options:
+            options.setdefault("metavar", "VALUE")
         options.setdefault("dest", next(iter(names)))
         group.add_argument(*free, **options)
 

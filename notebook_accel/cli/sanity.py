@@ -34,7 +34,7 @@ def test(arguments: Sequence[str]) -> int:
     from notebook_accel.cli.options import resolve_options
 
     parser = launch_parser()
-    parser.prog = "notebook-accel test"
+    parser.prog, parser.usage = "notebook-accel test", "notebook-accel test [options of launch]"
     parser.description = "Train a small model as it is configured, with a verdict a check."
     if unwanted := {"-h", "--help"} & set(arguments):
         parser.parse_args([*unwanted])

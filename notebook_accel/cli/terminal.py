@@ -63,8 +63,8 @@ class _RichDisplay(_Display):
     def line(self, stream: TextIO, rank: int, text: str) -> None:
         from rich.text import Text
 
-        label = Text(f"[rank {rank}] ", style=_COLOURS[rank % len(_COLOURS)])
-        self._console.print(label + Text.from_ansi(text), soft_wrap=True)
+        label = f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)]
+        self._console.print(Text.assemble(label, Text.from_ansi(text)), soft_wrap=True)
 
     def bar(self, rank: int, text: str) -> None:
         self._bars[rank] = text
