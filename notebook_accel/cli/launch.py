@@ -48,6 +48,13 @@ __all__ = ["ENGINES", "launch", "launch_parser", "run_typed"]
 ENGINES = ("auto", "local", "elastic")
 # Of ranks on one machine, which several machines cannot meet by.
 _LOOPBACK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Options of torchrun, and the settings that they take where they are not given.
+_SETTINGS = {
+    "nnodes": "num_nodes",
+    "master_addr": "master_addr",
+    "master_port": "use_port",
+    "max_restarts": "max_restarts",
+}
 _ELASTIC_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
@@ -74,7 +81,7 @@ def launch_parser() -> ArgumentParser:
     parser.description = "Run a script on several ranks. The first options are torchrun's."
     parser.allow_abbrev = False
     parser.set_defaults(nproc_per_node=None, nnodes=None, node_rank=None, rdzv_backend=None)
-    parser.set_defaults(master_addr=None)
+    parser.set_defaults(master_addr=None, max_restarts=None)
     add_settings(parser)
     return parser
 
@@ -151,8 +158,10 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
     for name, value in machines.items():
         if getattr(typed, name) is None:
             setattr(typed, name, value)
-    if typed.master_port is None:
-        typed.master_port = config.use_port
+    settings = config.to_dict()
+    for option, name in _SETTINGS.items():
+        if getattr(typed, option) is None:
+            setattr(typed, option, settings.get(name))
     step = slurm_step(os.environ) if typed.nnodes is None and not typed.rdzv_endpoint else None
     if step is not None:
         typed.nnodes, typed.node_rank = step.num_nodes, step.node_rank
@@ -160,6 +169,7 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
         typed.master_port = typed.master_port or step.port
     typed.nnodes = str(typed.nnodes or 1)
     typed.node_rank = int(typed.node_rank or 0)
+    typed.max_restarts = int(typed.max_restarts or 0)
     typed.rdzv_backend = typed.rdzv_backend or "static"
     if typed.nnodes == "1":
         # Otherwise ranks meet at the machine's own name, which may not be known to it.
@@ -197,7 +207,10 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     notices: list[str] = []
     if typed.nproc_per_node is not None:
         size = determine_local_world_size(typed.nproc_per_node)
+    elif config.num_processes is not None and "num_nodes" in config.to_dict():
+        size = config.num_processes
     elif config.num_processes is not None:
+        # Accelerate's file and its options count the ranks of all machines.
         size, rest = divmod(config.num_processes, num_nodes)
         if rest or not size:
             raise ConfigError(

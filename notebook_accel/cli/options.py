@@ -60,6 +60,9 @@ def spellings(*names: str) -> list[str]:
 
 def add_settings(parser: ArgumentParser) -> None:
     """Add an option for each setting of a launch."""
+    machines = parser.add_argument_group("machines, as in `accelerate launch`")
+    for key, option in MACHINES.items():
+        _add(machines, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
     group = parser.add_argument_group("settings of the ranks")
     _add(group, ("config", "config_file"), help="YAML file, ours or of `accelerate config`")
     for name, row in settings_of(LaunchConfig).items():
@@ -81,8 +84,6 @@ def add_settings(parser: ArgumentParser) -> None:
     _add(as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
     for key in (*WITHOUT_EFFECT, "main_training_function", "mpirun_hostfile"):
         _add(as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
-    for key, option in MACHINES.items():
-        _add(as_in, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
 
 
 def _add_plugins(parser: ArgumentParser) -> None:

@@ -63,7 +63,7 @@ def test_env_and_doctor(
     assert "ACCELERATE_LOG_LEVEL" in said
     assert "secret" not in said
     assert main(["doctor"]) == 0
-    assert "✓ ports: ranks can meet" in capsys.readouterr().out
+    assert "✓ system: " in capsys.readouterr().out
     file.write_text("num_processes: -2\n")
     assert main(["doctor"]) == 1
     assert "✗ settings" in capsys.readouterr().out
