@@ -136,6 +136,8 @@ def _checkpoint(accelerator: Accelerator) -> tuple[bool, str]:
 
     from notebook_accel.training.collectives import broadcast_object_list
 
+    # DeepSpeed trains one model at a time.
+    accelerator.free_memory()
     model, optimizer, loader = accelerator.prepare(*_parts(accelerator))
     folder = [tempfile.mkdtemp(prefix="notebook-accel-") if accelerator.is_main_process else ""]
     broadcast_object_list(folder)
