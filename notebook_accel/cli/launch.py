@@ -54,6 +54,7 @@ _SETTINGS = {
     "master_addr": "master_addr",
     "master_port": "use_port",
     "max_restarts": "max_restarts",
+    "shutdown_timeout": "grace",
 }
 _ELASTIC_LOG = "torch.distributed.elastic.multiprocessing.api"
 
@@ -160,7 +161,8 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
             setattr(typed, name, value)
     settings = config.to_dict()
     for option, name in _SETTINGS.items():
-        if getattr(typed, option) is None:
+        # Older versions of torch lack some.
+        if getattr(typed, option, name) is None:
             setattr(typed, option, settings.get(name))
     step = slurm_step(os.environ) if typed.nnodes is None and not typed.rdzv_endpoint else None
     if step is not None:

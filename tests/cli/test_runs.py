@@ -12,6 +12,7 @@ import pytest
 
 from notebook_accel import find_run, notebook_launcher
 from notebook_accel.cli import main
+from notebook_accel.launch import run_list
 from tests.notebook.kernels import ROOT, open_kernel
 
 if TYPE_CHECKING:
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 # The kernel, its ranks and the command beside them import torch.
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def _no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the process of a command: no run is its own, and here none is on disk."""
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    monkeypatch.setattr(run_list, "_known", [])
+
 
 CELL = """
 def train(folder):
@@ -42,10 +51,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_of_a_live_kernel(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+def test_a_run_of_a_live_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     with open_kernel() as kernel:
         reply = kernel.run(CELL, timeout=200)
         run_id = find_id(reply.text)
@@ -89,10 +95,7 @@ def find_id(text: str) -> str:
     return next(word for word in text.split() if word[:2] == "20" and word.count("-") == 2)
 
 
-def test_what_no_run_is_called_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+def test_what_no_run_is_called_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs"]) == 2
     assert "there is no run" in capsys.readouterr().err
     run = notebook_launcher(lambda: print("here"), engine="inline", view="none")
