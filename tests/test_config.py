@@ -71,10 +71,14 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("mixed_precision", "float16", "'fp16'"),
         ("mixed_precision", 16, "'fp16'"),
         ("engine", "xla", "not there yet (TPUs"),
-        ("engine", "elastic", "'local', 'inline'"),
+        ("engine", "ray", "'local', 'elastic', 'inline'"),
         ("engine", "ray", "'auto'"),
         ("engine", "mpi", "expected one of 'auto'"),
         ("engine", None, "'auto'"),
+        ("num_nodes", 0, "1 or more"),
+        ("num_nodes", "2", "whole number"),
+        ("max_restarts", -1, "0 or more"),
+        ("master_addr", 5, "text"),
         ("devices", [], "different indices"),
         ("devices", [0, 0], "different indices"),
         ("devices", [-1], "different indices"),
@@ -395,10 +399,25 @@ def test_accelerates_file_for_the_cpu(tmp_path: Path) -> None:
     )
 
 
+def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    text = (
+        "distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: {}\nmachine_rank: 0\n"
+        "main_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
+    )
+    path.write_text(text.format(4))
+    config = LaunchConfig.load(path)
+    assert (config.engine, config.num_nodes, config.num_processes) == ("elastic", 2, 2)
+    assert (config.master_addr, config.use_port) == ("10.0.0.1", 29500)
+    path.write_text(text.format(3))
+    with pytest.raises(ConfigError, match="num_processes: 3 on num_machines: 2"):
+        LaunchConfig.load(path)
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        "num_machines: 2",
+        "machine_rank: 1",
         "distributed_type: MEGATRON_LM",
         "mixed_precision: fp7",
     ],
@@ -887,7 +906,7 @@ def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
 def test_a_new_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     from notebook_accel.launch.engines import ENGINES, InlineEngine
 
-    with pytest.raises(ConfigError, match="'auto', 'local', 'inline'"):
+    with pytest.raises(ConfigError, match="'auto', 'local', 'elastic', 'inline'"):
         LaunchConfig(engine="new")
     monkeypatch.setitem(ENGINES, "new", InlineEngine)
     assert LaunchConfig(engine="new").engine == "new"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config.checks import as_count
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import shown
@@ -67,6 +68,7 @@ def settings_from(
         and data.get(row.yaml) is not None
         and (row.yaml, str(data[row.yaml])) not in LEFT_OPEN
     }
+    _count_for_each_machine(found)
     asked = data.get("distributed_type")
     kind = _TYPES.get(asked) if isinstance(asked, str) else None
     # As for Accelerate, the section of another type than the file's counts for nothing.
@@ -88,16 +90,34 @@ def settings_from(
     return found, [f"{', '.join(ignored)}: not used here"] if ignored else []
 
 
+def _count_for_each_machine(found: dict[str, Any]) -> None:
+    """Accelerate's file counts the processes of all machines together."""
+    num_nodes, total = as_count("num_machines", found.get("num_nodes", 1)), "num_processes"
+    if num_nodes == 1:
+        found.pop("master_addr", None)
+    elif total in found:
+        num_processes = as_count(total, found[total])
+        if num_processes % num_nodes:
+            raise ConfigError(
+                f"num_processes: {num_processes} on num_machines: {num_nodes}: expected the same "
+                "number on each machine"
+            )
+        found[total] = num_processes // num_nodes
+
+
 def _check_possible(data: Mapping[str, Any]) -> None:
     absent = [
         f"{name}: {data[name]}" for name, values in _ABSENT.items() if data.get(name) in values
     ]
-    if data.get("num_machines") not in (None, 1):
-        absent.append(f"num_machines: {shown(data['num_machines'])}")
     if absent:
         raise ConfigError(
-            f"{', '.join(absent)}: not supported; expected one machine, and the "
-            "distributed_type NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
+            f"{', '.join(absent)}: not supported; expected the distributed_type NO, MULTI_CPU, "
+            "MULTI_GPU, FSDP or DEEPSPEED"
+        )
+    if data.get("machine_rank"):
+        raise ConfigError(
+            f"machine_rank: {shown(data['machine_rank'])}: the file is another machine's, and the "
+            "notebook is on machine 0. There, run the command that the notebook shows"
         )
 
 

@@ -54,7 +54,7 @@ _BACKENDS = {
 }
 
 # Engines that are planned: whoever asks for one is told so.
-_ENGINES_TO_COME = ("xla", "elastic", "ray")
+_ENGINES_TO_COME = ("xla", "ray")
 
 
 def engines() -> Mapping[str, type[Engine]]:
@@ -87,7 +87,7 @@ class LaunchConfig:
         check=as_count,
         label="Processes",
         is_first=True,
-        about="Number of ranks, the processes that train",
+        about="Number of ranks, the processes that train; with ``num_nodes``, on each machine",
         unset="one for each accelerator, else 1",
         yaml="num_processes",
     )
@@ -115,8 +115,8 @@ class LaunchConfig:
         choices=lambda: tuple(engines()),
         label="Engine",
         is_first=True,
-        about='"auto", "local" (processes of this machine) or "inline" (in the kernel, for a '
-        "debugger)",
+        about='"auto", "local" (processes of this machine), "elastic" (of several machines, or '
+        'restarted after a failure) or "inline" (in the kernel, for a debugger)',
     )
     gradient_accumulation_steps: int | None = setting(
         check=as_count,
@@ -153,6 +153,27 @@ class LaunchConfig:
         unset="a free one",
         yaml="main_process_port",
     )
+    num_nodes: int = setting(
+        1,
+        check=as_count,
+        label="Machines",
+        about="Number of machines: this one, and those that join by the command that is shown",
+        yaml="num_machines",
+    )
+    master_addr: str | None = setting(
+        label="Address",
+        kind=str,
+        about="With ``num_nodes``: the address of this machine by which the others reach it",
+        unset="that by which they join",
+        yaml="main_process_ip",
+    )
+    max_restarts: int = setting(
+        0,
+        check=lambda name, value: as_count(name, value, least=0),
+        label="Restarts",
+        about="How often the ranks are started again after a failure, on the machines that are "
+        "left; a function that calls ``accelerator.resume_or_start`` goes on from its checkpoint",
+    )
     grace: float = setting(
         10.0,
         check=as_seconds,
@@ -184,11 +205,13 @@ class LaunchConfig:
         is_to_come = isinstance(self.engine, str) and self.engine in _ENGINES_TO_COME
         if is_to_come and self.engine not in engines():
             raise ConfigError(
-                f"engine={self.engine!r} is not there yet (TPUs, several machines, restarts and "
-                f"Ray are not built): expected one of {', '.join(map(repr, engines()))}"
+                f"engine={self.engine!r} is not there yet (TPUs and Ray are not built): expected "
+                f"one of {', '.join(map(repr, engines()))}"
             )
         for name, row in settings_of(LaunchConfig).items():
             object.__setattr__(self, name, row.checked(name, getattr(self, name)))
+        if self.engine == "auto" and (self.num_nodes > 1 or self.max_restarts):
+            object.__setattr__(self, "engine", "elastic")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -197,6 +220,12 @@ class LaunchConfig:
             raise ConfigError(
                 f"engine={self.engine!r} has {most} rank{'s' * (most > 1)}, so num_processes="
                 f"{wanted} cannot be had: leave it out, or take engine='local'"
+            )
+        if self.engine in ("local", "inline") and (self.num_nodes > 1 or self.max_restarts):
+            raise ConfigError(
+                f"num_nodes={self.num_nodes} and max_restarts={self.max_restarts} with engine="
+                f"{self.engine!r}: several machines and restarts are those of engine='elastic', "
+                "which is taken where the engine is left out"
             )
         asked = [name for name in PLUGINS if getattr(self, name) is not None]
         if len(asked) > 1 and not all(PLUGINS[name].composes for name in asked):
@@ -210,7 +239,8 @@ class LaunchConfig:
             check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
         # How many more there may be, a plugin that the function makes can say.
         num_divided = math.prod((self.parallelism or {}).values())
-        if wanted is not None and wanted % num_divided:
+        num_ranks = None if wanted is None else wanted * self.num_nodes
+        if num_ranks is not None and num_ranks % num_divided:
             raise ConfigError(
                 f"parallelism={self.parallelism} takes {num_divided} ranks, and num_processes="
                 f"{wanted}: make num_processes that, or a multiple of it"

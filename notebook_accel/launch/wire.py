@@ -40,6 +40,7 @@ __all__ = [
     "Devices",
     "Displayed",
     "DumpStacks",
+    "EndMachineAgent",
     "ForkAgent",
     "Forked",
     "Interrupt",
@@ -48,6 +49,10 @@ __all__ = [
     "LeaveAt",
     "LogOpened",
     "M",
+    "MachineAgentEnded",
+    "MachineAgentStarted",
+    "MachineJoined",
+    "MachineRefused",
     "MasterSocket",
     "Message",
     "Metric",
@@ -65,6 +70,7 @@ __all__ = [
     "Sample",
     "Shutdown",
     "Stacks",
+    "StartMachineAgent",
     "Stop",
     "StopPointReached",
     "StreamOpened",
@@ -532,6 +538,67 @@ class Credit(Message, frozen=True, kw_only=True):
 
     stream: int
     size: int
+
+
+# ---- between the notebook and another machine (transport/machine_link.py) ------------------
+
+
+class MachineJoined(Message, frozen=True, kw_only=True):
+    """A machine offers itself: what ranks would find there.
+
+    Attributes:
+        host: its name.
+        python, torch: versions; functions travel as bytecode, so that Python's must be one.
+        environment: variables of the process that joins.
+        directory: its current directory.
+        path: its ``sys.path``.
+        num_cores: that it may use.
+        interface: the network interface by which it reaches the notebook; "" where unknown.
+        devices: its accelerators, by their names.
+        device_environment: variables that ranks need for them.
+    """
+
+    host: str
+    python: str
+    torch: str
+    environment: dict[str, str]
+    directory: str
+    path: tuple[str, ...]
+    num_cores: int
+    interface: str
+    devices: tuple[str, ...] = ()
+    device_environment: dict[str, str] = {}
+
+
+class MachineRefused(Message, frozen=True, kw_only=True):
+    """The notebook does not take the machine; ``text`` says why."""
+
+    text: str
+
+
+class StartMachineAgent(Message, frozen=True, kw_only=True):
+    """Start an agent, to which the bytes go that follow; ``directory`` is that of its ranks, if
+    the machine has it."""
+
+    directory: str
+
+
+class EndMachineAgent(Message, frozen=True, kw_only=True):
+    """Nobody listens to the agent any more: end it, and wait for the next."""
+
+
+class MachineAgentStarted(Message, frozen=True, kw_only=True):
+    """The answer: the directory that the ranks get, or why there is no agent."""
+
+    directory: str = ""
+    error: str = ""
+
+
+class MachineAgentEnded(Message, frozen=True, kw_only=True):
+    """How the agent of a machine ended: the fields of ``AgentEnd`` in control/agent_link.py."""
+
+    how: str
+    traceback: str = ""
 
 
 M = TypeVar("M", bound=Message)

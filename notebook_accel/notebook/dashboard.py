@@ -102,6 +102,10 @@ class Dashboard(View):
         text = f"{name}: starting, which takes some seconds the first time"
         self._slot.show(render_line(text).bundle)
 
+    def waits_for_machines(self, text: str) -> None:
+        self._slow_launch = text.partition(":")[0]
+        self._slot.show(render_line(text).bundle)
+
     def launch_failed(self) -> None:
         if self._slow_launch:
             self._slot.show(render_line(f"{self._slow_launch}: not started").bundle)

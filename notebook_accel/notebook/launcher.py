@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import LaunchConfig, given_settings, resolve
+from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.engines import ENGINES, engine_named
+from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.debugger import end_held_launch, launch_for_debugger
@@ -40,8 +42,6 @@ __all__ = [
 
 P = ParamSpec("P")
 
-# Arguments that need an engine which is not built yet.
-_ABSENT = ("node_rank", "num_nodes", "max_restarts", "join_token")
 # The fields of LaunchConfig; those that are arguments of the launcher too have the same names.
 _SETTINGS = [field.name for field in fields(LaunchConfig)]
 
@@ -113,26 +113,33 @@ def notebook_launcher(
         function: what each rank calls; defined in the notebook or imported. What it returns comes
             back: ``run[r]`` is what rank r returned.
         args: its positional arguments.
-        num_processes: number of ranks; None: one a visible accelerator, 1 on a machine without.
+        num_processes: number of ranks, on each machine; None: one a visible accelerator, 1 on a
+            machine without.
         mixed_precision: "no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not
             say its own.
         use_port: MASTER_PORT of the ranks; None takes a free one. After a call that failed, a
-            session takes a free one, whatever is given here.
-        master_addr: not used on one machine.
-        node_rank: 0; several machines are not supported yet.
-        num_nodes: 1; several machines are not supported yet.
-        rdzv_backend: not used on one machine.
-        rdzv_endpoint: not used on one machine.
-        rdzv_conf: not used on one machine.
-        rdzv_id: not used on one machine.
-        max_restarts: 0; restarts are not supported yet.
-        monitor_interval: not used on one machine.
-        log_line_prefix_template: not used on one machine.
+            session takes a free one, whatever is given here. With several machines, the port at
+            which the others join.
+        master_addr: with several machines, the address of this one by which the others reach it.
+        node_rank: 0 in the notebook. The same cell with another number, and with the
+            ``join_token`` that the notebook shows, has its machine join; it returns None once the
+            run has ended.
+        num_nodes: number of machines. The others join by the command that is shown
+            (``notebook-accel join``), and the call waits for them before the run begins.
+        rdzv_backend: not used.
+        rdzv_endpoint: ``HOST:PORT``, in place of ``master_addr`` and ``use_port``.
+        rdzv_conf: not used.
+        rdzv_id: not used.
+        max_restarts: how often the ranks are started again after a failure; a function that
+            begins with ``accelerator.resume_or_start(dir)`` goes on from its checkpoint.
+        monitor_interval: not used.
+        log_line_prefix_template: not used.
         kwargs: keyword arguments of ``function``.
         config: settings that the arguments leave open: a ``LaunchConfig``, a mapping of its
             fields, or the path of a YAML file.
-        engine: "auto", "local" (processes of this machine) or "inline" (one process, the
-            notebook's own, for a debugger).
+        engine: "auto", "local" (processes of this machine), "elastic" (of several machines, or
+            started again after a failure) or "inline" (one process, the notebook's own, for a
+            debugger).
         devices: indices of the accelerators to use, one rank each, or "cpu".
         env: environment variables of the ranks, beside those of the notebook.
         session: call it on the ranks that ``%%accelerate`` cells use, which stay; they are started
@@ -141,7 +148,7 @@ def notebook_launcher(
             rank fails, keep all of them, so that ``%accelerate debug`` can look into its frames.
             They end with the next launch, or with ``%accelerate stop``. Torch's own mode
             (TORCH_DISTRIBUTED_DEBUG=DETAIL) is left out: it kills ranks that train by DDP on CPUs.
-        join_token: not supported yet.
+        join_token: of the launch that this machine joins (``node_rank``).
         block: wait for the end of the run. With False the notebook stays free, and ``run.wait()``
             or ``run[0]`` wait.
         view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets",
@@ -167,10 +174,22 @@ def notebook_launcher(
     have the handle as ``run``, as far as there is one.
     """
     changed = _not_default(given)
-    _check_absent(changed)
+    if "node_rank" in changed:
+        with show_in_short():
+            _join_as_node(given)
+        # There is no run here: results are in the notebook of machine 0.
+        return None  # type: ignore[return-value]
+    if "join_token" in changed:
+        raise ConfigError("join_token is for the other machines (node_rank above 0): leave it out")
     settings = {name: given[name] for name in _SETTINGS if name in given}
+    if "master_addr" not in changed and num_nodes in (1, "1"):
+        settings.pop("master_addr", None)
     if isinstance(use_port, str):
         settings["use_port"] = _as_port(use_port)
+    if "num_nodes" in settings:
+        settings["num_nodes"] = _as_number(num_nodes)
+    if rdzv_endpoint:
+        settings["master_addr"], settings["use_port"] = parse_address(rdzv_endpoint)
     if isinstance(mixed_precision, str):
         # Accelerate's launcher takes "FP16", too.
         settings["mixed_precision"] = mixed_precision.lower()
@@ -339,14 +358,33 @@ def _differs(value: Any, default: Any) -> bool:
         return True
 
 
-def _check_absent(given: Mapping[str, Any]) -> None:
-    absent = [f"{name}={shown(given[name])}" for name in _ABSENT if name in given]
-    if absent:
+def _join_as_node(given: Mapping[str, Any]) -> None:
+    """Be another machine of the launch that the same cell makes on machine 0.
+
+    Raises:
+        ConfigError: the arguments do not say which launch, or which machine this is.
+        LaunchError: the notebook there does not take this machine.
+    """
+    node_rank = as_count("node_rank", given["node_rank"], least=0)
+    num_nodes = as_count("num_nodes", _as_number(given.get("num_nodes", 1)))
+    endpoint = given.get("rdzv_endpoint") or ":".join(
+        str(given.get(name, "")) for name in ("master_addr", "use_port")
+    )
+    if node_rank >= num_nodes:
         raise ConfigError(
-            f"{', '.join(absent)}: several machines and restarts are not supported yet; "
-            f"there are the engines {', '.join(map(repr, ENGINES))}, on one machine. Leave "
-            f"{'it' if len(absent) == 1 else 'them'} out"
+            f"node_rank={node_rank} with num_nodes={num_nodes}: machines are numbered from 0 to "
+            f"{num_nodes - 1}, and the notebook is machine 0"
         )
+    if not given.get("join_token"):
+        raise ConfigError(
+            f"node_rank={node_rank}: this machine joins the launch of another one. Take join_token="
+            " and rdzv_endpoint='HOST:PORT' from the command that the notebook of machine 0 shows"
+        )
+    join(endpoint, given["join_token"])
+
+
+def _as_number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _notebook_shell() -> Any:

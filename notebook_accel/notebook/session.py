@@ -224,6 +224,10 @@ class StartingLine(View):
         self._is_shown = True
         self._show(f"{name} starts, which takes some seconds")
 
+    def waits_for_machines(self, text: str) -> None:
+        self._is_shown = True
+        self._show(text)
+
     def launch_failed(self) -> None:
         if self._is_shown:
             self._show("the session was not started")

@@ -6,7 +6,6 @@ as a descriptor, and neither of them may write into the run's folder.
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import msgspec
 
 from notebook_accel.launch import engines, wire
 from notebook_accel.launch.engines.base import RankPlan
-from notebook_accel.launch.engines.local import LocalEngine, fork_agent
+from notebook_accel.launch.engines.local import LocalEngine, fork_agent, tcp_pair
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.agent_link import AgentLink
@@ -42,7 +41,7 @@ class TwoAgentsEngine(LocalEngine):
         links: list[AgentLink] = []
         try:
             for ranks in plan.agents:
-                link = fork_agent(request, ranks, tcp_pair, run=run, sees_files=False)
+                link = fork_agent(request.environment, ranks, tcp_pair, run=run, sees_files=False)
                 links.append(link)
         except BaseException:
             for link in links:
@@ -56,13 +55,6 @@ def _with_own(spec: wire.RankSpec) -> wire.RankSpec:
     """The rank with a variable of its own, and a device that is not its local rank."""
     own = {"OWN": f"of rank {spec.rank}", "NOTEBOOK": "no"}
     return msgspec.structs.replace(spec, environment=own, device=spec.rank + 5)
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection over the loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        return ours, server.accept()[0]
 
 
 def register() -> None:

@@ -31,10 +31,13 @@ class RunPorts:
         # A rank alone has nobody to meet, and leaves MASTER_PORT to its children.
         self._has_peers = launch.world_size > 1
         self._is_new = True
+        is_alone = len(launch.ranks) == launch.world_size
+        # Other machines have to reach it, by whatever name MASTER_ADDR has for it.
+        self._host = "127.0.0.1" if is_alone else launch.environment["MASTER_ADDR"]
         if any(spec.rank == 0 for spec in launch.ranks):
             port = int(launch.environment.get("MASTER_PORT", "0"))
-            self.master = _reserve(port, shared=not self._has_peers)
-        if len(launch.ranks) == launch.world_size:
+            self.master = _reserve(port, host=self._host, shared=not self._has_peers)
+        if is_alone:
             self.store = _reserve(0)
 
     @property
@@ -46,7 +49,8 @@ class RunPorts:
         """Take another MASTER_PORT: a rank may still listen on the old one, for its old group."""
         if self.master is not None:
             # The old one is let go of afterwards, so that the new one is sure to be another.
-            old, self.master = self.master, _reserve(0, shared=not self._has_peers)
+            old = self.master
+            self.master = _reserve(0, host=self._host, shared=not self._has_peers)
             old.close()
             self._is_new = True
 
@@ -65,14 +69,15 @@ class RunPorts:
         self.master = self.store = None
 
 
-def _reserve(port: int, *, shared: bool = False) -> socket.socket:
-    """A socket bound to a port on the loopback interface, for a store of rank 0 to listen on.
+def _reserve(port: int, *, host: str = "127.0.0.1", shared: bool = False) -> socket.socket:
+    """A socket bound to a port of this machine, for a store of rank 0 to listen on.
 
     Rank 0 gets this very socket. Had it to bind one of its own, with SO_REUSEADDR on both, any
     other user could bind the port as well, listen first, and get the connections of the others.
 
     Args:
         port: which; 0 for any that is free.
+        host: the address; that of the loopback interface where no other machine needs it.
         shared: whether others may bind the port as well.
     """
     holder = socket.socket()
@@ -80,7 +85,7 @@ def _reserve(port: int, *, shared: bool = False) -> socket.socket:
         # Connections of the run before may linger on a port that the user chose, and only
         # SO_REUSEADDR gets past them.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", port))
+    holder.bind((host, port))
     if port and not shared:
         # Of sockets with SO_REUSEADDR only one that listens keeps the others out.
         holder.listen(socket.SOMAXCONN)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.launch import wire
     from notebook_accel.launch.transport.channel import Channel
@@ -28,10 +28,12 @@ class AgentEnd:
     Attributes:
         how: the rest of a sentence about it, such as "(pid 7) was killed by SIGKILL".
         traceback: of the exception that ended it; "" where there was none.
+        likely: the likely cause, where the link knows better than that it was killed.
     """
 
     how: str
     traceback: str = ""
+    likely: str = ""
 
     @classmethod
     def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
@@ -56,6 +58,7 @@ class AgentLink:
         sees_files: whether it sees the kernel's files, and so the run's folder.
         how_it_ended: says how the agent's process ended, for an error's text; None where unknown.
         kill: ends the agent, and its ranks with it.
+        launch_fields: fields of ``wire.Launch`` that are its machine's own.
     """
 
     channel: Channel
@@ -63,6 +66,7 @@ class AgentLink:
     sees_files: bool
     how_it_ended: Callable[[], AgentEnd | None]
     kill: Callable[[], None]
+    launch_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:

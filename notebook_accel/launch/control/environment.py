@@ -21,14 +21,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-__all__ = ["ON_CPU", "WITHOUT_DEVICES", "num_cores", "num_threads_of", "rank_environment"]
+__all__ = [
+    "INTERFACES",
+    "ON_CPU",
+    "WITHOUT_DEVICES",
+    "kept_environment",
+    "num_cores",
+    "num_threads_of",
+    "rank_environment",
+]
 
 # On a CPU, Hugging Face Accelerate in a rank makes a world of one, unless this says that the CPU
 # is meant.
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 WITHOUT_DEVICES = {_VISIBLE: ""}
-_DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_DEFAULTS = dict.fromkeys(INTERFACES, "lo")
 # What a kernel leaves in its environment that would mislead a rank: the beginnings of names, and
 # whole names. What torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
 _KERNELS_OWN = ("JPY_", "PYDEVD_")
@@ -52,24 +61,33 @@ _KERNELS_OWN_NAMES = (
 
 
 def rank_environment(
-    config: LaunchConfig, *, of_engine: Mapping[str, str] | None = None
+    config: LaunchConfig,
+    *,
+    of_engine: Mapping[str, str] | None = None,
+    base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The variables of every rank of a launch with these settings.
 
     Args:
         config: the settings.
         of_engine: what the engine adds, once it has planned the ranks.
+        base: the variables of another machine, in place of the notebook's.
 
     Raises:
         ConfigError: the settings choose accelerators that the notebook does not see.
     """
-    kept = {
+    kept = kept_environment() if base is None else base
+    asked_for = _asked_for(config)
+    return {**_DEFAULTS, **kept, **asked_for, **(of_engine or {}), **(config.env or {})}
+
+
+def kept_environment() -> dict[str, str]:
+    """This process's variables, less what is its kernel's own."""
+    return {
         name: text
         for name, text in os.environ.items()
         if not name.startswith(_KERNELS_OWN) and name not in _KERNELS_OWN_NAMES
     }
-    asked_for = _asked_for(config)
-    return {**_DEFAULTS, **kept, **asked_for, **(of_engine or {}), **(config.env or {})}
 
 
 def _asked_for(config: LaunchConfig) -> dict[str, str]:
@@ -113,13 +131,19 @@ def _among_visible(devices: Sequence[int]) -> str:
     return ",".join(visible[index] for index in devices)
 
 
-def num_threads_of(environment: Mapping[str, str], world_size: int) -> int:
-    """Threads of a rank: what the person set as OMP_NUM_THREADS, or an equal share of the cores."""
+def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | None = None) -> int:
+    """Threads of a rank: what the person set as OMP_NUM_THREADS, or an equal share of the cores.
+
+    Args:
+        environment: the person's variables.
+        num_ranks: of one machine.
+        cores: of that machine; None: of this one.
+    """
     # OpenMP takes a number for each level of nested regions; a rank's is the outermost.
     given = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if given.isdecimal() and int(given):
         return int(given)
-    return max(1, num_cores() // world_size)
+    return max(1, (num_cores() if cores is None else cores) // num_ranks)
 
 
 def num_cores() -> int:

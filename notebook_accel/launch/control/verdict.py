@@ -283,7 +283,7 @@ def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
 
 def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
     end = lost.end
-    advice = f"Likely, {LIKELY_CAUSES['SIGKILL']}; launch again."
+    advice = f"Likely, {end.likely or LIKELY_CAUSES['SIGKILL']}; launch again."
     if end.traceback:
         advice = "Launch again; if it happens again, this says why." + end.in_its_own_words
     return Failure(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.engines.elastic import ElasticEngine
 from notebook_accel.launch.engines.inline import InlineEngine
 from notebook_accel.launch.engines.local import LocalEngine
 
@@ -19,6 +20,7 @@ __all__ = ["ENGINES", "engine_named"]
 ENGINES: dict[str, type[Engine]] = {
     "auto": LocalEngine,
     "local": LocalEngine,
+    "elastic": ElasticEngine,
     "inline": InlineEngine,
 }
 

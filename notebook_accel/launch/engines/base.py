@@ -312,9 +312,8 @@ class AgentEngine(Engine):
                 pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
                 for link in links:
                     folder = str(log_dir) if link.sees_files else None
-                    pool.send_launch(
-                        link, msgspec.structs.replace(message, ranks=link.ranks, log_dir=folder)
-                    )
+                    own = {"ranks": link.ranks, "log_dir": folder, **link.launch_fields}
+                    pool.send_launch(link, msgspec.structs.replace(message, **own))
             except BaseException:
                 for link in links:
                     link.channel.close()

@@ -16,14 +16,14 @@ from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from notebook_accel.launch import wire
     from notebook_accel.launch.engines.base import StartRequest
     from notebook_accel.launch.template.handle import Template
     from notebook_accel.launch.transport.channel import Channel
 
-__all__ = ["LocalEngine", "fork_agent"]
+__all__ = ["LocalEngine", "fork_agent", "tcp_pair"]
 
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it
 # may get its turn a second later.
@@ -69,11 +69,11 @@ class LocalEngine(AgentEngine):
 
     def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
-        return [fork_agent(request, ranks, socket.socketpair, run=run, sees_files=True)]
+        return [fork_agent(request.environment, ranks, socket.socketpair, run=run, sees_files=True)]
 
 
 def fork_agent(
-    request: StartRequest,
+    environment: Mapping[str, str],
     ranks: tuple[wire.RankSpec, ...],
     connection: Callable[[], tuple[socket.socket, socket.socket]],
     *,
@@ -83,7 +83,7 @@ def fork_agent(
     """Have the template fork an agent.
 
     Args:
-        request: names the environment, and so the template.
+        environment: names the template.
         ranks: those that the agent is to start.
         connection: makes a connection, whose ends the link and the agent take. It is called again
             for a new template: the old one may have forked an agent onto the first connection
@@ -95,7 +95,7 @@ def fork_agent(
         LaunchError: it could not be forked, or did not answer; nothing is left of it.
     """
     source, pid, channel = ask_template(
-        request.environment, lambda source: _fork_agent(source, connection, run)
+        environment, lambda source: _fork_agent(source, connection, run)
     )
     return AgentLink(
         channel=channel,
@@ -104,6 +104,16 @@ def fork_agent(
         how_it_ended=lambda: _how_it_ended(source, pid),
         kill=lambda: _end(source, pid, run),
     )
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection over the loopback: what would be a descriptor travels as bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, peer = server.accept()
+        if peer != ours.getsockname():
+            raise LaunchError("another process took a connection of this one: launch again")
+        return ours, theirs
 
 
 def _fork_agent(

@@ -41,6 +41,12 @@ class View:
         it was started with, since each of its calls has one of its own.
         """
 
+    def waits_for_machines(self, text: str) -> None:
+        """Other machines have to join before a run can open; ``text`` has the command for them.
+
+        Called again as the text changes. ``open`` or ``launch_failed`` follows.
+        """
+
     def launch_failed(self) -> None:
         """The launch failed: no run will open."""
 
@@ -82,6 +88,9 @@ class GuardedView(View):
 
     def launch_is_slow(self, name: str) -> None:
         self.guard(self._view.launch_is_slow, name)
+
+    def waits_for_machines(self, text: str) -> None:
+        self.guard(self._view.waits_for_machines, text)
 
     def launch_failed(self) -> None:
         self.guard(self._view.launch_failed)

@@ -124,6 +124,9 @@ class PlainView(View):
         self._next_progress = 0.0
         self._has_printed_end = False
 
+    def waits_for_machines(self, text: str) -> None:
+        print(text, file=self._stream or sys.stdout, flush=True)
+
     def open(self, run: Run) -> None:
         self._run = run
         self._next_progress = time.monotonic() + self._progress_seconds

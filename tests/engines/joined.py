@@ -1,0 +1,50 @@
+"""A stand-in for other machines: threads of this process join its launches over the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import engines
+from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.engines.elastic import ElasticEngine, join
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.engines.base import StartRequest
+
+__all__ = ["NAME", "JoinedEngine", "register"]
+
+NAME = "elastic, joined"
+
+
+class JoinedEngine(ElasticEngine):
+    """The ranks that are asked for, on two machines that are both this one; one rank on one."""
+
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
+        num_ranks = request.config.num_processes or 1
+        if num_ranks == 1:
+            return super().plan_ranks(request)
+        first = (num_ranks + 1) // 2
+        config = replace(
+            request.config, num_nodes=2, num_processes=first, master_addr="127.0.0.1", engine="auto"
+        )
+        plan = super().plan_ranks(replace(request, config=config))
+        return RankPlan.of_sizes(first, num_ranks - first, environment=plan.environment)
+
+    def _gather(self, server: Any, request: StartRequest, wanted: int) -> list[Any]:
+        address = f"127.0.0.1:{server.port}"
+        threading.Thread(target=_join, args=(address, str(server.token)), daemon=True).start()
+        return super()._gather(server, request, wanted)
+
+
+def _join(address: str, token: str) -> None:
+    with contextlib.suppress(LaunchError):
+        join(address, token, tell=lambda _: None)
+
+
+def register() -> None:
+    """Let launches of this process name the engine."""
+    engines.ENGINES[NAME] = JoinedEngine
