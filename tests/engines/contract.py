@@ -72,6 +72,8 @@ class EngineContract:
 
     engine = "local"
     prelude = ""
+    # Ranks that share the cores of a machine, of two.
+    local_world_size = 2
 
     # ---- the fixture -----------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class EngineContract:
                 os.environ["ACCELERATE_USE_CPU"],
             )
 
-        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        threads = max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
         assert self.launch(train)[1] == (41, "here", str(tmp_path), False, threads, "true")
         (tmp_path / "beside_the_notebook.py").write_text("value = 4242\n")
         assert self.launch(train)[0][0] == 4242

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
+import pytest
+import torch
+
+from notebook_accel import LaunchConfig, LaunchError, WorkerError
 from notebook_accel.launch import engines
+from notebook_accel.launch.engines.elastic import join
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
 from tests.engines import joined
-from tests.engines.contract import EngineContract
+from tests.engines.contract import BUSY, EngineContract, _join_group
+from tests.engines.processes import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from notebook_accel.launch.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +39,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestElastic(EngineContract):
     engine = joined.NAME
     prelude = "from tests.engines.joined import register; register()"
+    local_world_size = 1
 
     # What the template or one rank does by itself is the same behind any number of agents.
     test_a_stopped_template_is_replaced = None
@@ -24,3 +47,243 @@ class TestElastic(EngineContract):
     test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one = None
     test_what_is_left_to_do_after_the_return_is_bounded = None
     test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own = None
+
+
+class Waits(View):
+    """Takes the command for the other machines from what the person reads.
+
+    Args:
+        act: is called with address and token each time that the text comes.
+    """
+
+    def __init__(self, act: Callable[[str, str], None]) -> None:
+        self.texts: list[str] = []
+        self._act = act
+
+    def waits_for_machines(self, text: str) -> None:
+        self.texts.append(text)
+        found = re.search(r"notebook-accel join (\S+) --token (\S+)", text)
+        assert found is not None, text
+        self._act(found[1], found[2])
+
+
+JOIN = "import sys; from notebook_accel.launch.engines.elastic import join; join(*sys.argv[1:])"
+
+
+class OtherMachine:
+    """A process that joins, as `notebook-accel join` does."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def join(self, address: str, token: str) -> None:
+        if self.process is None:
+            command = [sys.executable, "-c", JOIN, address, token]
+            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def other() -> Iterator[OtherMachine]:
+    machine = OtherMachine()
+    yield machine
+    if machine.process is not None:
+        machine.process.kill()
+        machine.process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+
+
+def on_two(function: Any, *args: Any, other: OtherMachine, **options: Any) -> Run:
+    settings = {name: options.pop(name) for name in ("max_restarts",) if name in options}
+    config = LaunchConfig(
+        num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1", **settings
+    )
+    return launch(function, args, config=config, view=Waits(other.join), **options)
+
+
+# ---- a machine is a process of its own -----------------------------------------------------
+
+
+def test_a_machine_that_joins_by_itself(other: OtherMachine) -> None:
+    def train() -> tuple[float, int]:
+        import torch.distributed as dist
+
+        _join_group()
+        total = torch.tensor(float(os.environ["RANK"]))
+        dist.all_reduce(total)
+        print("rank", os.environ["RANK"])
+        return float(total), os.getppid()
+
+    run = on_two(train, other=other)
+    (total, one), (other_total, two) = run
+    assert (total, other_total) == (1.0, 1.0)
+    assert one != two
+    assert run.logs() == "[rank 0] rank 0\n[rank 1] rank 1\n"
+    assert other.process is not None
+    assert other.process.wait(BUSY) == 0
+
+
+def test_a_machine_that_is_lost_ends_the_run(other: OtherMachine) -> None:
+    def train() -> None:
+        _join_group()
+        time.sleep(600)
+
+    run = on_two(train, other=other, block=False)
+    eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+    assert other.process is not None
+    other.process.kill()
+    with pytest.raises(WorkerError) as caught:
+        run.wait(BUSY)
+    assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
+    assert f"on {socket.gethostname()} (127.0.0.1) was lost" in str(caught.value)
+
+
+def test_a_stop_ends_both_sides(other: OtherMachine) -> None:
+    def train() -> int:
+        from notebook_accel.launch import rank
+
+        while not rank.current().should_stop():
+            rank.current().count_step()
+            time.sleep(0.001)
+        return rank.current().rank
+
+    run = on_two(train, other=other, block=False)
+    eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+    run.stop()
+    assert run.wait(BUSY).results == [0, 1]
+    assert other.process is not None
+    assert other.process.wait(BUSY) == 0
+
+
+# ---- restarts ------------------------------------------------------------------------------
+
+
+def test_a_failure_starts_the_ranks_again(other: OtherMachine) -> None:
+    def train(big: torch.Tensor) -> tuple[str, float]:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        _join_group()
+        print("attempt", attempt)
+        if attempt == "0" and os.environ["RANK"] == "1":
+            raise ValueError("bad batch")
+        if attempt == "1" and os.environ["RANK"] == "0":
+            os._exit(7)
+        return attempt, float(big[-1])
+
+    run = on_two(train, torch.full((1_000_000,), 3.0), other=other, max_restarts=2)
+    assert run.results == [("2", 3.0), ("2", 3.0)]
+    assert run.status == "succeeded"
+    for rank in range(2):
+        said = [line for line in run.logs(rank).splitlines() if line.startswith("attempt")]
+        assert said == ["attempt 0", "attempt 1", "attempt 2"]
+    notices = "\n".join(run.state.notices)
+    assert "ValueError: bad batch; the ranks are started again, 1 of 2 times" in notices
+    assert "exit code 7" in notices
+
+
+def test_restarts_come_to_an_end() -> None:
+    def train() -> None:
+        raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    config = LaunchConfig(num_processes=2, devices="cpu", max_restarts=2)
+    assert config.engine == "elastic"
+    with pytest.raises(WorkerError, match="ValueError: 2"):
+        launch(train, config=config, view=View())
+
+
+def test_a_lost_machine_leaves_the_run_to_the_others(other: OtherMachine) -> None:
+    def train() -> str:
+        _join_group()
+        if os.environ["WORLD_SIZE"] == "2":
+            time.sleep(600)
+        return os.environ["WORLD_SIZE"]
+
+    run = on_two(train, other=other, max_restarts=1, block=False)
+    eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+    assert other.process is not None
+    other.process.kill()
+    assert run.wait(BUSY).results == ["1"]
+    assert (run.world_size, run.status) == (1, "succeeded")
+
+
+# ---- who is let in -------------------------------------------------------------------------
+
+
+def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
+    """A port scan, garbage, TLS without the secret, and a token of another launch."""
+    seen: list[str] = []
+
+    def disturb(address: str, token: str) -> None:
+        if seen:
+            return
+        host, _, port = address.rpartition(":")
+        at = host, int(port)
+        socket.create_connection(at).close()
+        with socket.create_connection(at) as garbage:
+            garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(100_000))
+        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+        with anybody.wrap_socket(socket.create_connection(at)) as guess:
+            guess.sendall(b"notebook-accel 008" + bytes(16) + bytes(1000))
+            assert guess.recv(1) == b""
+        wrong = ("A" if token[-1] != "A" else "B") + token[1:-2] + "AA"
+        with pytest.raises(LaunchError) as caught:
+            join(address, wrong, tell=seen.append)
+        seen.append(str(caught.value))
+        other.join(address, token)
+
+    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
+    # A socket that says nothing stays open all the while.
+    run = launch(lambda: 1, config=config, view=Waits(disturb))
+    assert run.results == [1, 1]
+    assert "is not the launch that this token is of" in seen[0]
+
+
+def test_a_third_machine_is_refused(other: OtherMachine) -> None:
+    go = threading.Event()
+    refused: list[BaseException] = []
+
+    def both(address: str, token: str) -> None:
+        other.join(address, token)
+
+        def later() -> None:
+            go.wait(100)
+            try:
+                join(address, token, tell=lambda _: None)
+            except LaunchError as error:
+                refused.append(error)
+
+        threading.Thread(target=later, daemon=True).start()
+
+    def train() -> None:
+        time.sleep(600)
+
+    config = LaunchConfig(
+        num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1", max_restarts=1
+    )
+    run = launch(train, config=config, view=Waits(both), block=False)
+    try:
+        go.set()
+        eventually(lambda: refused, within=BUSY, what="the third one is refused")
+        assert "all machines of the launch have joined" in str(refused[0])
+    finally:
+        run.kill()
+
+
+def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    def press(address: str, token: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="127.0.0.1", use_port=None)
+    with pytest.raises(KeyboardInterrupt):
+        launch(lambda: 1, config=config, view=Waits(press))
+
+
+def test_an_address_that_is_not_this_machines() -> None:
+    config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="192.0.2.77")
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.77.*cannot be listened at"):
+        launch(lambda: 1, config=config, view=View())

@@ -75,6 +75,8 @@ def fork_rank(
     """
     ours, theirs = socket.socketpair()
     log = logs.open(spec.rank)
+    tail = FileTail(logs.path(spec.rank))
+    tail.skip()  # the output of the attempt before, where ranks are started again
     stacks = os.memfd_create(f"stacks-{spec.rank}")
     disconnect = os.eventfd(0)
     inherited = worker.Inherited(
@@ -99,7 +101,7 @@ def fork_rank(
         rank=spec.rank,
         process=process,
         channel=Channel(ours),
-        tail=FileTail(logs.path(spec.rank)),
+        tail=tail,
         stacks=stacks,
         disconnect=disconnect,
         row=board.row(spec.local_rank),

@@ -48,6 +48,10 @@ class FileTail:
         self._is_within_line = False
         self.start = self.position = 0
 
+    def skip(self) -> None:
+        """Leave out what the file has now."""
+        self.start = self.position = self._file.seek(0, os.SEEK_END)
+
     def read(self, *, final: bool = False) -> tuple[str, int]:
         """The text added since the last call, and how many lines before it were left out.
 

@@ -110,11 +110,13 @@ class RankPool:
         self.ended = Latch()
         # Those that are not lost; only the pool's thread takes one out.
         self._links = list(links)
+        self._all_links = tuple(links)
         self._first = links[0]  # the agent with rank 0
         self._has_several = len(links) > 1
         self._log_dir = log_dir
-        # For each rank whose output is sent here: by which agent, and the number of the stream.
-        self._log_streams: dict[int, tuple[AgentLink, int]] = {}
+        # For each rank whose output is sent here: by which agent, the number of the stream, and the
+        # bytes that its file has of an attempt before.
+        self._log_streams: dict[int, tuple[AgentLink, int, int]] = {}
         # Guards what callers' threads and the pool's own thread both change, and the channels;
         # nothing is done under it that may block. Reentrant, since a finalizer that ends a session
         # or a run may be called in a thread that holds it.
@@ -156,6 +158,14 @@ class RankPool:
                 f"no thread could be started to listen to the ranks: {error}. End other processes "
                 "or threads of yours (`ulimit -u` says how many there may be), then launch again."
             ) from error
+
+    def await_agents(self) -> None:
+        """Wait until the agents have ended, a few seconds at most, once all ranks have.
+
+        What each removes at its end is that of the run, of which another attempt may follow.
+        """
+        for link in self._all_links:
+            link.how_it_ended()
 
     # ---- calls -----------------------------------------------------------------------------
 
@@ -425,6 +435,11 @@ class RankPool:
                 self._stacks[message.rank] = time.monotonic(), message.text
             elif isinstance(message, wire.LogOpened) and message.rank is not None:
                 self._save_log(link, message.rank, message.stream)
+            elif isinstance(message, wire.Output) and message.rank in self._log_streams:
+                before = self._log_streams[message.rank][2]
+                message = msgspec.structs.replace(
+                    message, start=message.start + before, end=message.end + before
+                )
             # Messages about processes bear the number 0, and concern every call.
             if call is not None and message.call in (0, call.number):
                 self._pass_between_agents(link, message)
@@ -434,7 +449,7 @@ class RankPool:
     def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
         """Write the output of a rank on another machine into the run's folder, as ranks here do."""
         fd = open_log(self._log_dir, rank)
-        self._log_streams[rank] = link, stream
+        self._log_streams[rank] = link, stream, os.fstat(fd).st_size
         with self._channels():
             link.channel.save(stream, fd)
 
@@ -530,9 +545,9 @@ class RankPool:
     def _has_all_output(self, call: RunningCall) -> bool:
         """Whether what the ranks printed in the call is on this machine."""
         for state in call.state.ranks:
-            link, stream = self._log_streams.get(state.rank, (None, 0))
+            link, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
             received = None if link is None else link.channel.num_received(stream)
-            if received is not None and received < state.log_end:
+            if received is not None and before + received < state.log_end:
                 return False
         return True
 

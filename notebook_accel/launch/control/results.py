@@ -68,6 +68,13 @@ class Results:
                 del self._packed[rank]
             return self._values[rank]
 
+    def clear(self) -> None:
+        """Forget everything: the ranks are started again."""
+        with self._lock:
+            self._packed.clear()
+            self._values.clear()
+            self._parts.clear()
+
     def keep_part(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
         """Keep what a rank had of what was being trained; closes the descriptors."""
         self._parts[rank] = unpack(packet, fds)

@@ -25,17 +25,18 @@ import time
 import traceback
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.stacks import stacks_text
-from notebook_accel.launch.control.state import RESCUED, Failure, apply
+from notebook_accel.launch.control.state import RESCUED, Failure, apply, starting
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.system.open_files import make_room
+from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,14 +49,40 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.view import View
 
-__all__ = ["Supervisor"]
+__all__ = ["Restarts", "Supervisor"]
 
 _log = logging.getLogger(__name__)
 
 # Five times a second looks live; a page that redraws more often makes the notebook slow.
 _DRAW_SECONDS = 0.2
+# Characters of why the ranks are started again.
+_MAX_REASON = 200
 # What the kernel opens at the end of a call, beside the descriptor of each rank's result.
 _FILES_OF_END = 8
+
+
+class Restarts(Protocol):
+    """How the ranks of a call are started again after a failure.
+
+    Attributes:
+        left: how often that may still be done.
+        next_one: says which one comes next, in a line for the person.
+    """
+
+    left: int
+
+    @property
+    def next_one(self) -> str: ...
+
+    def begin(self, call: Supervisor) -> None:
+        """Start ranks, and send them the call of ``call``, which gets them by ``renew``.
+
+        Raises:
+            NotebookAccelError, OSError: they could not be started; nothing is left of them.
+        """
+
+    def close(self) -> None:
+        """No more are wanted."""
 
 
 class Supervisor(Conductor):
@@ -78,6 +105,7 @@ class Supervisor(Conductor):
         labels: Mapping[str, str],
         folder: RunFolder,
         handle: Callable[[], str],
+        restarts: Restarts | None = None,
     ) -> None:
         """Make ready; ``RankPool.send_call`` sends the call.
 
@@ -92,6 +120,7 @@ class Supervisor(Conductor):
             labels: what a person calls each cell, by the name of its file.
             folder: of the run; the last state is saved there.
             handle: gives what a person types for the run, for errors and notices.
+            restarts: starts the ranks again after a failure; None where that is not asked for.
         """
         self.number = 0
         self.state = state
@@ -110,6 +139,7 @@ class Supervisor(Conductor):
         self._labels = labels
         self._hangs = HangWatch(labels)
         self.curves: LiveCurves | None = LiveCurves()
+        self._restarts = restarts
         self._is_stopped = False
         self._is_time_over = False
         self._num_stops = 0
@@ -151,7 +181,9 @@ class Supervisor(Conductor):
                 return False
             # Once every rank has ended its part, a stop only hurries the exit of the processes: the
             # call keeps its result.
-            self._is_stopped = self._is_stopped or not self.is_over
+            # Of one that failed and may begin again, there is more to come.
+            has_result = self.is_over and (self._restarts is None or self.ended_well)
+            self._is_stopped = self._is_stopped or not has_result
             if self.state.status in ("starting", "running"):
                 self.state = replace(self.state, status="stopping")
             return True
@@ -241,8 +273,7 @@ class Supervisor(Conductor):
         if self._hangs.asks(self.state, now=now):
             self._pool.send(wire.DumpStacks(run=self._pool.run))
         if self.state is not self._drawn:
-            self._drawn = self.state
-            self._context.run(self._view.update, self.state)
+            self._view_state()
 
     def _heed_others(self) -> None:
         """End the call where another process has asked for it (``notebook-accel stop``)."""
@@ -270,6 +301,10 @@ class Supervisor(Conductor):
         Args:
             lost: the agents that ended before their ranks had.
         """
+        if self._restarts is not None:
+            if self._begins_again(self._restarts, lost):
+                return
+            self._restarts.close()
         try:
             with self._state_lock:
                 self._set_final_state(lost)
@@ -279,6 +314,45 @@ class Supervisor(Conductor):
             self._context.run(self._view.close, self.state)
             self.curves = None
             self.ended.set()
+
+    def _begins_again(self, restarts: Restarts, lost: Sequence[LostAgent]) -> bool:
+        """Start the ranks again after a failure; False where the run has ended with it."""
+        with self._state_lock:
+            state = self.state
+            folder = str(self._folder.path)
+            verdict = judge(state, is_stopped=self._is_stopped, lost=lost, log_dir=folder)
+        if verdict.failure is None or self._is_stopped or not restarts.left:
+            return False
+        first_line = one_line(verdict.failure.message.partition("\n")[0], _MAX_REASON)
+        self._change(partial(apply, wire.Notice(text=f"{first_line}; {restarts.next_one}")))
+        self._view_state()
+        before = self._pool
+        before.await_agents()
+        try:
+            restarts.begin(self)
+        except Exception as error:  # in the pool's only thread; and the failure is told in any case
+            text = f"the ranks could not be started again: {error}"
+            with self._state_lock:
+                self._pool, self.state = before, apply(wire.Notice(text=text), state)
+            return False
+        if self._is_stopped:  # while they came
+            self._pool.kill()
+        return True
+
+    def _view_state(self) -> None:
+        self._drawn = self.state
+        self._context.run(self._view.update, self.state)
+
+    def renew(self, pool: RankPool) -> None:
+        """Other ranks take the place of those that have ended; the call is sent to them next."""
+        with self._state_lock:
+            self._pool = pool
+            assert self.results is not None, "the run has not ended"
+            self.results.clear()
+            self._hangs = HangWatch(self._labels)
+            fresh = starting(run="", name="", world_size=len(pool.processes), started=0.0)
+            status = "stopping" if self._is_stopped else "starting"
+            self.state = replace(self.state, ranks=fresh.ranks, hang=None, status=status)
 
     def _fail_by(self, error: Exception) -> None:
         """Our own code failed while it looked for what came of the call: that is told instead."""

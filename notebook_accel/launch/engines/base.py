@@ -321,6 +321,17 @@ class AgentEngine(Engine):
                 raise
             return pool
 
+    def plan_again(self, request: StartRequest) -> RankPlan:
+        """Which ranks there are after a failure, and behind which agents.
+
+        Raises:
+            ConfigError, LaunchError: there can be none.
+        """
+        return self.plan_ranks(request)
+
+    def close(self) -> None:
+        """No more ranks are to be started."""
+
     def launch(
         self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
     ) -> None:
@@ -328,7 +339,10 @@ class AgentEngine(Engine):
         # Before any rank is started: where there is no memory for it, nothing is to be undone.
         with sendable(packed) as payload, held():
             pool = self.start_ranks(request, plan, run=new.folder.id, log_dir=new.folder.path)
-            begin_call(pool, request, new, packed, payload, last=True)
+            restarts = None
+            if request.config.max_restarts:
+                restarts = _StartedAgain(self, request, new, payload)
+            begin_call(pool, request, new, packed, payload, last=True, restarts=restarts)
 
 
 def _launch_message(request: StartRequest, plan: RankPlan, *, run: str) -> wire.Launch:
@@ -359,6 +373,67 @@ def sendable(packed: PackedCall) -> Iterator[tuple[wire.Packet, tuple[int, ...]]
             os.close(fd)
 
 
+def _call_message(request: CallRequest, packet: wire.Packet, *, last: bool) -> wire.Call:
+    return wire.Call(
+        payload=packet,
+        grace=request.config.grace,
+        last=last,
+        keeps_error=request.keeps_error,
+    )
+
+
+class _StartedAgain:
+    """Starts the ranks of a launch again after a failure (``Restarts`` of control/supervisor.py).
+
+    It keeps what the function was called with, which each attempt gets.
+    """
+
+    def __init__(
+        self,
+        engine: AgentEngine,
+        request: CallRequest,
+        new: NewRun,
+        payload: tuple[wire.Packet, tuple[int, ...]],
+    ) -> None:
+        self._engine = engine
+        self._request = replace(request, function=_nothing, args=(), kwargs={})
+        self._folder = new.folder
+        self._packet, fds = payload
+        self._fds = tuple(map(os.dup, fds))
+        self._num = request.config.max_restarts
+        self.left = self._num
+
+    @property
+    def next_one(self) -> str:
+        return f"the ranks are started again, {self._num - self.left + 1} of {self._num} times"
+
+    def begin(self, call: Supervisor) -> None:
+        self.left -= 1
+        plan = self._engine.plan_again(self._request)
+        attempt = {"TORCHELASTIC_RESTART_COUNT": str(self._num - self.left)}
+        plan = replace(plan, environment={**plan.environment, **attempt})
+        run = self._folder.id
+        pool = self._engine.start_ranks(self._request, plan, run=run, log_dir=self._folder.path)
+        try:
+            call.renew(pool)
+            pool.send_call(call, _call_message(self._request, self._packet, last=True), self._fds)
+        except BaseException:
+            pool.kill()
+            raise
+        finally:
+            pool.start()
+
+    def close(self) -> None:
+        self._engine.close()
+        fds, self._fds = self._fds, ()
+        for fd in fds:
+            os.close(fd)
+
+
+def _nothing() -> None:
+    """In the place of the person's function, which nobody keeps for a restart."""
+
+
 def begin_call(
     pool: RankPool,
     request: CallRequest,
@@ -367,6 +442,7 @@ def begin_call(
     payload: tuple[wire.Packet, tuple[int, ...]],
     *,
     last: bool,
+    restarts: _StartedAgain | None = None,
 ) -> None:
     """Send a call to the ranks of a pool; its run has begun then.
 
@@ -377,6 +453,7 @@ def begin_call(
         packed: what is called, pickled.
         payload: the same as it is sent, of :func:`sendable`.
         last: whether the rank processes end after it.
+        restarts: starts them again after a failure; None where that is not asked for.
 
     Raises:
         LaunchError: a call is running, or a rank process has ended.
@@ -395,17 +472,12 @@ def begin_call(
         labels={source.filename: source.label for source in request.sources},
         folder=new.folder,
         handle=partial(run_list.expression_now, new.folder.id),
+        restarts=restarts,
     )
     with pool.paused():
         pool.check_free()
         try:
-            message = wire.Call(
-                payload=payload[0],
-                grace=request.config.grace,
-                last=last,
-                keeps_error=request.keeps_error,
-            )
-            pool.send_call(supervisor, message, payload[1])
+            pool.send_call(supervisor, _call_message(request, payload[0], last=last), payload[1])
             # After the call has its number: who finds the run in the list may stop or kill it.
             new.begin(supervisor)
             request.view.open(new.run._without_results())
@@ -414,6 +486,8 @@ def begin_call(
             # number then), or the ranks exist for it alone.
             if supervisor.number or last:
                 supervisor.kill()
+            if restarts is not None:
+                restarts.close()
             raise
         finally:
             # Also where the view could not open: without its thread nobody sees the ranks end.

@@ -74,6 +74,8 @@ _JOIN_SECONDS = 600.0
 # The machine has its template before it joins, and forks an agent in milliseconds.
 _AGENT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
+# How an agent ended is known once its template has reaped it.
+_END_SECONDS = 5.0
 
 
 # ---- In the notebook: a machine that has joined --------------------------------------------
@@ -115,6 +117,8 @@ class JoinedMachine:
             self._end = AgentEnd(how, message.traceback)
             self._link.detach()
             self._is_idle.set()
+            if not self._stays:
+                self._link.close()
 
     def close_answers(self) -> None:
         """The connection has ended; called by its link."""
@@ -187,6 +191,8 @@ class JoinedMachine:
             likely="the machine was switched off, its network is down, or its "
             "`notebook-accel join` was ended",
         )
+        # It says how its agent ended just before the channel is closed.
+        self._is_idle.wait(_END_SECONDS)
         return self._end or lost
 
 
@@ -320,14 +326,20 @@ class ElasticEngine(AgentEngine):
 
     def plan_ranks(self, request: StartRequest) -> RankPlan:
         config = request.config
-        here = self._here.plan_ranks(request)
         wanted = config.num_nodes - 1
         if not wanted:
-            return replace(here, environment={**here.environment, **_torchelastic(config)})
+            return self._plan_on([], request)
         if self._server is None:
             self._server = MachineServer(config.master_addr or "", config.use_port or 0, wanted)
             weakref.finalize(self, self._server.close)
-        self._machines = self._gather(self._server, request, wanted)
+        return self._plan_on(self._gather(self._server, request, wanted), request)
+
+    def _plan_on(self, machines: list[JoinedMachine], request: StartRequest) -> RankPlan:
+        """The ranks of this machine and of these."""
+        config, self._machines = request.config, machines
+        here = self._here.plan_ranks(request)
+        if not machines:
+            return replace(here, environment={**here.environment, **_torchelastic(config)})
         sizes = [_num_ranks(machine.info, config, here) for machine in self._machines]
         address = config.master_addr or self._machines[0].own_address
         common = {
@@ -340,6 +352,17 @@ class ElasticEngine(AgentEngine):
         }
         plan = RankPlan.of_sizes(here.world_size, *sizes, environment=common)
         return replace(plan, notices=_notices(self._machines))
+
+    def plan_again(self, request: StartRequest) -> RankPlan:
+        """On the machines that are left, and those that have joined meanwhile."""
+        if self._server is None:
+            return self.plan_ranks(request)
+        machines = [machine for machine in self._server.machines if machine.is_open]
+        return self._plan_on(machines, request)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def _gather(
         self, server: MachineServer, request: StartRequest, wanted: int
@@ -386,6 +409,8 @@ class ElasticEngine(AgentEngine):
                 link.channel.close()
                 link.end()
             raise
+        if not request.config.max_restarts:
+            self.close()
         return links
 
 
@@ -409,10 +434,10 @@ def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -
     return config.num_processes or len(info.devices) or 1
 
 
-def _torchelastic(config: LaunchConfig, attempt: int = 0) -> dict[str, str]:
+def _torchelastic(config: LaunchConfig) -> dict[str, str]:
     """What functions written for torchrun read of restarts."""
     return {
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
     }
 
