@@ -17,7 +17,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage test-binder test-chaos test-datasets test-deepspeed test-eight \
-  test-fp8 test-gpu test-inductor test-kernels test-kills test-pythons test-soak \
+  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-soak \
   test-without-browser bench demo lab env browser clean
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo 'make test-eight      three kinds of parallelism at once, on eight ranks'
 	@echo 'make test-fp8        trains in 8 bits by torchao, which it gets; make test skips that'
 	@echo 'make test-gpu        what only a machine with a GPU shows; make test skips that elsewhere'
+	@echo 'make test-hosts      trains on two hosts, one of them made of namespaces; needs root'
 	@echo 'make test-inductor   trains by what torch.compile builds, which takes a minute'
 	@echo 'make test-kernels    blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
@@ -106,6 +107,9 @@ test-fp8: $(READY)
 
 test-gpu: $(READY)
 	$(PYTEST) -m gpu $(call marked,gpu) $(ARGS)
+
+test-hosts: $(READY)
+	$(PYTEST) tests/hosts/two_hosts.py $(ARGS)
 
 test-inductor: $(READY)
 	$(PYTEST) tests/training/inductor.py $(ARGS)

@@ -273,7 +273,7 @@ class Checkpoints:
 
         Raises:
             NotebookAccelError: there are checkpoints whose files looked whole, and none of them
-                could be loaded.
+                could be loaded; or another machine does not see rank 0's.
             RuntimeError, ValueError: it holds another model or optimizer.
         """
         self.wait()
@@ -282,6 +282,7 @@ class Checkpoints:
         found: list[Path]
         (found,) = broadcast_object_list([candidates(root)])
         self.numbering.parent = self._numbered_parent(root, found)
+        self._require_seen(found)
         for one in found:
             damage = self._agree(find_damage(one) or self._find_missing(one))
             if not damage:
@@ -296,6 +297,17 @@ class Checkpoints:
                 f"changed weights: {failed[-1]}. Move them away to begin anew"
             )
         return Start()
+
+    def _require_seen(self, found: Sequence[Path]) -> None:
+        """Refuse to begin anew where another machine does not see what rank 0 could go on from."""
+        is_unseen = bool(found) and not any(one.exists() for one in found)
+        text = f"not seen on the machine of rank {self._plan.topology.process_index}"
+        unseen = self._agree(text if is_unseen else None)
+        if unseen:
+            raise NotebookAccelError(
+                f"{found[0]}, which rank 0 would resume from, is {unseen}: keep checkpoints on a "
+                "disk that all machines share, at the same path"
+            )
 
     def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
         """The folder in which numbering goes on: the one that has numbered checkpoints; where none

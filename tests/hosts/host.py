@@ -1,0 +1,146 @@
+"""Host B: namespaces of network, mounts, pids and names on this machine, and a cable to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ADDRESS_A", "ADDRESS_B", "HostB", "host_b"]
+
+ADDRESS_A = "10.77.0.1"
+ADDRESS_B = "10.77.0.2"
+ROOT = Path(__file__).parents[2]
+JOIN = "import sys; from notebook_accel.launch.engines.elastic import join; join(*sys.argv[1:])"
+# It has its own HOME, TMPDIR and shared memory, and a disk on which host A's files are not.
+_INIT = """
+set -e
+hostname host-b
+mkdir -p {home}/tmp {private}
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs {private}
+touch {home}/ready
+exec sleep infinity
+"""
+
+
+class HostB:
+    """The other host, while it is up.
+
+    Attributes:
+        private: a folder of this name is on both hosts, and is not the same one.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name = name
+        self._home = folder / "home-b"
+        self.private = folder / "private"
+        self._joined: list[subprocess.Popen[str]] = []
+
+    def boot(self) -> None:
+        """Lay the cable, and start what all processes of the host descend from."""
+        ip("netns", "add", self._name)
+        ip("link", "add", f"{self._name}a", "type", "veth", "peer", "name", f"{self._name}b")
+        ip("link", "set", f"{self._name}b", "netns", self._name)
+        ip("addr", "add", f"{ADDRESS_A}/24", "dev", f"{self._name}a")
+        ip("link", "set", f"{self._name}a", "up")
+        ip("-n", self._name, "addr", "add", f"{ADDRESS_B}/24", "dev", f"{self._name}b")
+        ip("-n", self._name, "link", "set", f"{self._name}b", "up")
+        ip("-n", self._name, "link", "set", "lo", "up")
+        script = _INIT.format(home=self._home, private=self.private)
+        spaces = ["--mount", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child"]
+        command = ["ip", "netns", "exec", self._name, "unshare", *spaces, "sh", "-c", script]
+        self._unshare = subprocess.Popen(command)
+        eventually((self._home / "ready").exists, within=30, what="host B is up")
+        (self._init,) = psutil.Process(self._unshare.pid).children()
+
+    def join(self, address: str, token: str) -> subprocess.Popen[str]:
+        """Have it join, as `notebook-accel join` does there."""
+        enter = ["nsenter", "--target", str(self._init.pid), "--net", "--mount", "--pid", "--uts"]
+        variables = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self._home),
+            "TMPDIR": str(self._home / "tmp"),
+            "PYTHONPATH": str(ROOT),
+            "OF_HOST_B": "yes",
+        }
+        command = [*enter, sys.executable, "-c", JOIN, address, token]
+        joined = subprocess.Popen(
+            command, env=variables, cwd=self._home, stderr=subprocess.PIPE, text=True
+        )
+        self._joined.append(joined)
+        return joined
+
+    def kill(self) -> None:
+        """Switch it off: all its processes die at once."""
+        self._init.send_signal(signal.SIGKILL)
+        self._unshare.wait(30)
+
+    def cut(self) -> None:
+        """Pull the cable: nobody is told."""
+        ip("link", "set", f"{self._name}a", "down")
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """What runs there, beside its first process."""
+        mine = Path(f"/proc/{self._init.pid}/ns/pid").readlink()
+        return [
+            process
+            for process in psutil.process_iter()
+            if process.pid != self._init.pid
+            and _pid_namespace(process.pid) == mine
+            # Of what was orphaned there, the first process reaps nothing.
+            and not _is_zombie(process)
+        ]
+
+    def take_down(self) -> None:
+        """Nothing of it is left."""
+        if self._unshare.poll() is None:
+            self.kill()
+        for joined in self._joined:
+            joined.kill()
+            joined.communicate()
+        subprocess.run(["ip", "link", "del", f"{self._name}a"], check=False, capture_output=True)
+        ip("netns", "del", self._name)
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _pid_namespace(pid: int) -> Path | None:
+    try:
+        return Path(f"/proc/{pid}/ns/pid").readlink()
+    except OSError:
+        return None
+
+
+def ip(*arguments: str) -> None:
+    """Run iproute2."""
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@contextmanager
+def host_b(folder: Path) -> Iterator[HostB]:
+    """Host B for the time of the block."""
+    host = HostB(f"na{os.getpid()}", folder)
+    host.private.mkdir()
+    host.boot()
+    try:
+        yield host
+    finally:
+        host.take_down()
