@@ -47,7 +47,7 @@ from notebook_accel.launch.control.environment import (
 )
 from notebook_accel.launch.engines.base import AgentEngine, RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent, tcp_pair
-from notebook_accel.launch.system.import_path import import_path
+from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.machine_link import (
