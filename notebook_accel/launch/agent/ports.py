@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RunPorts"]
 
+_LOOPBACK = "127.0.0.1"
+
 
 class RunPorts:
     """What an agent has reserved for its run.
@@ -33,7 +35,7 @@ class RunPorts:
         self._is_new = True
         is_alone = len(launch.ranks) == launch.world_size
         # Other machines have to reach it, by whatever name MASTER_ADDR has for it.
-        self._host = "127.0.0.1" if is_alone else launch.environment["MASTER_ADDR"]
+        self._host = _LOOPBACK if is_alone else launch.environment.get("MASTER_ADDR", _LOOPBACK)
         if any(spec.rank == 0 for spec in launch.ranks):
             port = int(launch.environment.get("MASTER_PORT", "0"))
             self.master = _reserve(port, host=self._host, shared=not self._has_peers)
@@ -69,7 +71,7 @@ class RunPorts:
         self.master = self.store = None
 
 
-def _reserve(port: int, *, host: str = "127.0.0.1", shared: bool = False) -> socket.socket:
+def _reserve(port: int, *, host: str = _LOOPBACK, shared: bool = False) -> socket.socket:
     """A socket bound to a port of this machine, for a store of rank 0 to listen on.
 
     Rank 0 gets this very socket. Had it to bind one of its own, with SO_REUSEADDR on both, any

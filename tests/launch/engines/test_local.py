@@ -162,7 +162,9 @@ def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_link_knows_its_ranks_ends_its_agent_and_says_how_that_ended() -> None:
     (ranks,) = RankPlan.of_sizes(2).agents
-    link = fork_agent(request(), ranks, socket.socketpair, run=uuid4().hex, sees_files=True)
+    link = fork_agent(
+        request().environment, ranks, socket.socketpair, run=uuid4().hex, sees_files=True
+    )
     (agent,) = [child.pid for child in below(template().pid) if os.getsid(child.pid) == child.pid]
     assert link.rank_numbers == (0, 1)
     link.kill()
@@ -186,7 +188,7 @@ def test_an_agent_that_cannot_be_reached_is_an_error_and_leaves_nothing() -> Non
 
     (ranks,) = RankPlan.of_sizes(1).agents
     with pytest.raises(LaunchError, match=r"(?s)did not start: it \(pid \d+\).*Launch again"):
-        fork_agent(request(), ranks, cut, run=uuid4().hex, sees_files=True)
+        fork_agent(request().environment, ranks, cut, run=uuid4().hex, sees_files=True)
     eventually(
         lambda: {child.pid for child in below(template().pid)} <= before,
         within=SECONDS,
