@@ -127,7 +127,16 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReady(Message, frozen=True, kw_only=True):
-    """The rank's process has its environment and waits for calls."""
+    """The rank has its environment and waits for calls.
+
+    Attributes:
+        pid: of its process, where that is not the one which the agent started; else 0.
+        host: the rank whose file takes the stacks of this process: with ranks that are threads, the
+            first of them; None for this one.
+    """
+
+    pid: int = 0
+    host: int | None = None
 
 
 class CallStarted(Message, frozen=True, kw_only=True):
@@ -363,6 +372,7 @@ class Launch(Message, frozen=True, kw_only=True):
         log_dir: folder of the files with the ranks' output; None where the agent does not see the
             kernel's files: it keeps them in a folder of its own, and sends their bytes.
         num_threads: what each rank gives to ``torch.set_num_threads``.
+        start_method: how the agent brings rank processes about (a name in agent.py's table).
         notebook: what cells have set up beside variables (a pickle of payload/notebook_state.py).
     """
 
@@ -373,6 +383,7 @@ class Launch(Message, frozen=True, kw_only=True):
     path: tuple[str, ...]
     log_dir: str | None
     num_threads: int
+    start_method: str = "fork"
     notebook: bytes = b""
 
 

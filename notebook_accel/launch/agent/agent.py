@@ -20,93 +20,33 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import time
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.agent import forking
 from notebook_accel.launch.agent.ending import STAGES, Ending, Stage
-from notebook_accel.launch.agent.file_tail import FileTail
-from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
-from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess
+from notebook_accel.launch.agent.rank_process import BROKEN
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
-from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from notebook_accel.launch.agent.logs import RankLogs
+    from notebook_accel.launch.agent.forking import StartRanks
+    from notebook_accel.launch.agent.rank_process import RankProcess
 
-__all__ = ["Agent", "flush_to_kernel", "fork_rank", "main"]
-
-
-# ---- How an agent brings a rank about: what the rank's process inherits, and what the agent keeps.
-
-
-def fork_rank(
-    spec: wire.RankSpec,
-    launch: wire.Launch,
-    *,
-    board: Scoreboard,
-    logs: RankLogs,
-    ports: RunPorts,
-    unneeded: Sequence[int],
-) -> RankProcess:
-    """Fork the process of one rank; it gets ready for calls by itself.
-
-    Args:
-        spec: which rank it is.
-        launch: what it has in common with the others.
-        board: where it counts.
-        logs: where its output goes.
-        ports: where it meets the others.
-        unneeded: descriptors that it closes.
-    """
-    ours, theirs = socket.socketpair()
-    log = logs.open(spec.rank)
-    tail = FileTail(logs.path(spec.rank))
-    tail.skip()  # the output of the attempt before, where ranks are started again
-    stacks = os.memfd_create(f"stacks-{spec.rank}")
-    disconnect = os.eventfd(0)
-    inherited = worker.Inherited(
-        agent_pid=os.getpid(),
-        launch=launch,
-        spec=spec,
-        master_port=ports.master_number,
-        store_socket=ports.store,
-        channel=Channel(theirs),
-        board=board,
-        log=log,
-        stacks=stacks,
-        disconnect=disconnect,
-        unneeded=(*unneeded, ours.fileno()),
-    )
-    context = mp.get_context("fork")
-    process = context.Process(target=worker.main, args=(inherited,), name=f"rank-{spec.rank}")
-    process.start()
-    theirs.close()
-    os.close(log)
-    return RankProcess(
-        rank=spec.rank,
-        process=process,
-        channel=Channel(ours),
-        tail=tail,
-        stacks=stacks,
-        disconnect=disconnect,
-        row=board.row(spec.local_rank),
-        gauges=gauges_of(launch, spec, process.pid),
-    )
+__all__ = ["Agent", "flush_to_kernel", "main"]
 
 
 # ---- The last thing that an agent does: it sends the kernel all that is still to be sent.
@@ -156,6 +96,12 @@ _BUSY_PENDING = 4096
 # goes at once. One message has `_MAX_METRICS` of them at most.
 _METRICS_SECONDS = 0.1
 _MAX_METRICS = 100
+
+# How rank processes come about, by ``wire.Launch.start_method``.
+_START_METHODS: dict[str, Callable[[], StartRanks]] = {
+    "fork": lambda: forking.start_ranks,
+    "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
+}
 
 # What a rank may say of itself, beside how its call ended.
 _FROM_RANKS = (
@@ -239,23 +185,25 @@ class Agent:
     def start(self, unneeded: Sequence[int]) -> None:
         """Fork the rank processes and tell the kernel their pids."""
         scratch.use(self._launch.run)
-        for spec in self._launch.ranks:
-            rank = fork_rank(
-                spec,
+        start_ranks = _START_METHODS[self._launch.start_method]()
+        self._ranks.extend(
+            start_ranks(
                 self._launch,
                 board=self._board,
                 logs=self._logs,
                 ports=self._ports,
                 unneeded=(*unneeded, *self._own_descriptors()),
             )
-            self._ranks.append(rank)
+        )
+        self._post_pids()
+
+    def _post_pids(self) -> None:
         self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self._ranks})
 
     def _own_descriptors(self) -> tuple[int, ...]:
-        ranks = (fd for rank in self._ranks for fd in rank.descriptors())
         master = self._ports.master
         port = () if master is None else (master.fileno(),)
-        return (self._channel.fileno(), self._kernel, self._selector.fileno(), *port, *ranks)
+        return (self._channel.fileno(), self._kernel, self._selector.fileno(), *port)
 
     # ---- serve -----------------------------------------------------------------------------
 
@@ -515,6 +463,8 @@ class Agent:
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
         """Act on what a rank says; gives the message as it is passed on to the kernel."""
+        if isinstance(message, wire.RankReady):
+            self._note_process(rank, message)
         if isinstance(message, wire.CallStarted):
             rank.has_started = True
             self._ending = self._ending.begun(now=time.monotonic())
@@ -535,6 +485,16 @@ class Agent:
         if message.kind in ("exception", "exit", "lost peer"):
             self._rank_failed()
         return message
+
+    def _note_process(self, rank: RankProcess, message: wire.RankReady) -> None:
+        """A rank is in another process than the one that was started for it: watch that."""
+        if message.pid in (0, rank.pid):
+            return
+        self._unwatch(rank.exit_fd)
+        host = next((one for one in self._ranks if one.rank == message.host), rank)
+        rank.move(message.pid, host)
+        self._watch(rank.exit_fd, partial(self._ended.append, rank))
+        self._post_pids()
 
     def _rank_failed(self) -> None:
         """A rank here failed: the call is ended on the others, those of other agents included."""
@@ -567,7 +527,7 @@ class Agent:
             exits.append((rank, was_in_call, rank.reap()))
             self._reaped.append(rank.pid)
         self._ended.clear()
-        alive = [rank.pid for rank in self._ranks if rank.alive]
+        alive = [pid for rank in self._ranks if rank.alive for pid in rank.needed_pids]
         self._reaped += processes.kill_descendants(keep=alive)
         if not alive:
             # Before the kernel hears of it: the next launch may want the same port.

@@ -93,6 +93,10 @@ class Gauges:
         self._next = 0.0
         self._busy = (0.0, 0.0)
 
+    def follow(self, pid: int) -> None:
+        """Read of another process from now on."""
+        self._pid, self._process, self._busy = pid, None, (0.0, 0.0)
+
     def read(self, now: float) -> None:
         """Read anew, if a second has passed; ``now`` in seconds of the monotonic clock."""
         if now < self._next:

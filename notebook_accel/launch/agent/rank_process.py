@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes
@@ -15,14 +15,13 @@ from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from multiprocessing.process import BaseProcess
 
     from notebook_accel.launch.agent.file_tail import FileTail
     from notebook_accel.launch.agent.gauges import Gauges
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import RankRow
 
-__all__ = ["BROKEN", "RankProcess"]
+__all__ = ["BROKEN", "Process", "RankProcess"]
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.
@@ -45,12 +44,32 @@ BROKEN = (
 )
 
 
+class Process(Protocol):
+    """A process as ``multiprocessing`` shows it, or one of its descendants in its place."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def sentinel(self) -> int: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def join(self) -> None: ...
+
+
+class Starter(Process, Protocol):
+    """A process in whose children the ranks come to be."""
+
+    def child(self, pid: int) -> Process:
+        """The child of this number."""
+
+
 class RankProcess:
     """One rank as its agent sees it: its process, and its part of the call.
 
     Attributes:
         rank: its number in the run.
         pid: of its process.
+        needed_pids: of this process, and of the one that brought it about, if it needs that.
         channel: to it and from it.
         row: its counters.
         exit_fd: becomes readable when the process ends.
@@ -67,7 +86,7 @@ class RankProcess:
         self,
         *,
         rank: int,
-        process: BaseProcess,
+        process: Process,
         channel: Channel,
         tail: FileTail,
         stacks: int,
@@ -78,6 +97,7 @@ class RankProcess:
         assert process.pid is not None
         self.rank = rank
         self.pid: int = process.pid
+        self.needed_pids: tuple[int, ...] = (process.pid,)
         self.channel = channel
         self.row = row
         self.exit_fd = processes.watch_exit(self.pid)
@@ -112,6 +132,22 @@ class RankProcess:
             self._tail.fileno(),
             self._process.sentinel,
         )
+
+    def move(self, pid: int, host: RankProcess) -> None:
+        """The rank came to be in a child of the process that was started.
+
+        Args:
+            pid: of the child.
+            host: the rank whose file takes the stacks of that process.
+        """
+        starter = cast("Starter", self._process)
+        os.close(self.exit_fd)
+        self.exit_fd = processes.watch_exit(pid)
+        self._process = starter.child(pid)
+        self.needed_pids = (pid, self.pid)
+        self.pid = pid
+        self._stacks = host._stacks
+        self._gauges.follow(pid)
 
     # ---- the call --------------------------------------------------------------------------
 

@@ -293,6 +293,8 @@ class AgentEngine(Engine):
     """An engine whose ranks are held by one or more agents."""
 
     keeps_ranks = True
+    start_method: ClassVar[str] = "fork"
+    """How its agents bring rank processes about, by the table of agent/agent.py."""
 
     @abstractmethod
     def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
@@ -305,7 +307,7 @@ class AgentEngine(Engine):
     def start_ranks(
         self, request: StartRequest, plan: RankPlan, *, run: str, log_dir: Path
     ) -> RankPool:
-        message = _launch_message(request, plan, run=run)
+        message = _launch_message(request, plan, run=run, start_method=self.start_method)
         with held():
             links = self.start_agents(request, plan, run=run)
             try:
@@ -345,7 +347,9 @@ class AgentEngine(Engine):
             begin_call(pool, request, new, packed, payload, last=True, restarts=restarts)
 
 
-def _launch_message(request: StartRequest, plan: RankPlan, *, run: str) -> wire.Launch:
+def _launch_message(
+    request: StartRequest, plan: RankPlan, *, run: str, start_method: str
+) -> wire.Launch:
     """What starts the rank processes of a run, without each agent's own ranks and folder."""
     num_threads = num_threads_of(request.environment, plan.world_size)
     of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
@@ -358,6 +362,7 @@ def _launch_message(request: StartRequest, plan: RankPlan, *, run: str) -> wire.
         path=tuple(import_path()),
         log_dir=None,
         num_threads=num_threads,
+        start_method=start_method,
         notebook=pickle.dumps(capture(request.config.seed)),
     )
 

@@ -43,12 +43,17 @@ class Interrupts:
         self._in_call = False
         self._is_deferring = False
         self._came_meanwhile = False
+        self._thread = threading.get_ident()
         self.install()
 
     def install(self) -> None:
         """Have SIGINT come here, whatever the user's code had made of it."""
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(WAKE_SIGNAL, lambda *_: None)
+
+    def _raise(self) -> None:
+        """Raise the interrupt in the thread of the rank, from a signal handler."""
+        raise KeyboardInterrupt
 
     def begin_call(self, call: int) -> None:
         """Raise them from here on, in the call of this number.
@@ -81,7 +86,7 @@ class Interrupts:
         """Raise one that comes inside of the block only at its end."""
         # Where it is deferred already (a signal handler that reports during a report), the outer
         # block raises it.
-        is_outer = threading.current_thread() is threading.main_thread() and not self._is_deferring
+        is_outer = threading.get_ident() == self._thread and not self._is_deferring
         if is_outer:
             self._is_deferring = True
         try:
@@ -103,7 +108,7 @@ class Interrupts:
         if self._is_deferring:
             self._came_meanwhile = True
         else:
-            raise KeyboardInterrupt
+            self._raise()
 
 
 class Sender:

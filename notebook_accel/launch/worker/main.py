@@ -54,7 +54,15 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.transport.channel import Channel
 
-__all__ = ["Inherited", "STACKS_SIGNAL", "main"]
+__all__ = [
+    "Inherited",
+    "STACKS_SIGNAL",
+    "Worker",
+    "enter_notebook",
+    "main",
+    "name_rank",
+    "replace_libraries",
+]
 
 
 # faulthandler prints the stacks on it, also while native code holds the GIL.
@@ -112,7 +120,7 @@ def main(inherited: Inherited) -> None:
     interrupts = Interrupts(inherited.board.row(inherited.spec.local_rank))
     # Forget the exit functions that came along by fork: only those registered here are called.
     atexit._clear()
-    worker = _Worker(inherited, interrupts)
+    worker = Worker(inherited, interrupts)
     output.redirect(inherited.log, on_lost=worker.report_lost_output)
     standard_input.install()
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
@@ -121,8 +129,12 @@ def main(inherited: Inherited) -> None:
     sys.exit(code)
 
 
-class _Worker:
-    """The life of this rank's process."""
+class Worker:
+    """The life of a rank, which has its process for itself.
+
+    Attributes:
+        context: who the rank is, for whoever asks ``rank.current()``.
+    """
 
     def __init__(self, inherited: Inherited, interrupts: Interrupts) -> None:
         launch = inherited.launch
@@ -130,7 +142,7 @@ class _Worker:
         self._channel = inherited.channel
         self._interrupts = interrupts
         self._sender = Sender(inherited.channel, interrupts)
-        self._context = rank.LaunchedContext(
+        self.context = rank.LaunchedContext(
             rank=inherited.spec.rank,
             local_rank=inherited.spec.local_rank,
             world_size=launch.world_size,
@@ -156,12 +168,12 @@ class _Worker:
 
     def serve(self) -> int:
         """Get ready, run calls until there are no more; gives the exit code."""
-        rank.enter(self._context)
+        self._enter()
         try:
             self._set_up()
         except BaseException as error:  # whatever it is, the first call tells of it
             self._setup_error = error
-        self._context.report(wire.RankReady)
+        self.context.report(wire.RankReady, **self._where())
         code = self._serve_calls()
         self._row.call_over = 1
         if code == 0:
@@ -169,31 +181,40 @@ class _Worker:
             groups.close_group_within(_LINGER_SECONDS)
         return code
 
+    def _enter(self) -> None:
+        """Let ``rank.current()`` be this rank."""
+        rank.enter(self.context)
+
+    def _where(self) -> dict[str, int]:
+        """The process of the rank, where the agent has to be told: fields of ``RankReady``."""
+        return {}
+
     def _set_up(self) -> None:
         """Take the notebook's surroundings."""
-        _enter_environment(self._inherited)
+        os.environ.clear()
+        os.environ.update(self._inherited.launch.environment)
+        name_rank(self._inherited)
+        enter_notebook(self._inherited.launch)
         os.register_at_fork(after_in_child=self._leave_board)
-        bars.install()
-        displays.install()
-        torch_fixes.avoid_hang_when_model_outlives_group()
+        replace_libraries()
         torch_fixes.watch_new_groups(self._making_group)
 
     def _leave_board(self) -> None:
-        self._context.count_on(Scoreboard(self._inherited.board.num_ranks))
+        self.context.count_on(Scoreboard(self._inherited.board.num_ranks))
 
     def report_lost_output(self, error: OSError) -> None:
         """Say that output of this rank is lost, and why."""
         is_full = error.errno in FULL_DISK
         why, do = ("disk full", "Make room on") if is_full else (error.strerror, "Look after")
         log_dir = self._inherited.launch.log_dir or "the logs"
-        self._context.notice(
-            f"{why}: what rank {self._context.rank} prints is lost from here on. {do} the disk of "
+        self.context.notice(
+            f"{why}: what rank {self.context.rank} prints is lost from here on. {do} the disk of "
             f"{log_dir}, or set NOTEBOOK_ACCEL_RUNS to a folder on another one"
         )
 
     @contextlib.contextmanager
     def _making_group(self) -> Iterator[None]:
-        self._context.made_group = True
+        self.context.made_group = True
         with groups.noting_sockets():
             yield
 
@@ -225,7 +246,7 @@ class _Worker:
         outcome = run_call(
             message,
             fds,
-            context=self._context,
+            context=self.context,
             interrupts=self._interrupts,
             sent_before=self._sent,
             setup_error=self._setup_error,
@@ -234,7 +255,7 @@ class _Worker:
             self._sent = outcome.sent
         if output.has_full_disk(self._inherited.log):
             self.report_lost_output(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        self._context.end_call()
+        self.context.end_call()
         self._interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
         with self._end_lock:
@@ -252,7 +273,7 @@ class _Worker:
             self._drop_group()
         os.environ["MASTER_PORT"] = str(message.master_port)
         torch_fixes.meet_at_one_store(message.master_port)
-        self._context.begin_call(message.call, has_group=rank.has_process_group())
+        self.context.begin_call(message.call, has_group=rank.has_process_group())
         if not message.last and not self._may_disconnect:
             # Only where another call may come is a stuck rank worth more than a SIGTERM.
             self._may_disconnect = True
@@ -261,11 +282,11 @@ class _Worker:
     def _disconnect_if_stuck(self) -> None:
         """Shut the connections to other ranks down, if the call that is meant waits for them."""
         with self._end_lock:
-            call = self._context.call
+            call = self.context.call
             is_meant = self._row.disconnected_call == call
             # One that runs Python has seen its KeyboardInterrupt.
             if is_meant and not self._row.call_over and not self._interrupts.has_seen(call):
-                self._context.lost_group = True
+                self.context.lost_group = True
                 groups.disconnect()
 
     def _drop_group(self) -> None:
@@ -285,13 +306,16 @@ class _Worker:
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
 
-def _enter_environment(inherited: Inherited) -> None:
-    """The directory, path and variables of the notebook, and what every rank has of its own."""
-    import torch
+def replace_libraries() -> None:
+    """Replace in this process what a rank's libraries do in their own way."""
+    bars.install()
+    displays.install()
+    torch_fixes.avoid_hang_when_model_outlives_group()
 
+
+def name_rank(inherited: Inherited) -> None:
+    """Say in the environment which rank this process is."""
     launch = inherited.launch
-    os.environ.clear()
-    os.environ.update(launch.environment)
     os.environ.update(inherited.spec.environment)
     os.environ.update(
         RANK=str(inherited.spec.rank),
@@ -301,6 +325,12 @@ def _enter_environment(inherited: Inherited) -> None:
         MASTER_PORT=str(inherited.master_port),
         NOTEBOOK_ACCEL_RUN=launch.run,
     )
+
+
+def enter_notebook(launch: wire.Launch) -> None:
+    """Take the directory, path and settings of the notebook."""
+    import torch
+
     # The template may have looked these up, and the fork has inherited the answers.
     tempfile.tempdir = None
     time.tzset()

@@ -146,7 +146,7 @@ def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(
 
         done: list[int] = []
         groups.disconnect = lambda: done.append(1)
-        (worker,) = (each for each in gc.get_objects() if type(each).__name__ == "_Worker")
+        (worker,) = (each for each in gc.get_objects() if type(each).__name__ == "Worker")
         for call, so_far in ((1, 0), (2, 1)):
             worker._row.disconnected_call = call
             worker._disconnect_if_stuck()
@@ -451,7 +451,8 @@ def test_ranks_that_end_together_take_one_look_for_what_they_left(
     monkeypatch.setattr(processes, "kill_descendants", kill_descendants)
     agent: Any = object.__new__(Agent)
     agent._ranks = [
-        Rank(rank=number, pid=10 + number, row=SimpleNamespace()) for number in range(4)
+        Rank(rank=number, needed_pids=(10 + number,), pid=10 + number, row=SimpleNamespace())
+        for number in range(4)
     ]
     agent._ended, agent._reaped = agent._ranks[:3], []
     agent._interrupted_at, agent._metrics = None, []
