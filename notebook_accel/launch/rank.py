@@ -174,6 +174,9 @@ class RankContext:
     def note_training(self, training: Training) -> None:
         """What is being trained from now on, to be rescued should the run be stopped."""
 
+    def note_group(self) -> None:
+        """The rank has joined the others."""
+
 
 class LaunchedContext(RankContext):
     """A rank that notebook_accel started."""
@@ -249,6 +252,9 @@ class LaunchedContext(RankContext):
             (_, total), done = self._stepped
             self._row.pass_start = self._row.batches - done
             self._row.total_batches = int(total or 0)
+
+    def note_group(self) -> None:
+        self.made_group = True
 
     def note_training(self, training: Training) -> None:
         self._training, self._any_training = training, weakref.ref(training)

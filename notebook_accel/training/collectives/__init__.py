@@ -21,8 +21,10 @@ from notebook_accel.launch.rank import has_process_group
 from notebook_accel.training.collectives.agreement import (
     ask_to_debug,
     is_debugging,
+    objects_of_ranks,
     require_agreement,
 )
+from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import (
     is_namedtuple,
     rebuild,
@@ -41,6 +43,7 @@ __all__ = [
     "num_ranks",
     "pad_across_processes",
     "reduce",
+    "scatter",
     "set_debugging",
     "split_between",
     "this_rank",
@@ -77,7 +80,8 @@ _facts_of: MutableMapping[Any, _GroupFacts] = WeakKeyDictionary()
 def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
     asked = dist.group.WORLD if group is None and dist.is_available() else group
     if asked is None:
-        return _ALONE
+        size = exchange().size
+        return _ALONE if size == 1 else _GroupFacts(size, is_debugging(), carries_cpu=False)
     facts = _facts_of.get(asked)
     if facts is None:
         size = num_ranks(group)
@@ -101,17 +105,19 @@ def set_debugging(asked: bool | None) -> None:
 
 def num_ranks(group: dist.ProcessGroup | None = None) -> int:
     """Number of ranks in the group, 1 where none was made."""
-    return dist.get_world_size(group) if has_process_group() else 1
+    return dist.get_world_size(group) if has_process_group() else exchange().size
 
 
 def this_rank(group: dist.ProcessGroup | None = None) -> int:
     """This rank's number in the group, 0 where none was made."""
-    return dist.get_rank(group) if has_process_group() else 0
+    return dist.get_rank(group) if has_process_group() else exchange().rank
 
 
 def wait(group: dist.ProcessGroup | None = None) -> None:
     """Wait until every rank is here."""
-    if num_ranks(group) > 1:
+    if not has_process_group():
+        exchange().barrier()
+    elif num_ranks(group) > 1:
         dist.barrier(group=group)
 
 
@@ -149,6 +155,8 @@ def _gather(
     leaf = leaf if leaf.ndim else leaf.reshape(1)
     if facts.size == 1:
         return leaf
+    if not has_process_group():
+        return exchange().gather(leaf)
     sent = leaf if facts.carries_cpu and _is_plain(leaf) else _sendable(leaf, group)
     out = torch.empty(
         (facts.size * sent.shape[0], *sent.shape[1:]), dtype=sent.dtype, device=sent.device
@@ -280,9 +288,7 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> lis
     mine = list(object) if plain else [object]
     if num_ranks(group) == 1:
         return mine
-    gathered: list[Any] = [None] * num_ranks(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    return list(itertools.chain.from_iterable(gathered))
+    return list(itertools.chain.from_iterable(objects_of_ranks(mine, group)))
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:
@@ -307,6 +313,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
 def _broadcast(leaf: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     if num_ranks(group) == 1:
         return leaf
+    if not has_process_group():
+        exchange().broadcast(leaf, source)
+        return leaf
     sent = _sendable(leaf, group)
     dist.broadcast(as_bytes(sent), src=source, group=group)
     if sent.data_ptr() != leaf.data_ptr():
@@ -318,9 +327,32 @@ def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
     """Fill a list with the picklable objects of one rank, in place; also returned."""
-    if num_ranks(group) > 1:
+    if not has_process_group():
+        if num_ranks() > 1:
+            object_list[:] = exchange().gather_object(object_list)[from_process]
+    elif num_ranks(group) > 1:
         dist.broadcast_object_list(object_list, src=from_process, group=group)
     return object_list
+
+
+def scatter(buffers: Sequence[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
+    """Each rank's buffer of those that rank 0 has: bytes on the host, as many for each rank.
+
+    Args:
+        buffers: one for each rank; None on the others.
+        num_bytes: of each.
+    """
+    if not has_process_group():
+        rows = torch.zeros((num_ranks(), num_bytes), dtype=torch.uint8, device="cpu")
+        if buffers is not None:
+            rows = torch.stack([*buffers])
+        exchange().broadcast(rows, 0)
+        return rows[this_rank()]
+    device = transport_device(torch.device("cpu"))
+    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    sent = None if buffers is None else [buffer.to(device) for buffer in buffers]
+    dist.scatter(received, sent, src=0)
+    return received
 
 
 def reduce(
@@ -360,7 +392,9 @@ _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN"}
 
 def _reduce(leaf: torch.Tensor, reduction: str, group: dist.ProcessGroup | None) -> torch.Tensor:
     total = leaf.detach().to(torch.int64 if leaf.dtype == torch.bool else leaf.dtype)
-    if num_ranks(group) > 1:
+    if not has_process_group():
+        total = exchange().reduce(total, _REDUCTIONS[reduction].lower())
+    elif num_ranks(group) > 1:
         total = _sendable(total, group).clone()
         dist.all_reduce(total, op=getattr(dist.ReduceOp, _REDUCTIONS[reduction]), group=group)
         total = total.to(leaf.device)

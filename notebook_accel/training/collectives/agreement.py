@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from notebook_accel.launch.rank import current
+from notebook_accel.launch.rank import current, has_process_group
+from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.collectives.nested import leaves_with_paths
 from notebook_accel.training.settings import environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DistributedOperationException", "ask_to_debug", "is_debugging", "require_agreement"]
+__all__ = [
+    "DistributedOperationException",
+    "ask_to_debug",
+    "is_debugging",
+    "objects_of_ranks",
+    "require_agreement",
+]
 
 _ASKED = "debug mode"
 
@@ -65,14 +72,22 @@ def require_agreement(
         f"{path} {_describe(leaf, free_dimension)}".lstrip()
         for path, leaf in leaves_with_paths(data, "")
     ]
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, mine, group=group)
+    everywhere = objects_of_ranks(mine, group)
     if any(of_rank != everywhere[0] for of_rank in everywhere):
         raise DistributedOperationException(
             f"{operation} was given different tensors by different ranks:\n{_by_rank(everywhere)}\n"
             "Expected the same structure, shapes and types on every rank: pad tensors whose sizes "
             "differ (pad_across_processes), or gather_object what is no tensor"
         )
+
+
+def objects_of_ranks(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The object of each rank of a group; all of them call it."""
+    if not has_process_group():
+        return exchange().gather_object(mine)
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, mine, group=group)
+    return everywhere
 
 
 def _describe(leaf: Any, free_dimension: int | None) -> str:

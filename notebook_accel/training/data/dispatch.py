@@ -20,14 +20,13 @@ import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from notebook_accel.training.collectives import (
     as_bytes,
     broadcast_object_list,
     num_ranks,
+    scatter,
     this_rank,
-    transport_device,
 )
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.data.loaders import PreparedLoader
@@ -172,7 +171,8 @@ class DataLoaderDispatcher(PreparedLoader):
             broadcast_object_list([header])
             if divided is None:
                 return
-            _scatter(buffers)
+            if buffers:
+                scatter(buffers, buffers[0].nbytes)
             yield RoundBatch(*divided.parts[0], divided.is_uneven)
 
     def _follow(self) -> Iterator[RoundBatch]:
@@ -187,7 +187,9 @@ class DataLoaderDispatcher(PreparedLoader):
                 raise RuntimeError(
                     f"rank 0 could not read the next batch: {header.kind}: {header.text}"
                 )
-            buffer = _receive(header.num_bytes)
+            # Nothing is sent where no rank's batch holds a tensor.
+            num_bytes = header.num_bytes
+            buffer = scatter(None, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
             part = header.parts[self._options.process_index]
             assert part is not None, "rank 0 sends the others theirs"
             yield RoundBatch(*_fill_slots(part, buffer), header.is_uneven)
@@ -264,16 +266,3 @@ def _fill_slots(part: RankShare, buffer: torch.Tensor) -> RankShare:
 
     batch = recursively_apply(put_in, part.batch, test_type=lambda one: isinstance(one, _Slot))
     return part._replace(batch=batch)
-
-
-def _scatter(buffers: list[torch.Tensor]) -> None:
-    if buffers:
-        sent = [buffer.to(transport_device(buffer.device)) for buffer in buffers]
-        dist.scatter(torch.empty_like(sent[0]), sent, src=0)
-
-
-def _receive(num_bytes: int) -> torch.Tensor:
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=transport_device(torch.device("cpu")))
-    if num_bytes:
-        dist.scatter(buffer, src=0)
-    return buffer

@@ -48,7 +48,10 @@ def make_transfer(device: torch.device | None, non_blocking: bool) -> Transfer:
     """How batches get onto ``device``, where they do not lie there already."""
     if device is None or devices.is_only_device(device):
         return Transfer()
-    move = partial(send_to_device, device=device, non_blocking=non_blocking)
+    move: Callable[[Any], Any] = partial(send_to_device, device=device, non_blocking=non_blocking)
+    mark = devices.batch_boundary(device)
+    if mark is not None:
+        return Transfer(receive=lambda batch: (mark(), move(batch))[1])
     streams = devices.streams(device) if non_blocking else None
     if streams is None:
         return Transfer(receive=move)

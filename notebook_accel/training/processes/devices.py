@@ -14,6 +14,7 @@ import subprocess
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,14 +30,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from notebook_accel.training.collectives.exchange import Exchange
+
 __all__ = [
     "Inventory",
     "Streams",
     "barrier_kwargs",
+    "batch_boundary",
     "choose_device",
+    "connect",
     "cuda_capability",
     "default_backend",
     "default_device",
+    "device_module",
     "distributed_type",
     "empty_cache",
     "get_rng_state",
@@ -44,6 +50,7 @@ __all__ = [
     "inventory",
     "is_host",
     "is_only_device",
+    "manual_seed",
     "memory_reader",
     "set_numa_affinity",
     "set_rng_state",
@@ -66,7 +73,12 @@ _DISTRIBUTED_TYPES = {
     "hpu": DistributedType.MULTI_HPU,
     "neuron": DistributedType.MULTI_NEURON,
     "tpu": DistributedType.MULTI_TPU,
+    "xla": DistributedType.XLA,
 }
+# What a rank alone is called, where that is not DistributedType.NO.
+_LONE_TYPES = {"xla": DistributedType.XLA}
+# Kinds that torch does not know: a module in this folder has what torch's own have for others.
+_DRIVERS = {"xla": "notebook_accel.training.processes.xla"}
 # Kinds of which a process has one without an index.
 _UNINDEXED = {"cpu", "mps"}
 _HOST = torch.device("cpu")
@@ -90,6 +102,10 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     """
     if cpu:
         return _HOST
+    for driver in map(import_module, _DRIVERS.values()):
+        if driver.is_used():
+            chosen: torch.device = driver.device()
+            return chosen
     found = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if found else None
     named = _named_device(accelerator)
@@ -128,6 +144,38 @@ def _named_device(accelerator: torch.device | None) -> torch.device | None:
             "of these, or the kind alone"
         )
     return torch.device(text)
+
+
+def device_module(kind: str) -> Any:
+    """The module with what belongs to a kind of devices, such as ``torch.cuda``.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    driver = _DRIVERS.get(kind)
+    return torch.get_device_module(kind) if driver is None else import_module(driver)
+
+
+def connect(device: torch.device) -> Exchange | None:
+    """How ranks on such devices reach each other without a process group; None: by one."""
+    driver = _DRIVERS.get(device.type)
+    exchange: Exchange | None = None if driver is None else import_module(driver).connect()
+    return exchange
+
+
+def batch_boundary(device: torch.device) -> Callable[[], None] | None:
+    """What is to be called before each batch goes to such a device; None: nothing."""
+    driver = _DRIVERS.get(device.type)
+    mark: Callable[[], None] | None = None
+    if driver is not None:
+        mark = import_module(driver).begin_batch
+    return mark
+
+
+def manual_seed(device: torch.device, seed: int) -> None:
+    """Seed the device, where ``torch.manual_seed`` does not."""
+    if device.type in _DRIVERS:
+        device_module(device.type).manual_seed(seed)
 
 
 def default_device() -> torch.device:
@@ -240,8 +288,10 @@ def with_host(backend: str, device: torch.device) -> str:
     return f"{host},{both}" if both == f"{device.type}:{backend}" else backend
 
 
-def distributed_type(device: torch.device) -> DistributedType:
-    """What several ranks on such devices are called."""
+def distributed_type(device: torch.device, num_processes: int) -> DistributedType:
+    """What so many ranks on such devices are called."""
+    if num_processes == 1:
+        return _LONE_TYPES.get(device.type, DistributedType.NO)
     return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
 
 
@@ -281,8 +331,8 @@ def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
     """A function that gives the bytes in use on the device; None for the host."""
     if device.type == "cpu":
         return None
-    read: Callable[..., int] | None = getattr(
-        torch.get_device_module(device), "memory_allocated", None
+    read: Callable[..., int | None] | None = getattr(
+        device_module(device.type), "memory_allocated", None
     )
     return None if read is None else lambda: read(device)
 
@@ -322,21 +372,21 @@ def _side_stream(device: torch.device) -> Any:
 def empty_cache(device: torch.device) -> None:
     """Give back to the driver what torch's allocator keeps for later."""
     with contextlib.suppress(AttributeError):
-        torch.get_device_module(device).empty_cache()
+        device_module(device.type).empty_cache()
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor | None:
     """The state of the device's own random numbers; None for the host."""
     if device.type == "cpu":
         return None
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    state: torch.Tensor = device_module(device.type).get_rng_state()
     return state
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Put back what :func:`get_rng_state` gave."""
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state)
+        device_module(device.type).set_rng_state(state)
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:

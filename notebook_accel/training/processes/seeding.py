@@ -10,6 +10,8 @@ import torch
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import broadcast, num_ranks, this_rank
+from notebook_accel.training.processes import devices
+from notebook_accel.training.processes.topology import is_established, topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,6 +40,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    if is_established():
+        devices.manual_seed(topology().device, seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -67,7 +71,7 @@ def synchronize_rng_state(
         torch.set_rng_state(broadcast(torch.get_rng_state()))
         return
     try:
-        device: Any = torch.get_device_module(kind)
+        device: Any = devices.device_module(kind)
     except RuntimeError:
         raise ValueError(
             f"rng_type={kind!r}: expected 'torch', 'generator', or a device type that torch knows"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from notebook_accel.launch.rank import RankContext, current, has_context, has_process_group
+from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.process_group import open_process_group
 from notebook_accel.training.settings import environment
@@ -61,9 +62,7 @@ class Topology:
     @property
     def distributed_type(self) -> DistributedType:
         """What this kind of distribution is called."""
-        if self.num_processes == 1:
-            return DistributedType.NO
-        return devices.distributed_type(self.device)
+        return devices.distributed_type(self.device, self.num_processes)
 
 
 def topology() -> Topology:
@@ -89,7 +88,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
         found = shared[_KEY] = _find(cpu=cpu, options=options)
         for listener in _listeners:
             listener(found)
-    elif found.num_processes > 1 and not has_process_group():
+    elif found.num_processes > 1 and not (has_process_group() or exchange().backend):
         _open(_find_context(), found.device, options)
     return found
 
@@ -131,7 +130,9 @@ def forget() -> None:
 def barrier() -> None:
     """Wait until all ranks are here."""
     here = topology()
-    if here.num_processes > 1:
+    if not has_process_group():
+        exchange().barrier()
+    elif here.num_processes > 1:
         dist.barrier(**devices.barrier_kwargs(here.device, here.backend or ""))
 
 
@@ -144,7 +145,17 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     )
     if device.index is not None and environment.read_flag("CPU_AFFINITY"):
         devices.set_numa_affinity(device.index)
-    if context.world_size > 1:
+    connected = devices.connect(device)
+    if connected is not None:
+        connected.show()
+        current().note_group()
+        context = RankContext(
+            rank=connected.rank,
+            local_rank=connected.local_rank,
+            world_size=connected.size,
+            local_world_size=connected.local_size,
+        )
+    elif context.world_size > 1:
         _open(context, device, options)
     return Topology(
         process_index=context.rank,
@@ -213,7 +224,7 @@ def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
 
 def _backend_of(device: torch.device) -> str | None:
     if not has_process_group():
-        return None
+        return exchange().backend
     pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
     by_device = {kind: backend for kind, _, backend in pairs}
     return by_device.get(device.type, dist.get_backend())

@@ -1,0 +1,66 @@
+"""What ranks exchange where torch has no process group for them.
+
+The base class is a single rank, which has nobody to exchange with. A library that connects its
+ranks itself gives a class derived from it, and the functions of ``collectives`` go by that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.rank import current
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Exchange", "exchange"]
+
+_KEY = "exchange without a process group"
+
+
+class Exchange:
+    """A rank alone; other ranks' values never come.
+
+    Attributes:
+        rank: of this rank.
+        size: number of ranks.
+        local_rank, local_size: the same on this machine.
+        backend: what ``PartialState.backend`` says.
+    """
+
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+    backend: str | None = None
+
+    def gather(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, of one shape, joined along the first dimension."""
+        return leaf
+
+    def reduce(self, leaf: torch.Tensor, reduction: str) -> torch.Tensor:
+        """The "sum", "max" or "min" of the tensors of all ranks."""
+        return leaf
+
+    def broadcast(self, leaf: torch.Tensor, source: int) -> None:
+        """Fill a tensor with that of one rank."""
+
+    def gather_object(self, mine: Any) -> list[Any]:
+        """The objects of all ranks, in order of the ranks."""
+        return [mine]
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+
+    def show(self) -> None:
+        """Make this what this rank exchanges by."""
+        current().shared[_KEY] = self
+
+
+_ALONE = Exchange()
+
+
+def exchange() -> Exchange:
+    """What this rank exchanges by without a process group."""
+    found: Exchange = current().shared.get(_KEY, _ALONE)
+    return found
