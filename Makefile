@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-soak \
-  test-without-browser bench demo lab env browser clean
+  test-tpu test-without-browser bench demo lab env browser clean
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
@@ -39,6 +39,7 @@ help:
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
+	@echo 'make test-tpu        trains by torch_xla on its CPU device, which it gets: 7 GB'
 	@echo 'make bench           the figures of benchmarks/README.md, peers beside us'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
@@ -130,6 +131,15 @@ test-pythons:
 	    failed="$$failed $$python"; \
 	done; \
 	[ -z "$$failed" ] || { echo "Failed:$$failed"; exit 1; }
+
+# An environment of its own: torch_xla can be imported with the torch of its own number alone.
+test-tpu:
+	@test -x build/tpu/bin/pip || $(PYTHON) -m venv build/tpu
+	@grep -v '^torch==' constraints.txt >build/tpu/constraints.txt
+	build/tpu/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint build/tpu/constraints.txt --constraint constraints-tpu.txt --editable . \
+	  torch_xla jupyter-client pytest pytest-timeout
+	build/tpu/bin/python -m pytest tests/xla $(ARGS)
 
 test-without-browser: $(READY)
 ifeq ($(strip $(ARGS)),)

@@ -54,7 +54,7 @@ _BACKENDS = {
 }
 
 # Engines that are planned: whoever asks for one is told so.
-_ENGINES_TO_COME = ("xla", "ray")
+_ENGINES_TO_COME = ("ray",)
 
 
 def engines() -> Mapping[str, type[Engine]]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from notebook_accel import tpu
 from notebook_accel.launch.engines.elastic import ElasticEngine
 from notebook_accel.launch.engines.inline import InlineEngine
 from notebook_accel.launch.engines.local import LocalEngine
+from notebook_accel.launch.engines.xla import XlaEngine
 
 if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Engine
@@ -22,9 +24,12 @@ ENGINES: dict[str, type[Engine]] = {
     "local": LocalEngine,
     "elastic": ElasticEngine,
     "inline": InlineEngine,
+    "xla": XlaEngine,
 }
 
 
 def engine_named(name: str) -> Engine:
     """A new engine of that name; "auto" is the one that fits."""
+    if name == "auto" and tpu.is_torch_xlas():
+        return XlaEngine()
     return ENGINES[name]()

@@ -62,8 +62,13 @@ class Choice(NamedTuple):
     name: str
 
 
+def _is_on_xla(request: Request) -> bool:
+    return request.topology.device.type == "xla"
+
+
 # In order: what was asked for by name comes before what follows from the number of ranks.
 STRATEGIES = {
+    "xla": Choice(_is_on_xla, "xla", "XlaParallel"),
     "deepspeed": Choice(_wants_deepspeed, "deepspeed", "DeepSpeedZero"),
     "pipeline": Choice(_wants_stages, "pipeline", "PipelineParallel"),
     "mesh": Choice(_wants_weights_in_parts, "mesh", "MeshParallel"),

@@ -1,0 +1,278 @@
+"""How an agent brings ranks about by ``xmp.spawn`` of torch_xla.
+
+    agent --fork--> leader: takes the notebook's environment, imports torch_xla
+                      `-- xmp.spawn --fork--> a process for each chip, a thread of it for each rank
+
+``xmp.spawn`` decides which rank is where: each says so itself (``RankReady``), and the agent
+follows that process then. What ``xmp.spawn`` would lose comes by other ways: results and errors by
+the channel that each rank has with the agent, deaths from the leader, which sees its children end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
+from multiprocessing.context import ForkProcess
+from typing import TYPE_CHECKING, Any
+
+import torch.multiprocessing as mp
+
+from notebook_accel import tpu
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.agent.gauges import gauges_of
+from notebook_accel.launch.agent.rank_process import RankProcess
+from notebook_accel.launch.system.polling import is_readable
+from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.worker.main import Inherited, enter_notebook
+from notebook_accel.launch.worker.output import redirect
+from notebook_accel.launch.worker.threads import Host
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from notebook_accel.launch import wire
+    from notebook_accel.launch.agent.logs import RankLogs
+    from notebook_accel.launch.agent.ports import RunPorts
+    from notebook_accel.launch.transport.scoreboard import Scoreboard
+
+__all__ = ["start_ranks"]
+
+# pid and exit code of a process of ranks, negative for a signal.
+_DEATH = struct.Struct("ii")
+# The leader tells of an end at once; on a machine with too much work, a little later.
+_DEATH_SECONDS = 5.0
+# Modules by commas that the leader imports after torch_xla: tests replace there what torch_xla
+# lacks on the CPU.
+_MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
+
+
+def start_ranks(
+    launch: wire.Launch,
+    *,
+    board: Scoreboard,
+    logs: RankLogs,
+    ports: RunPorts,
+    unneeded: Sequence[int],
+) -> list[RankProcess]:
+    """Start the leader, as ``StartRanks`` of forking.py says; ranks are in it until they move."""
+    pairs = {spec.rank: socket.socketpair() for spec in launch.ranks}
+    stacks = {spec.rank: os.memfd_create(f"stacks-{spec.rank}") for spec in launch.ranks}
+    disconnects = {spec.rank: os.eventfd(0) for spec in launch.ranks}
+    files = {spec.rank: logs.open(spec.rank) for spec in launch.ranks}
+    heard, told = os.pipe()
+    ours = [ours.fileno() for ours, _ in pairs.values()]
+    inherited = {
+        spec.rank: Inherited(
+            agent_pid=os.getpid(),
+            launch=launch,
+            spec=spec,
+            master_port=ports.master_number,
+            store_socket=None,
+            channel=Channel(pairs[spec.rank][1]),
+            board=board,
+            log=files[spec.rank],
+            stacks=stacks[spec.rank],
+            disconnect=disconnects[spec.rank],
+            unneeded=(),
+        )
+        for spec in launch.ranks
+    }
+    process = mp.get_context("fork").Process(
+        target=_lead, args=(inherited, told, (*unneeded, heard, *ours)), name="xla-leader"
+    )
+    process.start()
+    os.close(told)
+    for fd in files.values():
+        os.close(fd)
+    leader = _Leader(process, heard)
+    ranks = []
+    for spec in launch.ranks:
+        mine, theirs = pairs[spec.rank]
+        theirs.close()
+        rank = RankProcess(
+            rank=spec.rank,
+            process=leader,
+            channel=Channel(mine),
+            tail=FileTail(logs.path(spec.rank)),
+            stacks=stacks[spec.rank],
+            disconnect=disconnects[spec.rank],
+            row=board.row(spec.local_rank),
+            gauges=gauges_of(launch, spec, leader.pid),
+        )
+        ranks.append(rank)
+    return ranks
+
+
+# ---- in the agent
+
+
+class _Leader:
+    """The leader as the agent sees it."""
+
+    def __init__(self, process: Any, deaths: int) -> None:
+        self._process = process
+        self._deaths = deaths
+        self._exit_codes: dict[int, int] = {}
+        self.pid: int = process.pid
+        self.sentinel: int = process.sentinel
+
+    @property
+    def exitcode(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def join(self) -> None:
+        self._process.join()
+
+    def child(self, pid: int) -> _Child:
+        """A process with ranks."""
+        return _Child(self, pid)
+
+    def exit_code_of(self, pid: int) -> int | None:
+        """The exit code of a child that has ended; None where nobody has seen it."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while pid not in self._exit_codes:
+            if not is_readable(self._deaths, max(0.0, deadline - time.monotonic())):
+                return None
+            told = os.read(self._deaths, _DEATH.size)
+            if not told:  # the leader is gone, and its children are the agent's now
+                return _reap(pid)
+            self._exit_codes.update([_DEATH.unpack(told)])
+        return self._exit_codes[pid]
+
+
+class _Child:
+    def __init__(self, leader: _Leader, pid: int) -> None:
+        self._leader = leader
+        self.pid = pid
+        self.sentinel = leader.sentinel
+        self.exitcode: int | None = None
+
+    def join(self) -> None:
+        self.exitcode = self._leader.exit_code_of(self.pid)
+
+
+def _reap(pid: int) -> int | None:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return None
+
+
+# ---- in the leader, and in the processes that it forks
+
+_inherited: dict[int, Inherited] = {}
+_host: Host
+_told: int
+
+
+def _lead(inherited: dict[int, Inherited], told: int, unneeded: Sequence[int]) -> None:
+    """Be the leader: bring the processes of the ranks about, and stay until they have ended."""
+    global _host, _told
+    _inherited.update(inherited)
+    first = next(iter(inherited.values()))
+    _host, _told = Host(first.agent_pid), told
+    for fd in unneeded:
+        os.close(fd)
+    redirect(first.log, on_lost=lambda _: None)
+    context: Any = mp.get_context("fork")
+    context.Process = _HostProcess
+    try:
+        _import_torch_xla(first.launch)
+        _spawn(len(inherited))
+    except BrokenProcessPool:
+        pass  # a process died: whoever watches the ranks was told how
+    except Exception as error:  # whatever it is, the first call of each rank tells of it
+        _serve_failing(error)
+    sys.exit(_host.finish())
+
+
+def _import_torch_xla(launch: wire.Launch) -> None:
+    os.environ.clear()
+    os.environ.update(launch.environment)
+    for name in tpu.LEFTOVERS:
+        # torch_xla keeps what it finds, and would start fewer ranks than there are devices.
+        os.environ.pop(name, None)
+    enter_notebook(launch)
+    import_module("torch_xla")
+    for name in filter(None, os.environ.get(_MODULES, "").split(",")):
+        import_module(name)
+
+
+def _spawn(num_ranks: int) -> None:
+    xmp = import_module("torch_xla.distributed.xla_multiprocessing")
+    # With 1 torch_xla takes one device and no other process; it knows no other number.
+    xmp.spawn(_run_rank, nprocs=1 if num_ranks == 1 else None, start_method="fork")
+
+
+def _run_rank(ordinal: int) -> None:
+    """What each rank calls in its thread, once its device is ready."""
+    number, rank = _match_device(ordinal)
+    _host.serve(_inherited[rank], lambda: _check_world(number))
+
+
+def _match_device(ordinal: int) -> tuple[int, int]:
+    """How many ranks the runtime has, and which of ours this is."""
+    runtime = import_module("torch_xla.runtime")
+    return int(runtime.world_size()), ordinal % len(_inherited)
+
+
+def _check_world(number: int) -> None:
+    if number != len(_inherited):
+        raise LaunchError(
+            f"the XLA runtime has {number} devices, and {len(_inherited)} ranks were planned: "
+            f"launch with num_processes=None, and see whether {tpu.DEVICE_VARIABLES} say otherwise"
+        )
+
+
+def _serve_failing(error: Exception) -> None:
+    """Be the ranks that did not come to be, so that their call says why."""
+
+    def fail() -> None:
+        raise error
+
+    threads = [
+        threading.Thread(target=_host.serve, args=(inherited, fail))
+        for inherited in _inherited.values()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class _HostProcess(ForkProcess):
+    """A process with ranks, as ``xmp.spawn`` makes it by its pool of processes."""
+
+    def start(self) -> None:
+        super().start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        assert self.pid is not None
+        # Without reaping it: that is the pool's.
+        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        os.write(_told, _DEATH.pack(self.pid, code))
+
+    def run(self) -> None:
+        global _host
+        _host = Host(os.getppid())
+        super().run()
+        sys.exit(_host.finish())
+
+    def join(self, timeout: float | None = None) -> None:
+        self._watcher.join(timeout)
+        super().join(timeout)
+
+    def terminate(self) -> None:
+        """Nothing: when one process dies its pool would end the others, which is the agent's."""

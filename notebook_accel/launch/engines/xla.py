@@ -1,0 +1,60 @@
+"""Ranks on TPUs by torch_xla: template -> agent -> leader, which calls ``xmp.spawn`` -> ranks.
+
+The kernel imports nothing of it and holds no chip, so that a second launch works, and a function
+may be one that a cell made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from notebook_accel import tpu
+from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.engines.local import LocalEngine
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.engines.base import StartRequest
+
+__all__ = ["XlaEngine"]
+
+
+class XlaEngine(LocalEngine):
+    """Ranks are what ``xmp.spawn`` of torch_xla starts: one for each device, or one."""
+
+    description = "engine='xla', whose ranks are on this machine's TPU"
+    start_method = "xla"
+
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
+        _check_library()
+        platform, count = tpu.count_devices(request.environment)
+        if not count:
+            raise LaunchError(
+                f"engine='xla' found no TPU (PJRT_DEVICE={platform or 'not set'}): choose a "
+                "runtime with one, or another engine. PJRT_DEVICE=CPU tries the same code on the "
+                "CPU, slowly"
+            )
+        wanted = request.config.num_processes
+        if wanted not in (None, 1, count):
+            raise ConfigError(
+                f"num_processes={wanted}, and torch_xla starts 1 rank or one for each of the "
+                f"{count} devices of the {platform}: leave it out for all {count}, or say 1"
+            )
+        environment = {"PJRT_DEVICE": platform, "ACCELERATE_USE_CPU": "false"}
+        return RankPlan.of_sizes(wanted or count, environment=environment)
+
+
+def _check_library() -> None:
+    found = tpu.library()
+    if found is None:
+        raise LaunchError(
+            "engine='xla' needs torch_xla, which is not installed: pip install "
+            "'notebook-accel[tpu]', which brings a torch that fits, and restart the kernel"
+        )
+    if found.problem:
+        raise LaunchError(found.problem)
+    if found.name == "torch_tpu":
+        raise LaunchError(
+            f"engine='xla' is for torch_xla, and torch_tpu {found.version} is installed: leave "
+            "engine= out, and ranks use the TPU by torch_tpu"
+        )

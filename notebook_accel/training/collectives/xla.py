@@ -1,0 +1,73 @@
+"""What ranks of torch_xla exchange: tensors by its collectives, objects as bytes in tensors.
+
+A graph is compiled for each shape, so that what has no fixed size travels in a few sizes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from notebook_accel.training.collectives.exchange import Exchange
+
+__all__ = ["XlaExchange"]
+
+_SMALLEST_BYTES = 1024
+
+
+class XlaExchange(Exchange):
+    """The ranks of one ``xmp.spawn``; each is a thread with a device of its own."""
+
+    backend = "xla"
+
+    def __init__(self) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        self._xm: Any = xm
+        self.rank = int(xr.global_ordinal())
+        self.size = int(xr.world_size())
+        self.local_rank = int(xr.local_ordinal())
+        self.local_size = int(xr.local_process_count() * xr.addressable_runtime_device_count())
+        self.device: torch.device = torch_xla.device()
+
+    def gather(self, leaf: torch.Tensor) -> torch.Tensor:
+        gathered = self._xm.all_gather(_countable(self._sent(leaf)), dim=0)
+        return gathered.to(leaf.dtype).to(leaf.device)  # type: ignore[no-any-return]
+
+    def reduce(self, leaf: torch.Tensor, reduction: str) -> torch.Tensor:
+        total: torch.Tensor = self._xm.all_reduce(reduction, self._sent(leaf))
+        return total.to(leaf.device)
+
+    def broadcast(self, leaf: torch.Tensor, source: int) -> None:
+        sent = _countable(self._sent(leaf)).clone()
+        self._xm.collective_broadcast([sent], root_ordinal=source)
+        leaf.detach().copy_(sent.to(leaf.dtype))
+
+    def gather_object(self, mine: Any) -> list[Any]:
+        if self.size == 1:
+            return [mine]
+        data = pickle.dumps(mine)
+        sizes = self.gather(torch.tensor([len(data)])).tolist()
+        length = _SMALLEST_BYTES
+        while length < max(sizes):
+            length *= 2
+        padded = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+        rows = self.gather(padded).reshape(self.size, length)
+        return [
+            pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        self.reduce(torch.zeros(1), "sum")  # on the host: it is waited for
+
+    def _sent(self, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach().to(self.device)
+
+
+def _countable(tensor: torch.Tensor) -> torch.Tensor:
+    """Gathering and broadcasting add up, which truth values cannot."""
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

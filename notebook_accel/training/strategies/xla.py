@@ -1,0 +1,205 @@
+"""Data parallelism by torch_xla: each rank has the whole model, and gradients meet at the step.
+
+Operations are recorded, and run at the next batch. So gradients are averaged where they are first
+needed, by ``step`` or clipping, in the same graph; and any optimizer that steps the weights of a
+prepared model has them averaged, also one that was not prepared: ranks never part silently.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+from notebook_accel.training.collectives.nested import recursively_apply
+from notebook_accel.training.processes import xla
+from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.strategies.request import ModelToPrepare, Request
+
+__all__ = ["XlaParallel"]
+
+# Torch has one flag for the process, and ranks may be threads of it.
+_moving = threading.Lock()
+# Steps in a row that compiled, from which on the loop is told. The first compiles twice: the
+# optimizer has its state from the second step on.
+_COMPILED_STEPS = 8
+
+
+class XlaParallel(Strategy):
+    """Replicas on TPUs; with one rank, a model on one device."""
+
+    distributed_type = DistributedType.XLA
+
+    def __init__(self, request: Request) -> None:
+        import torch_xla.core.xla_model as xm
+        import torch_xla.debug.metrics as met
+
+        super().__init__(request)
+        _refuse_others(request)
+        self._xm: Any = xm
+        self._metrics: Any = met
+        # By number: ranks that are threads see each other's optimizers step.
+        self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._averaged: set[int] = set()
+        self._num_compiles = 0
+        self._compiled_steps = 0
+        self._watch_steps()
+
+    def place(self, given: ModelToPrepare) -> Module:
+        if given.device is not None:
+            _move(given.model, given.device)
+        if self.topology.num_processes > 1:
+            self._xm.broadcast_master_param(given.model)
+        if given.training:
+            self._weights |= {id(one): weakref.ref(one) for one in given.model.parameters()}
+        return given.model
+
+    def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
+        self._averaged.clear()
+        super().backward(loss, num_steps, **kwargs)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        return super().clip_grad_norm(self._average(parameters), max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        super().clip_grad_value(self._average(parameters), clip_value)
+
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
+        return _host_copy(model.state_dict(keep_vars=True))  # type: ignore[no-any-return]
+
+    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
+        return self.state_dict(model, full=True)
+
+    def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
+        return _host_copy(optimizer.state_dict())  # type: ignore[no-any-return]
+
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        return self.optimizer_state(optimizer)
+
+    def make_whole(self, values: Any) -> Any:
+        return _host_copy(values)
+
+    def _average(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Average the gradients of prepared weights over the ranks, unless that was done since
+        the last backward; gives the weights."""
+        weights = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        world_size = self.topology.num_processes
+        own = [one for one in weights if self._is_own(one) and id(one) not in self._averaged]
+        gradients: list[torch.Tensor] = []
+        for one in own if world_size > 1 else ():
+            if one.grad is not None:
+                # A tensor that was changed in place before, as by the adding up of a window, has
+                # its old values again at its next change in place: torch_xla does not tell
+                # torch's functionalization of this one (seen in 2.9).
+                one.grad = one.grad.detach().clone()
+                gradients.append(one.grad)
+        if gradients:
+            self._xm.all_reduce("sum", gradients, scale=1.0 / world_size)
+        self._averaged.update(map(id, own))
+        return weights
+
+    def _is_own(self, weight: torch.Tensor) -> bool:
+        known = self._weights.get(id(weight))
+        return known is not None and known() is weight
+
+    def _watch_steps(self) -> None:
+        """Look at every optimizer's step for as long as this strategy lives."""
+        strategy = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            here = strategy()
+            if here is not None:
+                here._average(_weights_of(optimizer))
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            here = strategy()
+            if here is not None and any(map(here._is_own, _weights_of(optimizer))):
+                here._end_step()
+
+        for handle in (
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def _end_step(self) -> None:
+        self._averaged.clear()
+        xla.end_step()
+        num_compiles = self._metrics.counter_value("UncachedCompile") or 0
+        has_compiled = num_compiles > self._num_compiles
+        self._num_compiles = num_compiles
+        self._compiled_steps = self._compiled_steps + 1 if has_compiled else 0
+        if self._compiled_steps == _COMPILED_STEPS:
+            current().notice(
+                f"XLA compiled anew in each of the last {_COMPILED_STEPS} steps ({num_compiles} "
+                "compiles so far), which takes longer than to compute: give every batch the same "
+                "shape (pad to one length, drop_last=True), and keep numbers that change in tensors"
+            )
+
+
+def _refuse_others(request: Request) -> None:
+    asked = {
+        "a plugin for FSDP": request.fsdp,
+        "a DeepSpeedPlugin": request.deepspeed,
+        "a ParallelismConfig": request.parallelism,
+    }
+    for name, plugin in asked.items():
+        if plugin is not None:
+            raise ConfigError(
+                f"{name} was given, and torch_xla trains here with a whole model on each rank: "
+                "sharding is there by SPMD alone, which excludes xmp.spawn. Leave the plugin out"
+            )
+    if request.precision.scaling is not None:
+        raise ConfigError(
+            'mixed_precision="fp16" scales losses, which torch_xla does not support: use "bf16", '
+            "which TPUs are made for"
+        )
+
+
+def _move(model: Module, device: torch.device) -> None:
+    """Put a model on the device, so that its parameters stay the objects that they are.
+
+    By default torch makes new ones for a device of another kind of tensors: tied weights would part
+    and an optimizer that was made before would step the old ones.
+    """
+    with _moving:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.to(device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _host_copy(state: Any) -> Any:
+    """A state with tensors of the host in place of the device's; what was one tensor still is."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().cpu()
+        return copies[id(tensor)]
+
+    return recursively_apply(copy, state)
+
+
+def _weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]

@@ -1,0 +1,64 @@
+"""Trainings for ranks of torch_xla, and for one process on the CPU, which must come to the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+
+def new_model() -> torch.nn.Module:
+    """Two layers; made once, since ranks that are threads share the host's random numbers."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 2))
+
+
+def samples() -> torch.utils.data.TensorDataset:
+    """64 samples, eight for each step of all ranks together."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(
+        torch.randn(64, 8, generator=generator), torch.randn(64, 2, generator=generator)
+    )
+
+
+def train(
+    model: torch.nn.Module,
+    kind: str = "SGD",
+    *,
+    clips: bool = False,
+    num_steps: int = 1,
+    precision: str = "no",
+    is_bare: bool = False,
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Train for two epochs; gives the losses, meaned over the ranks, and the weights.
+
+    Args:
+        model: which is copied.
+        kind: of the optimizer.
+        clips: clip the gradients.
+        num_steps: batches of a window.
+        precision: ``mixed_precision``.
+        is_bare: leave the optimizer unprepared, as one article does.
+    """
+    from notebook_accel import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=num_steps, mixed_precision=precision)
+    own = copy.deepcopy(model)
+    optimizer: Any = getattr(torch.optim, kind)(own.parameters(), lr=0.05)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8 // accelerator.num_processes)
+    prepared, loader = accelerator.prepare(own, loader)
+    if not is_bare:
+        optimizer = accelerator.prepare(optimizer)
+    losses: list[float] = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(prepared):
+                loss = torch.nn.functional.mse_loss(prepared(inputs), targets)
+                accelerator.backward(loss)
+                if clips and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses, [weight.detach().cpu() for weight in prepared.parameters()]
