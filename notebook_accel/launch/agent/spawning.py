@@ -270,6 +270,11 @@ class _HostProcess(ForkProcess):
         super().run()
         sys.exit(_host.finish())
 
+    # The pool asks and joins, and so reaps: not before the watcher has seen the end.
+
+    def is_alive(self) -> bool:
+        return self._watcher.is_alive()
+
     def join(self, timeout: float | None = None) -> None:
         self._watcher.join(timeout)
         super().join(timeout)

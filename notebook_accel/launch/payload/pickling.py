@@ -333,6 +333,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         reduced = tensor.__reduce_ex__(5)
+        if getattr(reduced[0], "__name__", "") == "_rebuild_device_tensor_from_cpu_tensor":
+            # Of a device without storages, as torch_xla's: it comes as one of the CPU.
+            self.moved.append((str(tensor.device), tensor.nbytes))
+            on_host = reduced[1][0].detach().requires_grad_(tensor.requires_grad)
+            return self._reduce_tensor(on_host)
         if getattr(reduced[0], "__name__", "") == "_rebuild_tensor_v3":
             return rebuild_tensor, reduced[1]
         return reduced

@@ -1,0 +1,74 @@
+"""From a real kernel: a function that a cell made, twice in a row; the kernel never has torch_xla."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRAIN = """
+import torch
+from notebook_accel import Accelerator, notebook_launcher
+
+features, labels = torch.randn(32, 4), torch.randn(32, 1)
+
+def train(lr):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    dataset = torch.utils.data.TensorDataset(features, labels)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss})
+    return accelerator.process_index, str(accelerator.device), model.weight.detach()
+"""
+ASK = """
+import sys
+print([rank[:2] for rank in run], torch.equal(run[0][2], run[1][2]), run[0][2].device)
+print(len(run.metrics) > 0, "torch_xla" in sys.modules)
+"""
+
+
+@pytest.fixture
+def kernel(two_ranks: int) -> Iterator[Any]:
+    manager, client = start_new_kernel(kernel_name="python3", env={**os.environ})
+    try:
+        yield client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def execute(client: Any, code: str) -> str:
+    """What a cell prints; an error of it is raised."""
+    said: list[str] = []
+
+    def hear(message: Any) -> None:
+        content = message["content"]
+        said.append(content.get("text", "") or "\n".join(content.get("traceback", ())))
+
+    reply = client.execute_interactive(code, timeout=300, output_hook=hear)
+    assert reply["content"]["status"] == "ok", "".join(said)
+    return "".join(said)
+
+
+@pytest.mark.timeout(600)
+def test_a_function_of_a_cell_twice(kernel: Any) -> None:
+    assert sys.executable
+    execute(kernel, TRAIN)
+    for _ in range(2):
+        execute(kernel, 'run = notebook_launcher(train, (0.1,), engine="xla", view="text")')
+        told = execute(kernel, ASK)
+        assert "[(0, 'xla:0'), (1, 'xla:1')] True cpu" in told
+        assert "True False" in told
