@@ -6,15 +6,33 @@ has a chip keeps others from it: the kernel must have none.
 
 from __future__ import annotations
 
+import json
 import os
-from importlib.metadata import PackageNotFoundError, version
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from notebook_accel.errors import LaunchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DEVICE_VARIABLES", "LEFTOVERS", "Library", "count_chips", "count_devices", "library"]
+__all__ = [
+    "AUTOLOAD",
+    "DEVICE_VARIABLES",
+    "LEFTOVERS",
+    "Library",
+    "backends",
+    "count_chips",
+    "count_devices",
+    "is_torch_xlas",
+    "launch_variables",
+    "library",
+    "load_backends",
+]
 
 _PCI = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"
@@ -33,6 +51,16 @@ LEFTOVERS = (
     "PJRT_LOCAL_PROCESS_COUNT",
 )
 DEVICE_VARIABLES = "PJRT_DEVICE and CPU_NUM_DEVICES"
+# Torch imports libraries for other kinds of devices by itself, unless this is "0".
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+# What torch_tpu has decided before ranks begin, printed for whoever starts them; in a process of
+# its own, since whoever imports it may claim a chip.
+_ASK_TORCH_TPU = """
+import json, os, sys, torch, torch_tpu
+torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=int(sys.argv[1]))
+print(json.dumps({name: os.environ[name] for name in os.environ if name.startswith("TORCH_TPU_")}))
+"""
+_ASK_SECONDS = 120.0
 
 
 class Library(NamedTuple):
@@ -68,6 +96,52 @@ def library() -> Library | None:
         f"it cannot be imported: pip install 'torch=={fitting}.*' 'torch_xla=={fitting}.*', and "
         "restart the kernel",
     )
+
+
+@cache
+def backends() -> tuple[EntryPoint, ...]:
+    """What load_backends() loads; asked once in the template, since it takes a look at everything
+    that is installed."""
+    return tuple(entry_points(group="torch.backends"))
+
+
+def load_backends() -> None:
+    """Import what torch would have imported by itself, in a rank or in a child that asks.
+
+    The template leaves them out, since it must not touch a device.
+    """
+    is_off = os.environ.get(AUTOLOAD) == "0" or os.environ.get("ACCELERATE_USE_CPU") == "true"
+    for entry in () if is_off else backends():
+        entry.load()()
+
+
+def launch_variables(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """The variables by which ranks of torch_tpu find each other.
+
+    Args:
+        environment: of the launch; what it sets stays.
+        num_ranks: of this machine.
+
+    Raises:
+        LaunchError: torch_tpu finds no TPU, or fails.
+    """
+    asked = [sys.executable, "-c", _ASK_TORCH_TPU, str(num_ranks)]
+    done = subprocess.run(
+        asked,
+        env={**environment, AUTOLOAD: "0"},
+        capture_output=True,
+        text=True,
+        timeout=_ASK_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise LaunchError(
+            f"torch_tpu could not prepare {num_ranks} ranks: {last}. Choose a runtime with a TPU "
+            "that nobody else uses, or launch with devices='cpu'"
+        )
+    found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 def _version(package: str) -> str | None:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "errors": set(),
     "text_values": {"errors"},
-    "tpu": set(),
+    "tpu": {"errors"},
     "config": {"errors", "text_values"},
     "launch": {"errors", "config", "text_values", "tpu"},
     "training": {

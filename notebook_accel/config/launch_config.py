@@ -115,8 +115,8 @@ class LaunchConfig:
         choices=lambda: tuple(engines()),
         label="Engine",
         is_first=True,
-        about='"auto", "local" (processes of this machine), "elastic" (of several machines, or '
-        'restarted after a failure) or "inline" (in the kernel, for a debugger)',
+        about='"auto", "local" (processes of this machine), "xla" (TPUs by torch_xla), "elastic" '
+        '(several machines, or restarts after a failure) or "inline" (in the kernel, for a debugger)',
     )
     gradient_accumulation_steps: int | None = setting(
         check=as_count,
@@ -205,8 +205,8 @@ class LaunchConfig:
         is_to_come = isinstance(self.engine, str) and self.engine in _ENGINES_TO_COME
         if is_to_come and self.engine not in engines():
             raise ConfigError(
-                f"engine={self.engine!r} is not there yet (TPUs and Ray are not built): expected "
-                f"one of {', '.join(map(repr, engines()))}"
+                f"engine={self.engine!r} is not there yet (Ray is not built): expected one of "
+                f"{', '.join(map(repr, engines()))}"
             )
         for name, row in settings_of(LaunchConfig).items():
             object.__setattr__(self, name, row.checked(name, getattr(self, name)))

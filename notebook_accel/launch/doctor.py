@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from notebook_accel import tpu
 from notebook_accel.config import resolve
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import preflight
@@ -123,6 +124,26 @@ def _without_devices(machine: Machine) -> Finding:
     else:
         return Finding(level=FINE, subject="devices", found=found)
     return Finding(level=HURTS, subject="devices", found=found, remedy=remedy)
+
+
+def _tpus(_machine: Machine) -> Iterator[Finding]:
+    platform, count = tpu.count_devices(os.environ)
+    found = tpu.library()
+    if platform == "TPU" and count and found is None:
+        yield Finding(
+            level=HURTS,
+            subject="TPU",
+            found=f"devices of {platform}: {count}, and no library for them",
+            remedy="pip install 'notebook-accel[tpu]', and restart the kernel",
+        )
+    elif found is not None:
+        what = f"devices of {platform}: {count}" if count else "none found"
+        yield Finding(
+            level=HURTS if found.problem else FINE,
+            subject="TPU",
+            found=f"{what}; {found.name} {found.version}",
+            remedy=found.problem,
+        )
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
@@ -307,6 +328,7 @@ def _settings(_machine: Machine) -> Iterator[Finding]:
 _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _platform,
     _devices,
+    _tpus,
     _versions,
     _who_uses_the_devices,
     _memory,

@@ -1,9 +1,11 @@
-"""From a real kernel: a function that a cell made, twice in a row; the kernel never has torch_xla."""
+"""From a real kernel: a function of a cell, twice in a row; the kernel never imports torch_xla."""
 
 from __future__ import annotations
 
+import json
 import os
-import sys
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,10 +67,22 @@ def execute(client: Any, code: str) -> str:
 
 @pytest.mark.timeout(600)
 def test_a_function_of_a_cell_twice(kernel: Any) -> None:
-    assert sys.executable
     execute(kernel, TRAIN)
     for _ in range(2):
         execute(kernel, 'run = notebook_launcher(train, (0.1,), engine="xla", view="text")')
         told = execute(kernel, ASK)
         assert "[(0, 'xla:0'), (1, 'xla:1')] True cpu" in told
         assert "True False" in told
+
+
+@pytest.mark.timeout(600)
+def test_the_notebook_for_tpus(kernel: Any) -> None:
+    """Its cells after the installation, on the CPU device."""
+    path = Path(__file__).parents[2] / "notebooks" / "tpu_colab.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "%pip install" in code[0]
+    told = [execute(kernel, each) for each in code[1:]]
+    found = re.search(r"2 ranks, accuracy ([\d.]+)", told[-1])
+    assert found, told[-1]
+    assert float(found[1]) > 0.8

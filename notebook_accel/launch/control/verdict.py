@@ -191,10 +191,12 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
     # Ranks that only lost their connection to a peer say nothing of their own.
     culprits = [rank for rank in failed if _kind(rank) != _Kind.LOST_PEER] or [cause]
     raised = cause.failure
+    together = _died_together(culprits, cause)
+    others = [rank for rank in culprits if rank is cause or rank not in together]
     lines = [
-        *(_describe_lost(cause, returned) or _describe(cause)),
+        *(_describe_lost(cause, returned) or _describe(cause, together)),
         *hint_lines(cause),
-        *_other_failures(culprits, cause),
+        *_other_failures(others, cause),
         "",
         f"The whole output of rank {cause.rank} is kept in {log_dir}",
     ]
@@ -209,11 +211,18 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
     )
 
 
-def _describe(rank: RankState) -> list[str]:
+def _died_together(failed: list[RankState], cause: RankState) -> list[RankState]:
+    """The ranks that were threads of one process which died, the cause among them."""
+    if cause.failure is not None or cause.pid is None:
+        return [cause]
+    return [rank for rank in failed if rank.failure is None and rank.pid == cause.pid]
+
+
+def _describe(rank: RankState, together: list[RankState]) -> list[str]:
     """How the cause failed: its traceback, or what is known of a death without one."""
     raised = rank.failure
     if raised is None:
-        return [_death(rank), *_last_lines(rank)]
+        return [_death(rank, sorted(one.rank for one in together)), *_last_lines(rank)]
     if raised.kind == "exit":
         ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
         return [ended, *_last_lines(rank)]
@@ -224,8 +233,11 @@ def _describe(rank: RankState) -> list[str]:
     ]
 
 
-def _death(rank: RankState) -> str:
-    ended = f"rank {rank.rank} {describe_exit(rank.exitcode, rank.signal)}"
+def _death(rank: RankState, together: list[int]) -> str:
+    name = f"rank {rank.rank}"
+    if len(together) > 1:
+        name = f"{rank_list(together)}, process {rank.pid}: it"
+    ended = f"{name} {describe_exit(rank.exitcode, rank.signal)}"
     if rank.signal is None:
         return f"{ended}, without an exception (os._exit, or native code that ended the process)"
     likely = LIKELY_CAUSES.get(signal_name(rank.signal))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+from notebook_accel import tpu
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough_devices
 from notebook_accel.errors import ConfigError, LaunchError
@@ -36,6 +37,12 @@ _ASK_FOR_MORE = (
 )
 
 
+# What ranks on a kind of devices need, as somebody has to decide before they begin.
+_VARIABLES: dict[str, Callable[[Mapping[str, str], int], dict[str, str]]] = {
+    "tpu": tpu.launch_variables
+}
+
+
 class LocalEngine(AgentEngine):
     """Ranks are forks of a clean process, on the CPU or one rank an accelerator."""
 
@@ -64,8 +71,11 @@ class LocalEngine(AgentEngine):
         if wanted is not None and not shares_devices(request.config):
             check_enough_devices(wanted, available)
         # What the person has set stays.
-        needed = {name: text for name, text in found.environment.items() if name not in environment}
-        return RankPlan.of_sizes(wanted or available, environment=needed)
+        number = wanted or available
+        ask = _VARIABLES.get(found.kind)
+        needed = {**found.environment, **(ask(environment, number) if ask is not None else {})}
+        needed = {name: text for name, text in needed.items() if name not in environment}
+        return RankPlan.of_sizes(number, environment=needed)
 
     def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents

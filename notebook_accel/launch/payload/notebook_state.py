@@ -127,7 +127,9 @@ def _numpy_state() -> dict[str, Any] | int:
 
 def _torch_settings(torch: Any) -> dict[str, Any]:
     try:
-        precision = torch.get_float32_matmul_precision()
+        with warnings.catch_warnings():  # torch 2.9 has one of its own, for whoever asks
+            warnings.simplefilter("ignore")
+            precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # once a newer name of the setting was used, torch refuses the older one
         precision = None
     return {

@@ -42,6 +42,7 @@ from notebook_accel.launch.system.processes import import_path, is_readable
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.text_values import parse_flag
+from notebook_accel.tpu import AUTOLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -119,7 +120,7 @@ class Template:
             self._stderr = undo.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _boot_code(theirs.fileno())],
-                env={**environment, **dict.fromkeys(_THREADS, "1")},
+                env={**environment, **dict.fromkeys(_THREADS, "1"), AUTOLOAD: "0"},
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

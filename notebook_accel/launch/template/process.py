@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from notebook_accel import tpu
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -81,6 +82,7 @@ def serve(fd: int, kernel_pid: int) -> None:
         gc.disable()
         for name in _PRELOADED:
             import_module(name)
+        tpu.backends()
         # The first such block of a process imports more (torch 2.13): every optimizer's step has
         # one, and it would take each rank some 5 ms.
         with import_module("torch").autograd.profiler.record_function("template"):
@@ -260,5 +262,6 @@ def _answer_devices(channel: Channel, environment: dict[str, str], template: int
     processes.die_with_parent(template)
     os.environ.clear()
     os.environ.update(environment)
+    tpu.load_backends()
     found = import_module("notebook_accel.training.processes.devices").inventory()
     channel.send(wire.Devices(**asdict(found)))

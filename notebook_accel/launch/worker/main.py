@@ -30,6 +30,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel import tpu
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.payload.notebook_state import apply_notebook_state
@@ -346,6 +347,7 @@ def enter_notebook(launch: wire.Launch) -> None:
     # A notebook has this name beside Python's own (and ``display``, which displays.py makes); it
     # gives None, since a rank has no shell.
     vars(builtins).update(get_ipython=lambda: None)
+    tpu.load_backends()
     torch.set_num_threads(launch.num_threads)
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]

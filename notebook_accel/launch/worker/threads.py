@@ -29,6 +29,7 @@ from notebook_accel.launch.worker.main import (
     STACKS_SIGNAL,
     Inherited,
     Worker,
+    enter_notebook,
     name_rank,
     replace_libraries,
 )
@@ -83,6 +84,8 @@ class Host:
 
     def _begin(self, first: Inherited) -> None:
         """Make this process that of ranks."""
+        # Once more after the fork, which has seeded Python's random numbers anew.
+        enter_notebook(first.launch)
         name_rank(first)
         output.redirect(first.log, on_lost=lambda _: None)
         _streams.install()

@@ -18,10 +18,10 @@ from torch.optim.optimizer import (
 )
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.processes import xla
 from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -148,10 +148,11 @@ class XlaParallel(Strategy):
         self._num_compiles = num_compiles
         self._compiled_steps = self._compiled_steps + 1 if has_compiled else 0
         if self._compiled_steps == _COMPILED_STEPS:
-            current().notice(
+            notice_once(
+                "XLA compiles",
                 f"XLA compiled anew in each of the last {_COMPILED_STEPS} steps ({num_compiles} "
                 "compiles so far), which takes longer than to compute: give every batch the same "
-                "shape (pad to one length, drop_last=True), and keep numbers that change in tensors"
+                "shape (pad to one length, drop_last=True), and what changes in tensors",
             )
 
 

@@ -1,0 +1,120 @@
+"""Ranks that fail, die or are stopped: threads of one process, which dies for both of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+from notebook_accel import RunStopped, WorkerError
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.rank import current
+from notebook_accel.launch.view import View
+from tests.engines.processes import gone
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from notebook_accel.launch.run import Run
+
+pytestmark = [pytest.mark.usefixtures("two_ranks"), pytest.mark.timeout(200)]
+XLA = LaunchConfig(engine="xla", grace=5.0)
+
+
+def fails(function: Callable[[], Any]) -> WorkerError:
+    with pytest.raises(WorkerError) as caught:
+        launch(function, (), config=XLA, view=View())
+    eventually(lambda: gone(set(caught.value.run.pids)), within=20, what="the processes ended")
+    return caught.value
+
+
+def test_a_rank_that_raises() -> None:
+    def raise_on_one() -> None:
+        if current().rank == 1:
+            raise ValueError("no such batch")
+        while True:
+            time.sleep(0.01)
+
+    error = fails(raise_on_one)
+    assert (error.rank, error.ranks) == (1, (1,))
+    assert "no such batch" in error.traceback
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_ranks_whose_process_exits() -> None:
+    def leave() -> None:
+        if current().rank == 1:
+            os._exit(3)
+        time.sleep(600)
+
+    error = fails(leave)
+    assert (set(error.ranks), error.exitcode) == ({0, 1}, 3)
+    assert f"ranks 0 and 1, process {error.run.pids[0]}: it ended with exit code 3" in str(error)
+
+
+def test_ranks_whose_process_is_killed() -> None:
+    def die() -> None:
+        if current().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    error = fails(die)
+    assert (set(error.ranks), error.signal) == ({0, 1}, "SIGKILL")
+    assert f"ranks 0 and 1, process {error.run.pids[0]}: it was killed by SIGKILL" in str(error)
+
+
+def begun(function: Callable[[], Any]) -> Run:
+    run = launch(function, (), config=XLA, view=View(), block=False)
+    eventually(lambda: run.logs().count("begins") == 2, within=150, what="both ranks began")
+    return run
+
+
+def train_for_ever() -> None:
+    from notebook_accel import Accelerator
+
+    accelerator = Accelerator()
+    model: Any = torch.nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.001)
+    data = torch.utils.data.TensorDataset(torch.randn(4000, 2))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    print("begins")
+    while True:
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_stop_between_steps() -> None:
+    run = begun(train_for_ever)
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait(100)
+    assert run.status == "stopped"
+    (model,) = run.rescued.models
+    assert model.weight.device.type == "cpu"
+    assert gone(set(run.pids))
+
+
+def test_interrupt_of_what_reads_nothing() -> None:
+    def loop() -> str:
+        print("begins")
+        try:
+            while True:
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            return f"{current().rank} heard"
+
+    run = begun(loop)
+    run.stop()
+    run.wait(100)
+    assert run.results == ["0 heard", "1 heard"]
+    assert not any(psutil.pid_exists(pid) for pid in run.pids)
