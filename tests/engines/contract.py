@@ -24,6 +24,7 @@ from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.launcher import Session, launch
+from notebook_accel.launch.rank import current
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import template
@@ -112,7 +113,7 @@ class EngineContract:
 
     def test_results_come_back_in_the_order_of_ranks(self) -> None:
         def train(a: int, b: int = 0) -> tuple[str, str, int]:
-            return os.environ["RANK"], os.environ["WORLD_SIZE"], a + b
+            return str(current().rank), os.environ["WORLD_SIZE"], a + b
 
         run = self.launch(train, 1, n=3, kwargs={"b": 2})
         assert run.results == [("0", "3", 3), ("1", "3", 3), ("2", "3", 3)]
@@ -128,7 +129,7 @@ class EngineContract:
         import torch
 
         def train() -> torch.Tensor:
-            return torch.full((20_000_000,), float(os.environ["RANK"]))
+            return torch.full((20_000_000,), float(current().rank))
 
         run = self.launch(train)
         assert [float(tensor[-1]) for tensor in run] == [0.0, 1.0]
@@ -146,7 +147,7 @@ class EngineContract:
         given[-1] = 4.0
 
         def train() -> torch.Tensor | float:
-            is_last = os.environ["RANK"] == "1"
+            is_last = current().rank == 1
             return given if is_last else float(given[-1])
 
         run = self.launch(train)
@@ -237,7 +238,7 @@ class EngineContract:
             subprocess.run(["echo", "child"], check=True)
             print("10%\r20%\r30%")
             display("shown")  # noqa: F821 - notebooks have it
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 ctypes.CDLL(None).printf(b"last words\n")
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -305,7 +306,7 @@ class EngineContract:
     def test_one_rank_raises(self) -> None:
         def train(marker: str) -> None:
             _join_group()
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 Path(marker).touch()
                 raise ValueError("bad batch")
             _talk_for_ever()
@@ -339,7 +340,7 @@ class EngineContract:
             import torch.distributed as dist
 
             _join_group()
-            if os.environ["RANK"] == "0":
+            if current().rank == 0:
                 Path(marker).touch()
                 raise KeyError("missing")
             dist.all_reduce(torch.ones(1))
@@ -354,7 +355,7 @@ class EngineContract:
             import torch.distributed as dist
 
             _join_group()
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 Path(marker).touch()
                 return
             dist.barrier()
@@ -378,7 +379,7 @@ class EngineContract:
     def test_a_rank_dies(self, how: str, exitcode: int | None, name: str | None) -> None:
         def train(marker: str, how: str) -> None:
             _join_group()
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 print("last words")
                 Path(marker).touch()
                 exec(how, {"os": os, "signal": signal, "ctypes": ctypes, "sys": sys})
@@ -414,7 +415,7 @@ class EngineContract:
         def train(how: str) -> int:
             import socket
 
-            if os.environ["RANK"] == "0":
+            if current().rank == 0:
                 if how == "closes":
                     os.closerange(3, 1000)
                 for fd in range(3, 100) if how == "writes" else ():
@@ -430,7 +431,7 @@ class EngineContract:
 
     def test_a_rank_that_goes_on_after_it_closed_its_connection(self) -> None:
         def train() -> None:
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 os.closerange(3, 1000)
             time.sleep(600)
 
@@ -458,8 +459,8 @@ class EngineContract:
             from multiprocessing.util import Finalize
 
             def tidy_up() -> None:
-                Path(folder, f"tidied-{os.environ['RANK']}").touch()
-                if os.environ["RANK"] == "1":
+                Path(folder, f"tidied-{current().rank}").touch()
+                if current().rank == 1:
                     time.sleep(600)
 
             atexit.register(tidy_up)
@@ -467,12 +468,12 @@ class EngineContract:
             fork = multiprocessing.get_context("fork")
             fork.Process(target=time.sleep, args=(600,)).start()
             global kept  # as names of a notebook are
-            if os.environ["RANK"] == "0":
+            if current().rank == 0:
                 # Its idle worker holds a lock of the pool.
                 kept = fork.Pool(1)
                 kept.map(abs, [1])
                 Finalize(None, Path(folder, "nobody-gave-up").touch, exitpriority=-1)
-            if os.environ["RANK"] == "2":
+            if current().rank == 2:
                 kept = fork.Queue()
                 kept.put(bytes(1_000_000))  # more than a pipe takes, and nobody reads it
             return time.time()
@@ -507,7 +508,7 @@ class EngineContract:
             batches = iter(DataLoader(range(1000), num_workers=2))  # type: ignore[arg-type]
             next(batches)
             subprocess.Popen(["setsid", "sleep", "600"])
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 Path(marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
@@ -521,7 +522,7 @@ class EngineContract:
             import subprocess
 
             marker = Path(folder, "daemon")
-            if os.environ["RANK"] == "0":
+            if current().rank == 0:
                 while not marker.exists():
                     time.sleep(0.01)
                 return True
@@ -557,7 +558,7 @@ class EngineContract:
             import subprocess
 
             subprocess.Popen(["setsid", "sleep", "600"])
-            if os.environ["RANK"] == "0":
+            if current().rank == 0:
                 time.sleep(0.2)
                 Path(marker).touch()
                 os.kill(os.getppid(), signal.SIGKILL)
@@ -644,7 +645,7 @@ class EngineContract:
                     _talk()
                     step += 1
             finally:
-                Path(folder, os.environ["RANK"]).write_text(str(step))
+                Path(folder, str(current().rank)).write_text(str(step))
 
         folder = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("steps")
         folder.mkdir()
@@ -679,7 +680,7 @@ class EngineContract:
 
     def test_the_time_out_ends_the_run(self) -> None:
         def train() -> None:
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
 
@@ -707,7 +708,7 @@ class EngineContract:
         def train(marker: str) -> None:
             try:
                 # The log that is read is that of rank 0, so its function has to have begun.
-                if os.environ["RANK"] == "0":
+                if current().rank == 0:
                     Path(marker).touch()
                 time.sleep(600)
             except KeyboardInterrupt:
@@ -745,7 +746,7 @@ class EngineContract:
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
 
         def train(marker: str) -> None:
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 os.kill(os.getppid(), signal.SIGSTOP)
                 Path(marker).touch()
             time.sleep(600)
@@ -772,7 +773,7 @@ class EngineContract:
         monkeypatch.setattr(pool, "_TELL_SILENCE_SECONDS", 3.0)
 
         def train() -> str:
-            if os.environ["RANK"] == "0":
+            if current().rank == 0:
                 os.kill(os.getppid(), signal.SIGSTOP)
             return "done"
 
@@ -796,7 +797,7 @@ class EngineContract:
 
     def test_stacks_of_a_rank_that_holds_the_gil(self, tmp_path: Path) -> None:
         def train(folder: Path) -> None:
-            (folder / os.environ["RANK"]).touch()
+            (folder / str(current().rank)).touch()
             _hold_the_gil()
 
         run = self.launch(train, tmp_path, block=False)
@@ -971,7 +972,7 @@ class EngineContract:
                 # As of a main thread that is just about to sleep: it has the signal, and sleeps on.
                 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            Path(folder, os.environ["RANK"]).touch()
+            Path(folder, str(current().rank)).touch()
             if where in ("in Python", "in another thread") or (
                 where == "in a collective" and accelerator.process_index == 1
             ):
@@ -1006,7 +1007,7 @@ class EngineContract:
             psutil.Process.net_connections = lambda *_: []  # type: ignore[method-assign]
             if where == "in a collective":
                 accelerator = Accelerator()
-            if raises and os.environ["RANK"] == "1":
+            if raises and current().rank == 1:
                 raise ValueError("the other waits")
             if where == "in the store":
                 accelerator = Accelerator()
@@ -1052,7 +1053,7 @@ class EngineContract:
     def test_a_rank_that_dies_in_a_call(self, session: Session) -> None:
         def die() -> None:
             _join_group()
-            if os.environ["RANK"] == "1":
+            if current().rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             _talk_for_ever()
 
@@ -1105,7 +1106,7 @@ class EngineContract:
     ) -> None:
         def work(path: str) -> None:
             begun = Path(path).with_name("begun")
-            if os.environ["RANK"] == "0":
+            if current().rank == 0:
                 while not begun.exists():
                     time.sleep(0.01)
                 raise ValueError("bad batch")
@@ -1140,10 +1141,10 @@ class EngineContract:
             # As a prepared model does: the group's connections outlive its end.
             builtins.kept = dist.group.WORLD  # type: ignore[attr-defined]
             dist.all_reduce(torch.ones(1))
-            if raises and os.environ["RANK"] == "0":
+            if raises and current().rank == 0:
                 raise ValueError("bad batch")
             dist.all_reduce(torch.ones(1))
-            return os.environ["RANK"]
+            return str(current().rank)
 
         with pytest.raises(WorkerError, match="bad batch"):
             session.call(meet, (True,), view=View())
@@ -1257,6 +1258,7 @@ _KERNEL = """
 import ctypes, os, pathlib, subprocess, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import Session, launch
+from notebook_accel.launch.rank import current
 from notebook_accel.launch.view import View
 {prelude}
 folder = pathlib.Path({folder!r})
@@ -1266,7 +1268,7 @@ def start_a_child():
     subprocess.Popen(["setsid", "sleep", "600"])
 def train():
     start_a_child()
-    (folder / ("rank" + os.environ["RANK"])).touch()
+    (folder / ("rank" + str(current().rank))).touch()
     mutex = ctypes.create_string_buffer(128)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
