@@ -18,8 +18,50 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
 
 
+# Cases that need a process for each rank: their ranks make groups of torch.distributed (one a
+# process), count on variables and random numbers of their own, fork or break their process, or
+# hold its GIL while others go on.
+NEEDS_A_PROCESS = {
+    "test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one",
+    "test_a_call_that_is_interrupted_is_followed_by_a_good_one",
+    "test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own",
+    "test_a_forked_child_that_comes_back_is_no_rank",
+    "test_a_function_that_never_asks_leaves_at_the_same_batch",
+    "test_a_gigabyte_each_way",
+    "test_a_killed_call_ends_the_session",
+    "test_a_killed_rank_takes_its_loader_workers_and_daemons_along",
+    "test_a_rank_dies",
+    "test_a_rank_stuck_in_a_collective_of_a_group_that_somebody_keeps",
+    "test_a_rank_that_breaks_its_connection",
+    "test_a_rank_that_dies_in_a_call",
+    "test_a_rank_that_goes_on_after_it_closed_its_connection",
+    "test_a_rank_that_waits_for_one_that_has_returned",
+    "test_an_interrupt_goes_on_by_itself_after_the_grace",
+    "test_key_error_while_the_others_sit_in_a_collective",
+    "test_launch_error_when_the_template_dies_while_forking",
+    "test_one_rank_raises",
+    "test_output_is_whole_and_in_order",
+    "test_plain_groups_after_a_call_that_failed",
+    "test_ranks_draw_what_the_notebook_would",
+    "test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time",
+    "test_ranks_that_wait_for_one_that_failed",
+    "test_runs_beside_each_other",
+    "test_should_stop_is_true_at_the_same_step",
+    "test_stacks_of_a_rank_that_holds_the_gil",
+    "test_the_notebooks_surroundings",
+    "test_the_port_is_held_and_usable",
+    "test_three_interrupts_end_anything",
+    "test_what_is_left_to_do_after_the_return_is_bounded",
+}
+
+
 class TestXla(EngineContract):
     engine = "xla"
+
+    @pytest.fixture(autouse=True)
+    def _skips(self, request: pytest.FixtureRequest) -> None:
+        if request.node.originalname in NEEDS_A_PROCESS:
+            pytest.skip("needs a process a rank")
 
     @pytest.fixture(autouse=True)
     def _devices(self, monkeypatch: pytest.MonkeyPatch) -> None:

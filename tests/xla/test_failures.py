@@ -43,7 +43,7 @@ def test_a_rank_that_raises() -> None:
             time.sleep(0.01)
 
     error = fails(raise_on_one)
-    assert (error.rank, error.ranks) == (1, (1,))
+    assert (error.rank, error.ranks) == (1, [1])
     assert "no such batch" in error.traceback
     assert isinstance(error.__cause__, ValueError)
 
@@ -56,7 +56,7 @@ def test_ranks_whose_process_exits() -> None:
 
     error = fails(leave)
     assert (set(error.ranks), error.exitcode) == ({0, 1}, 3)
-    assert f"ranks 0 and 1, process {error.run.pids[0]}: it ended with exit code 3" in str(error)
+    assert f"ranks 0-1, process {error.run.pids[0]}: it ended with exit code 3" in str(error)
 
 
 def test_ranks_whose_process_is_killed() -> None:
@@ -67,7 +67,7 @@ def test_ranks_whose_process_is_killed() -> None:
 
     error = fails(die)
     assert (set(error.ranks), error.signal) == ({0, 1}, "SIGKILL")
-    assert f"ranks 0 and 1, process {error.run.pids[0]}: it was killed by SIGKILL" in str(error)
+    assert f"ranks 0-1, process {error.run.pids[0]}: it was killed by SIGKILL" in str(error)
 
 
 def begun(function: Callable[[], Any]) -> Run:

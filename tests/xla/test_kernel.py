@@ -77,7 +77,8 @@ def test_a_function_of_a_cell_twice(kernel: Any) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_notebook_for_tpus(kernel: Any) -> None:
-    """Its cells after the installation, on the CPU device."""
+    """Its cells after the installation; on the CPU device the engine is not chosen by itself."""
+    execute(kernel, "%env NOTEBOOK_ACCEL_ENGINE=xla")
     path = Path(__file__).parents[2] / "notebooks" / "tpu_colab.ipynb"
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -141,8 +141,10 @@ class RankProcess:
             host: the rank whose file takes the stacks of that process.
         """
         starter = cast("Starter", self._process)
-        os.close(self.exit_fd)
-        self.exit_fd = processes.watch_exit(pid)
+        with contextlib.suppress(ProcessLookupError):
+            # It has died already: then the process that was started ends, too, and is watched.
+            watched, self.exit_fd = self.exit_fd, processes.watch_exit(pid)
+            os.close(watched)
         self._process = starter.child(pid)
         self.needed_pids = (pid, self.pid)
         self.pid = pid

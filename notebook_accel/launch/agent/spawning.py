@@ -28,7 +28,7 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.agent.rank_process import RankProcess
-from notebook_accel.launch.system.polling import is_readable
+from notebook_accel.launch.system.processes import is_readable
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
 from notebook_accel.launch.worker.output import redirect

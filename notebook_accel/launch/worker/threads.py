@@ -106,7 +106,8 @@ class _ThreadInterrupts(Interrupts):
     """
 
     def __init__(self, row: RankRow) -> None:
-        self._changing = threading.Lock()
+        # Reentrant: the thread of a rank may be the one that hears.
+        self._changing = threading.RLock()
         super().__init__(row)
 
     def install(self) -> None:
