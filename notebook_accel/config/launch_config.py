@@ -116,7 +116,8 @@ class LaunchConfig:
         label="Engine",
         is_first=True,
         about='"auto", "local" (processes of this machine), "xla" (TPUs by torch_xla), "elastic" '
-        '(several machines, or restarts after a failure) or "inline" (in the kernel, for a debugger)',
+        '(several machines, or restarts after a failure) or "inline" (in the kernel, for '
+        "a debugger)",
     )
     gradient_accumulation_steps: int | None = setting(
         check=as_count,
