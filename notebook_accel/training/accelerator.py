@@ -27,6 +27,7 @@ from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.files.weights import save_object
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (
+    check_rng_types,
     make_plan,
     refuse_unbuilt,
     resolve_loaders,
@@ -1116,6 +1117,10 @@ class Accelerator(ProcessInfo):
         """Random numbers that ranks take from rank 0 as a prepared loader begins."""
         return ["generator"] if self._plan.rng_types is None else list(self._plan.rng_types)
 
+    @rng_types.setter
+    def rng_types(self, value: Iterable[Any]) -> None:
+        self._plan.rng_types = check_rng_types(value, self.device)
+
     @property
     def native_amp(self) -> bool:
         """Whether forwards compute in the mixed precision; False: all in full precision."""
@@ -1136,20 +1141,28 @@ class Accelerator(ProcessInfo):
         """How autocast is entered; None: by torch's own settings."""
         return self._handler(AutocastKwargs)
 
+    @autocast_handler.setter
+    def autocast_handler(self, value: AutocastKwargs | None) -> None:
+        self._set_handler(AutocastKwargs, value)
+        self._plan.precision.options = value or AutocastKwargs()
+
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
         """How ``prepare`` wraps models; None: by torch's own settings."""
         return self._handler(DistributedDataParallelKwargs)
 
     @ddp_handler.setter
-    def ddp_handler(self, value: DistributedDataParallelKwargs) -> None:
-        kept = [one for one in self._plan.handlers if not isinstance(one, type(value))]
-        self._plan.handlers[:] = [*kept, value]
+    def ddp_handler(self, value: DistributedDataParallelKwargs | None) -> None:
+        self._set_handler(DistributedDataParallelKwargs, value)
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
         """The settings of ``profile`` where it is given none; None: torch's own."""
         return self._handler(ProfileKwargs)
+
+    @profile_handler.setter
+    def profile_handler(self, value: ProfileKwargs | None) -> None:
+        self._set_handler(ProfileKwargs, value)
 
     # Of libraries that are not used here: such a handler is refused.
     fp8_recipe_handler: None = None
@@ -1181,10 +1194,23 @@ class Accelerator(ProcessInfo):
     def _handler(self, kind: type[_Handler]) -> _Handler | None:
         return next((one for one in self._plan.handlers if isinstance(one, kind)), None)
 
+    def _set_handler(self, kind: type[KwargsHandler], value: KwargsHandler | None) -> None:
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"this handler is a {kind.__name__} or None, and a {type(value).__name__} was given"
+            )
+        # In place: the strategy reads the same list.
+        others = [one for one in self._plan.handlers if not isinstance(one, kind)]
+        self._plan.handlers[:] = [*others, *([] if value is None else [value])]
+
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How batches are shared out, of the loaders that are prepared from now on."""
         return self._plan.loaders
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self._plan.loaders = resolve_loaders(value)
 
     @property
     def split_batches(self) -> bool:

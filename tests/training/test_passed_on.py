@@ -31,6 +31,7 @@ from notebook_accel import (
     utils,
 )
 from notebook_accel.training import checkpoint
+from notebook_accel.training.data.samplers import SeedableRandomSampler
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -412,17 +413,34 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
     model = accelerator.prepare(Noting(4, 1))
     seen = Noting.computed_in
     seen.clear()
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    model(INPUTS)
+    accelerator.autocast_handler = None
     model(INPUTS)
     assert accelerator.native_amp
     accelerator.native_amp = False
     model(INPUTS)
-    assert seen == [torch.bfloat16, torch.float32]
+    assert seen == [torch.float32, torch.bfloat16, torch.float32]
+    accelerator.profile_handler = ProfileKwargs(activities=["cpu"], record_shapes=True)
+    with accelerator.profile() as profiler:
+        model(INPUTS)
+    assert profiler.record_shapes
+    accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator.rng_types = []
+    assert accelerator.rng_types == []
+    accelerator.rng_types = ["torch"]
     accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
+    assert accelerator.use_seedable_sampler
     assert not accelerator.native_amp
     loader = accelerator.prepare(DataLoader(range(4), shuffle=True))  # type: ignore[arg-type]
-    assert loader.device is None
+    assert isinstance(loader.sampler, SeedableRandomSampler)
+    assert (loader.rng_types, loader.device) == (("torch",), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
     assert not schedule.step_with_optimizer
+    with pytest.raises(ConfigError, match="is a DistributedDataParallelKwargs or None, and a Pro"):
+        accelerator.ddp_handler = ProfileKwargs()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="dataloader_config is a dict"):
+        accelerator.dataloader_config = {}  # type: ignore[assignment]
     with pytest.warns(UserWarning, match='native_amp=True has no effect with mixed_precision="no"'):
         Accelerator(cpu=True).native_amp = True
