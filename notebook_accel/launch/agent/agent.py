@@ -260,7 +260,7 @@ class Agent:
             now=now,
             idle=self._idle(now),
             leaving=self._are_leaving(),
-            all_begun=all(rank.has_started for rank in self._in_call()),
+            all_settle=all(rank.has_started and not rank.is_dying for rank in self._in_call()),
         )
         if stage is not None:
             self._enter_stage(stage)

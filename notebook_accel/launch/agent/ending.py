@@ -144,7 +144,7 @@ class Ending:
         )
 
     def next_stage(
-        self, *, now: float, idle: float, leaving: bool, all_begun: bool = True
+        self, *, now: float, idle: float, leaving: bool, all_settle: bool = True
     ) -> Stage | None:
         """The stage that is due now.
 
@@ -153,14 +153,14 @@ class Ending:
             idle: seconds since any rank last made progress.
             leaving: every rank in the call has left its loop or has read ``should_stop``, and so
                 ends the call in its own time.
-            all_begun: every rank in the call has called the function.
+            all_settle: every rank in the call has called the function, and none is dying.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:
             return None
         if is_polite and idle >= _IDLE_SECONDS:
             return Stage.INTERRUPT
-        if self.settles_from is not None and all_begun and now >= self.settles_from:
+        if self.settles_from is not None and all_settle and now >= self.settles_from:
             return self.next
         if self.due is not None and now >= self.due:
             return self.next

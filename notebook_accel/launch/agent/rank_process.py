@@ -183,6 +183,14 @@ class RankProcess:
 
     # ---- its connection --------------------------------------------------------------------
 
+    @property
+    def is_dying(self) -> bool:
+        """Whether its connections are closed, and its process has not ended yet.
+
+        Those of a killed process close first, and the ranks that talk to it fail at that.
+        """
+        return self._closed_at is not None and self.alive
+
     def note_closed(self, now: float) -> None:
         """Its end of the connection is closed: the process ends, or else its code closed it."""
         self._closed_at = now

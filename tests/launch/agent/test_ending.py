@@ -101,11 +101,11 @@ def test_a_failure_ends_the_others_after_the_settle_window() -> None:
 
 def test_the_settle_window_lasts_until_every_rank_has_begun() -> None:
     ending = Ending(grace=10).failed(now=100)
-    assert ending.next_stage(now=100.2, idle=0, leaving=False, all_begun=True) is None
-    assert ending.next_stage(now=101.9, idle=0, leaving=False, all_begun=False) is None
-    assert ending.next_stage(now=100.3, idle=0, leaving=False, all_begun=True) is Stage.TERMINATE
+    assert ending.next_stage(now=100.2, idle=0, leaving=False, all_settle=True) is None
+    assert ending.next_stage(now=101.9, idle=0, leaving=False, all_settle=False) is None
+    assert ending.next_stage(now=100.3, idle=0, leaving=False, all_settle=True) is Stage.TERMINATE
     # Not for ever.
-    assert ending.next_stage(now=102.0, idle=0, leaving=False, all_begun=False) is Stage.TERMINATE
+    assert ending.next_stage(now=102.0, idle=0, leaving=False, all_settle=False) is Stage.TERMINATE
 
 
 def test_the_settle_window_of_a_session_ends_in_an_interrupt() -> None:
@@ -120,7 +120,7 @@ def test_a_stop_does_not_prolong_the_settle_window() -> None:
 
 def test_a_harder_stage_ends_the_settle_window() -> None:
     ending = Ending(grace=10).failed(now=100).ask(Stage.TERMINATE, now=100.1)
-    assert ending.next_stage(now=100.3, idle=0, leaving=False, all_begun=True) is None
+    assert ending.next_stage(now=100.3, idle=0, leaving=False, all_settle=True) is None
 
 
 def test_a_failure_during_a_stop_overrules_its_grace() -> None:

@@ -43,4 +43,3 @@ def test_work_of_atexit_that_is_cut_is_told() -> None:
     run = launch(train, config=config, view=View())
     assert run[0] == 5
     assert [line for line in run.state.notices if "atexit" in line and "was cut" in line]
-    assert "notebook_accel: what was left to do" in run.logs(0)
