@@ -9,17 +9,12 @@ answers (template/process.py).
 
 from __future__ import annotations
 
-import csv
-import io
 import os
-import resource
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 from notebook_accel import tpu
 from notebook_accel.config import resolve
@@ -28,7 +23,6 @@ from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
 from notebook_accel.launch.system.open_files import files_needed, hard_limit
-from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -45,8 +39,6 @@ _SMALL_SHARED_MEMORY = _GIB // 4
 _LITTLE_MEMORY = _GIB
 # The next run's logs need room beside the old runs, of which 2 GB are kept.
 _LITTLE_DISK = _GIB
-# A rank has some ten threads, each of which counts, and a loader's worker is a process more.
-_FEW_PROCESSES = 200
 # More than any machine has.
 _UNLIMITED = 1 << 62
 # nvidia-smi takes a second or two, and never answers where a driver hangs.
@@ -110,7 +102,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
 
 def _without_devices(machine: Machine) -> Finding:
     found = f"no accelerator: ranks train on {machine.num_cores} CPU cores"
-    names = ", ".join(name for (name,) in _ask_nvidia("--query-gpu=name", columns=1))
+    names = ", ".join(_ask_nvidia("--query-gpu=name"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if machine.problem:
         found = f"{found}. Torch says: {machine.problem}"
@@ -148,48 +140,15 @@ def _tpus(_machine: Machine) -> Iterator[Finding]:
 
 def _versions(machine: Machine) -> Iterator[Finding]:
     # One line for each GPU; the driver is the same for all.
-    drivers = {version for (version,) in _ask_nvidia("--query-gpu=driver_version", columns=1)}
+    drivers = set(_ask_nvidia("--query-gpu=driver_version"))
     named = [f"{name} {version}" for name, version in machine.versions.items()]
     named += [f"NVIDIA driver {version}" for version in sorted(drivers)]
     if named:
         yield Finding(level=FINE, subject="versions", found=", ".join(named))
 
 
-def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
-    if not machine.devices:
-        return
-    for pid, used, gpu in _processes_on_gpus():
-        held = f"{used} of the memory of GPU {gpu}"
-        if _is_below_this_process(pid):
-            found = f"rank process {pid} of this notebook holds {held}"
-            yield Finding(level=FINE, subject="devices in use", found=found)
-            continue
-        mine = pid == os.getpid()
-        owner = "this very kernel" if mine else f"process {pid} ({_name_of(pid)})"
-        remedy = (
-            "free it (del the tensors, then torch.cuda.empty_cache()), or restart the kernel"
-            if mine
-            else f"end it (kill {pid}) if nobody needs it, or launch on others, by devices="
-        )
-        yield Finding(
-            level=HURTS, subject="devices in use", found=f"{owner} holds {held}", remedy=remedy
-        )
-
-
-def _processes_on_gpus() -> list[tuple[int, str, str]]:
-    """Process id, memory and GPU, as nvidia-smi counts them, of each process that computes."""
-    numbers = dict(_ask_nvidia("--query-gpu=uuid,index", columns=2))
-    rows = _ask_nvidia("--query-compute-apps=pid,used_memory,gpu_uuid", columns=3)
-    return [
-        # Of a part of a GPU, and in WSL, the driver does not say how much.
-        (int(pid), used if used[:1].isdecimal() else "some", numbers.get(uuid, uuid))
-        for pid, used, uuid in rows
-        if pid.isdecimal()
-    ]
-
-
-def _ask_nvidia(query: str, *, columns: int) -> list[list[str]]:
-    """The rows that nvidia-smi answers with; none where it is not there or gives no answer."""
+def _ask_nvidia(query: str) -> list[str]:
+    """The lines that nvidia-smi answers with; none where it is not there or gives no answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -203,23 +162,7 @@ def _ask_nvidia(query: str, *, columns: int) -> list[list[str]]:
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = csv.reader(io.StringIO(done.stdout), skipinitialspace=True)
-    return [row for row in rows if len(row) == columns]
-
-
-def _name_of(pid: int) -> str:
-    try:
-        # A process chooses its own name, and a terminal would obey control characters in it.
-        return one_line(psutil.Process(pid).name(), 40)
-    except psutil.Error:
-        return "of another container or user"
-
-
-def _is_below_this_process(pid: int) -> bool:
-    try:
-        return any(above.pid == os.getpid() for above in psutil.Process(pid).parents())
-    except psutil.Error:  # of another container or user
-        return False
+    return done.stdout.splitlines()
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
@@ -232,33 +175,20 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding(level=FINE, subject="memory", found=found)
 
 
-# For each version of control groups: the folder, the file with the memory limit, the file with
-# the memory in use, and the name in memory.stat of the file cache, which the system gives up when
-# memory is short.
-_GROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    (
-        "/sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-)
+_GROUP = Path("/sys/fs/cgroup")
 
 
 def _free_in_container() -> int:
     """Bytes below the limit of this process's control group; very many where there is none."""
-    for folder, limit_name, used_name, files_name in _GROUPS:
-        group = Path(folder)
-        try:
-            limit = (group / limit_name).read_text().strip()
-            used = int((group / used_name).read_text())
-            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        used -= int(fields.get(files_name, 0))
-        return int(limit) - used if limit.isdecimal() else _UNLIMITED
-    return _UNLIMITED
+    try:
+        limit = (_GROUP / "memory.max").read_text().strip()
+        used = int((_GROUP / "memory.current").read_text())
+        fields = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return _UNLIMITED
+    # The system gives the file cache up when memory is short.
+    used -= int(fields.get("inactive_file", 0))
+    return int(limit) - used if limit.isdecimal() else _UNLIMITED
 
 
 def _shared_memory(_machine: Machine) -> Iterator[Finding]:
@@ -289,11 +219,6 @@ def _limits(_machine: Machine) -> Iterator[Finding]:
         found=f"{number} (ulimit -Hn)",
         remedy=f"8 ranks need {needed}: have it raised" if low else "",
     )
-    _, processes = resource.getrlimit(resource.RLIMIT_NPROC)
-    if processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES:
-        found = f"this user may have {processes} processes and threads (ulimit -u)"
-        remedy = "have it raised: a rank has some ten threads"
-        yield Finding(level=HURTS, subject="processes", found=found, remedy=remedy)
 
 
 def _folders(_machine: Machine) -> Iterator[Finding]:
@@ -330,7 +255,6 @@ _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _devices,
     _tpus,
     _versions,
-    _who_uses_the_devices,
     _memory,
     _shared_memory,
     _limits,

@@ -162,19 +162,17 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
         LaunchError: the limit of open files is too low for the ranks, or the port cannot be had.
     """
     check_files_of_ranks(world_size)
-    port = config.use_port
-    problem = None if port is None else _bind(port)
-    if isinstance(problem, PermissionError):
-        raise LaunchError(
-            f"use_port={port} may not be listened on by this user ({problem.strerror}): ports "
-            "below 1024 take a privilege. Choose a higher one, or leave it out and a free one is "
-            "found"
-        )
-    if problem is not None:
-        raise LaunchError(
-            f"use_port={port} cannot be had on this machine ({problem.strerror}): choose another, "
-            "or leave it out and a free one is found"
-        )
+    if config.use_port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", config.use_port))
+        except OSError as error:
+            raise LaunchError(
+                f"use_port={config.use_port} cannot be had on this machine ({error.strerror}): "
+                "choose another, or leave it out and a free one is found"
+            ) from None
 
 
 def check_fits(config: LaunchConfig, machine: Machine) -> None:
@@ -223,14 +221,3 @@ def check_files_of_ranks(world_size: int) -> None:
             f"{ranks} about {needed} open files, and this machine's hard limit is {hard} "
             f"(ulimit -Hn): {advice}"
         )
-
-
-def _bind(port: int) -> OSError | None:
-    """What the system says against this port of the loopback interface; None for nothing."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return error
-    return None

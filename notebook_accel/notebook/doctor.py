@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from jupyter_core.paths import jupyter_path
 
 from notebook_accel.launch.doctor import FINE, HURTS, SIGNS, STOPS, Finding, as_lines, examine
 from notebook_accel.notebook.clicks import find_kernel
@@ -88,56 +89,33 @@ def diagnose() -> Diagnosis:
     return Diagnosis([*examine(), *_widgets()])
 
 
-# What of each ipywidgets a page needs: the packages and the extension of JupyterLab and Notebook 7
-# by the first number of their versions.
-_FITTING = {"8": ("3", "5"), "7": ("1", "3")}
 _EXTENSION = "labextensions/@jupyter-widgets/jupyterlab-manager/package.json"
-# Where every server looks, after the folders of its own environment and of its user.
-_OF_MACHINE = (Path("/usr/local/share/jupyter"), Path("/usr/share/jupyter"))
-_UNTIL_THEN = "; until then, view='text' shows runs as lines"
 
 
 def _widgets() -> list[Finding]:
     """Whether pages can draw widgets, as far as this machine tells."""
     if find_kernel() is None:
         return []
-    versions = {name: _version(name) for name in ("ipywidgets", "ipykernel", "jupyterlab-widgets")}
-    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    fitting = _FITTING.get((versions["ipywidgets"] or "8").partition(".")[0])
+    found = f"ipywidgets {importlib.metadata.version('ipywidgets')}"
     server = _server_python()
-    if server is not None:
-        return [_widgets_of_server(server, found, fitting)]
-    page = (versions["jupyterlab-widgets"] or "").partition(".")[0]
-    if page and fitting and page != fitting[0]:
-        remedy = f"install a pair that fits: ipywidgets 8 with jupyterlab-widgets 3{_UNTIL_THEN}"
-        return [Finding(level=HURTS, subject="widgets", found=found, remedy=remedy)]
-    if not page:
-        found += "; jupyterlab-widgets is not in the kernel's environment, the only one that was "
-        found += "looked at: where a panel stays empty, install it where Jupyter itself runs"
-    return [Finding(level=FINE, subject="widgets", found=found)]
-
-
-def _widgets_of_server(python: str, found: str, fitting: tuple[str, str] | None) -> Finding:
-    """Whether the Jupyter server of that Python has the extension that draws widgets."""
-    there = (folder / _EXTENSION for folder in _folders_of_server(python))
-    version = next((_version_in(file) for file in there if file.is_file()), None)
-    package = "jupyterlab_widgets" if fitting is None else f"jupyterlab_widgets=={fitting[0]}.*"
-    install = f"{python} -m pip install '{package}', then reload the page{_UNTIL_THEN}"
-    if version is None:
-        found += f"; the Jupyter server ({python}) has no extension that draws widgets"
-        return Finding(level=HURTS, subject="widgets", found=found, remedy=install)
-    found += f"; jupyterlab-manager {version} in the Jupyter server"
-    if fitting and version.partition(".")[0] != fitting[1]:
-        return Finding(level=HURTS, subject="widgets", found=found, remedy=install)
-    return Finding(level=FINE, subject="widgets", found=found)
+    if server is None:
+        found += "; where a panel stays empty, install jupyterlab_widgets where Jupyter itself runs"
+        return [Finding(level=FINE, subject="widgets", found=found)]
+    version = next(filter(None, map(_version_in, _folders_of_server(server))), "")
+    # By the first number of their versions: ipywidgets 8 goes with 5, ipywidgets 7 with 3.
+    fitting, package = ("3", "1") if found.startswith("ipywidgets 7") else ("5", "3")
+    found += f"; jupyterlab-manager {version or 'is not'} in the Jupyter server ({server})"
+    if version.partition(".")[0] == fitting:
+        return [Finding(level=FINE, subject="widgets", found=found)]
+    remedy = f"{server} -m pip install 'jupyterlab_widgets=={package}.*', then reload the page"
+    remedy += "; until then, view='text' shows runs as lines"
+    return [Finding(level=HURTS, subject="widgets", found=found, remedy=remedy)]
 
 
 def _folders_of_server(python: str) -> list[Path]:
-    """Where the server looks for extensions, as Jupyter's ``jupyter_path`` says."""
-    variable = os.environ.get("JUPYTER_PATH", "").split(os.pathsep)
-    of_user = os.environ.get("JUPYTER_DATA_DIR") or Path("~/.local/share/jupyter").expanduser()
-    own = Path(python).parent.parent / "share/jupyter"
-    return [*(Path(folder) for folder in variable if folder), own, Path(of_user), *_OF_MACHINE]
+    """Where the server looks for extensions: in its own environment, and where every one does."""
+    everywhere = (Path(folder) for folder in jupyter_path() if not folder.startswith(sys.prefix))
+    return [Path(python).parent.parent / "share/jupyter", *everywhere]
 
 
 def _server_python() -> str | None:
@@ -153,15 +131,9 @@ def _server_python() -> str | None:
     return None
 
 
-def _version_in(package_json: Path) -> str:
+def _version_in(folder: Path) -> str:
+    """That of the extension which draws widgets; "" where it is not in the folder."""
     try:
-        return str(json.loads(package_json.read_text(encoding="utf-8"))["version"])
+        return str(json.loads((folder / _EXTENSION).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError):
         return ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -33,8 +33,9 @@ __all__ = [
 
 # Values that are looked into: each is pickled once, with all that it holds.
 _MAX_LOOKS = 100
-# Attributes of torch modules whose entries a person knows as attributes of the module.
-_FLATTENED = ("_modules", "_parameters", "_buffers")
+# What a bound method, a static or class method, or a partial has inside.
+_HOLDERS = (types.MethodType, staticmethod, classmethod, functools.partial)
+_HELD = ("__self__", "__func__", "func", "args", "keywords")
 
 
 class Culprit(NamedTuple):
@@ -52,45 +53,55 @@ class Culprit(NamedTuple):
     user: str
     error: BaseException
 
-    @property
-    def title(self) -> str:
-        """The path and the type."""
-        return f"`{self.path}` ({_type_name(self.value)})"
-
-    def remedy_or(self, advice: str) -> str:
-        """What to do instead: as the value's kind says, else the advice with what Python says."""
+    def sentence(self, verb: str, advice: str) -> str:
+        """What cannot travel, and what to do: as the value's kind says, else the advice with what
+        Python says."""
         if isinstance(self.error, Refused):
-            return str(self.error)
-        return f"{advice} ({str(self.error).partition(chr(10))[0]})"
+            what = str(self.error)
+        else:
+            what = f"{advice} ({str(self.error).partition(chr(10))[0]})"
+        return f"`{self.path}` ({_type_name(self.value)}){verb}; {what}"
 
 
 # A piece of a value: its path, the value, and the name of the function or class that uses it.
 _Part = tuple[str, Any, str]
 
 
-def _find_culprit(
-    parts: Iterable[_Part], attempt: Callable[[Any], BaseException | None]
-) -> Culprit | None:
-    """The innermost value among the parts for which ``attempt`` gives an error."""
-    # Those that failed. In a cycle all do: one that fails since it leads back is not to blame.
+def _find_culprit(parts: Iterable[_Part], make: Callable[..., Any]) -> Culprit | None:
+    """The nearest value among the parts, and in them, that the pickler which ``make`` makes cannot
+    pickle for a reason of its own: all that it holds can be pickled."""
+    # What pickling each value raised, by its identity; the value is kept, so that it stays its own.
+    looks: dict[int, tuple[Any, BaseException | None]] = {}
+
+    def error_of(value: Any) -> BaseException | None:
+        if id(value) not in looks:
+            looks[id(value)] = value, _error_of(make, value)
+        return looks[id(value)][1]
+
     seen: set[int] = set()
+    waiting = deque(parts)
+    while waiting:
+        path, value, user = waiting.popleft()
+        error = error_of(value)
+        if error is None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        is_whole = remedy_of(type(value)) is not None or len(looks) > _MAX_LOOKS
+        inside = (
+            [] if is_whole else [part for part in _parts(path, value, user) if error_of(part[1])]
+        )
+        if not inside:
+            return Culprit(path, value, user, error)
+        waiting.extendleft(reversed(inside))
+    return None
 
-    def search(parts: Iterable[_Part]) -> tuple[Culprit | None, bool]:
-        """A culprit, and whether any part has failed."""
-        has_failed = False
-        for path, value, user in parts:
-            error = None if id(value) in seen else attempt(value)
-            has_failed |= error is not None or id(value) in seen
-            if error is None:
-                continue
-            seen.add(id(value))
-            is_whole = remedy_of(type(value)) is not None or len(seen) > _MAX_LOOKS
-            found, is_inside = (None, False) if is_whole else search(_parts(path, value, user))
-            if found or not is_inside:
-                return found or Culprit(path, value, user, error), True
-        return None, has_failed
 
-    return search(parts)[0]
+def _error_of(make: Callable[..., Any], value: Any) -> BaseException | None:
+    try:
+        make(Discard(), lambda _buffer: None).dump(value)
+    except (Exception, SystemExit) as error:  # whatever a user's object does
+        return error
+    return None
 
 
 def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
@@ -99,33 +110,21 @@ def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
             yield name, used, value.__name__
     elif isinstance(value, type):
         for name, member in vars(value).items():
-            # A property, class method or static method fails by the function inside it.
-            inner = getattr(member, "__func__", member)
-            inner = member.fget if isinstance(member, property) else inner
-            yield f"{value.__name__}.{name}", inner, value.__name__
+            yield f"{value.__name__}.{name}", member, value.__name__
     elif isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", member, user) for key, member in value.items())
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"{path}[{index}]", member, user) for index, member in enumerate(value))
-    elif isinstance(value, types.MethodType):
-        yield f"{path}.__self__", value.__self__, user
-    elif isinstance(value, functools.partial):
-        yield f"{path}.func", value.func, user
-        yield from _parts(path, {**dict(enumerate(value.args)), **value.keywords}, user)
     else:
-        for name, member in _attributes(value):
+        held = _HELD if isinstance(value, _HOLDERS) else ()
+        named = {name: getattr(value, name) for name in held if hasattr(value, name)}
+        named |= getattr(value, "__dict__", {})
+        for name in ("_modules", "_parameters"):  # of torch's modules, known as their attributes
+            if isinstance(named.get(name), dict):
+                named |= named.pop(name)
+        for name, member in named.items():
             yield f"{path}.{name}", member, user
         yield path, type(value), user
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    is_own = type(value).__module__ == "__main__"
-    for name, member in getattr(value, "__dict__", {}).items():
-        if name in _FLATTENED and isinstance(member, dict):
-            yield from member.items()
-        elif is_own or not name.startswith("_"):
-            # The private attributes of a library's object tell a person nothing.
-            yield name, member
 
 
 def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
@@ -153,12 +152,6 @@ def arguments(
         return {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", None) or _type_name(function)
-
-
 def _type_name(value: object) -> str:
     """A value's type, as a person would write it."""
     kind = type(value)
@@ -174,32 +167,30 @@ def cannot_travel(
     error: BaseException,
 ) -> LaunchError:
     """The error for a call that could not be pickled, which raised ``error``."""
-    name = _name_of(function)
+    inner = getattr(function, "func", function)  # of a partial
+    name = getattr(inner, "__name__", None) or _type_name(inner)
     given = arguments(function, args, kwargs).items()
     parts = [(name, function, ""), *((label, value, name) for label, value in given)]
-    culprit = _find_culprit(parts, _attempt(CallPickler))
+    culprit = _find_culprit(parts, CallPickler)
     if culprit is None:
         return LaunchError(f"`{name}` cannot travel to the ranks; {error}")
-    used = f"used in {culprit.user}, " if culprit.user else ""
-    what = culprit.remedy_or("create it inside the function")
-    return LaunchError(f"{culprit.title}, {used}cannot travel; {what}")
+    used = f", used in {culprit.user}," if culprit.user else ""
+    return LaunchError(culprit.sentence(f"{used} cannot travel", "create it inside the function"))
 
 
 def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchError:
     """The error for a name of the notebook whose value could not be pickled."""
-    culprit = _find_culprit([(name, value, "")], _attempt(CallPickler))
-    culprit = culprit or Culprit(name, value, "", error)
-    what = culprit.remedy_or("make it in a cell of the session")
-    return LaunchError(f"{culprit.title} cannot travel to the session; {what}")
+    culprit = _find_culprit([(name, value, "")], CallPickler) or Culprit(name, value, "", error)
+    advice = "make it in a cell of the session"
+    return LaunchError(culprit.sentence(" cannot travel to the session", advice))
 
 
 def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:
     """The error for a result that could not be pickled, which raised ``error``."""
-    attempt = _attempt(functools.partial(ResultPickler, sent=sent))
-    culprit = _find_culprit([("result", value, "")], attempt)
+    culprit = _find_culprit([("result", value, "")], functools.partial(ResultPickler, sent=sent))
     culprit = culprit or Culprit("result", value, "", error)
-    what = culprit.remedy_or("return values, tensors or models instead")
-    return TypeError(f"{culprit.title}, returned, cannot travel to the notebook; {what}")
+    advice = "return values, tensors or models instead"
+    return TypeError(culprit.sentence(", returned, cannot travel to the notebook", advice))
 
 
 def cause(error: BaseException) -> BaseException | None:
@@ -210,18 +201,3 @@ def cause(error: BaseException) -> BaseException | None:
     module = entry.tb_frame.f_globals.get("__name__", "") if entry is not None else ""
     is_picklers = str(module).startswith(("cloudpickle.", "notebook_accel."))
     return None if is_picklers else error
-
-
-def _attempt(
-    make: Callable[[Any, Callable[[Any], Any]], Any],
-) -> Callable[[Any], BaseException | None]:
-    """A function that pickles a value, keeps nothing of it, and gives what that raised."""
-
-    def attempt(value: Any) -> BaseException | None:
-        try:
-            make(Discard(), lambda _buffer: None).dump(value)
-        except (Exception, SystemExit) as error:  # whatever a user's object does
-            return error
-        return None
-
-    return attempt
