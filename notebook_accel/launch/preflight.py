@@ -18,8 +18,6 @@ from notebook_accel.launch.system.open_files import check_open_files, files_need
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.machine import Machine
 
@@ -108,9 +106,14 @@ def check_platform() -> None:
     Raises:
         LaunchError: it names what is missing, and what to do.
     """
-    if not processes.supported():
-        raise LaunchError(f"launching processes needs Linux (5.3 or newer) for now; {_INLINE}")
     check_files_of_kernel()
+    with held():  # an interrupt in it would leave a descriptor open
+        is_supported = processes.supported()
+    if not is_supported:
+        raise LaunchError(
+            "launching processes needs Linux (5.3 or newer) for now, and in a container a profile "
+            f"that allows pidfd_open (Docker 20.10 or newer has one); {_INLINE}"
+        )
     try:
         os.getcwd()
     except OSError as error:
@@ -129,20 +132,6 @@ def check_platform() -> None:
             f"there is no folder for temporary files ({error}): set TMPDIR to a folder that can "
             "be written, before the kernel starts, then launch again"
         ) from None
-    makers: dict[str, Callable[[], int]] = {
-        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
-        "memfd_create": lambda: os.memfd_create("notebook_accel", os.MFD_ALLOW_SEALING),
-    }
-    for name, make in makers.items():
-        try:
-            with held():
-                os.close(make())
-        except OSError as error:
-            raise LaunchError(
-                f"this system refuses {name} ({error.strerror}), which ranks are watched and fed "
-                "with. Most likely it is a container with an old or strict seccomp profile: "
-                f"start it with one that allows {name} (Docker 20.10 or newer does); {_INLINE}"
-            ) from None
 
 
 def check_files_of_kernel() -> None:

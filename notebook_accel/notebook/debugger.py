@@ -11,8 +11,6 @@ launch or cell of ``%%accelerate``, with `%accelerate stop`, and with the kernel
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import StdinNotImplementedError
@@ -23,7 +21,6 @@ from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import GuardedView
 from notebook_accel.notebook.clicks import can_answer, find_kernel
-from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.worker.calls import DebugCall
 
 if TYPE_CHECKING:
@@ -42,7 +39,6 @@ _HINT = (
     "`%accelerate debug` looks into its frames; the ranks wait for that until the next launch or "
     "`%accelerate stop`"
 )
-_TEXT = "text/plain"
 
 _held: HeldLaunch | None = None
 
@@ -91,26 +87,20 @@ def launch_for_debugger(
     config: LaunchConfig,
     view: View,
     sources: Sequence[CellSource],
-    block: bool,
     timeout: float | None,
     notices: Sequence[str],
     name: str | None,
-    below: DisplaySlot | None = None,
 ) -> Run:
-    """Launch as ``launch.launcher.launch``, and hold the ranks if one of them raises.
+    """Launch as ``launch.launcher.launch``, wait for the end, and hold the ranks if one raises.
 
     Args:
-        function, args, kwargs, config, view, sources, block, timeout, notices, name: as there.
-        below: where it is told, of a launch in the background, that the ranks are held; None is
-            the output of the cell that launches.
+        function, args, kwargs, config, view, sources, timeout, notices, name: as there.
 
     Raises:
         ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as there.
     """
     _load_magics()
     view = GuardedView(view)
-    # Of a launch that nobody waits for: where the outcome is told.
-    below = None if block else below or DisplaySlot()
     try:
         session = Session(config=config, view=view, name=name or _name_of(function))
     except BaseException:
@@ -123,7 +113,6 @@ def launch_for_debugger(
             kwargs,
             view=view,
             sources=sources,
-            block=block,
             timeout=timeout,
             notices=[*notices, *session.notices],
             advise=True,
@@ -137,24 +126,8 @@ def launch_for_debugger(
         if _hold_or_end(session) and isinstance(error, WorkerError):
             error.hint = _HINT
         raise
-    if below is None:
-        _hold_or_end(session)
-    else:
-        below.clear()
-        # ipykernel 7.0 finds the cell of a thread by its context alone.
-        context = contextvars.copy_context()
-        threading.Thread(
-            target=context.run, args=(_follow, session, run, below), daemon=True
-        ).start()
+    _hold_or_end(session)
     return run
-
-
-def _follow(session: Session, run: Run, below: DisplaySlot) -> None:
-    """Wait for a launch in the background, and say below its cell that its ranks are held."""
-    while not run._conductor.ended.wait(1.0):
-        continue
-    if _hold_or_end(session):
-        below.show({_TEXT: f"{run.name} failed. {_HINT}"})
 
 
 def _hold_or_end(session: Session) -> bool:

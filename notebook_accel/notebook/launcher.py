@@ -145,7 +145,8 @@ def notebook_launcher(
         session: call it on the ranks that ``%%accelerate`` cells use, which stay; they are started
             if there are none. Where the function uses globals, it uses the session's.
         debug: compare across ranks what the ``Accelerator``'s collectives are given; and where a
-            rank fails, keep all of them, so that ``%accelerate debug`` can look into its frames.
+            rank fails while the cell waits, keep all of them, so that ``%accelerate debug`` can
+            look into its frames.
             They end with the next launch, or with ``%accelerate stop``. Torch's own mode
             (TORCH_DISTRIBUTED_DEBUG=DETAIL) is left out: it kills ranks that train by DDP on CPUs.
         join_token: of the launch that this machine joins (``node_rank``).
@@ -262,11 +263,10 @@ def launch_below(
     *,
     config: LaunchConfig,
     slot: DisplaySlot,
-    below: DisplaySlot,
 ) -> Run:
     """Launch as a call of :func:`notebook_launcher` does, from a click, and so in the background.
 
-    A click's own output would appear nowhere: what it launches is shown in places that a cell has
+    A click's own output would appear nowhere: what it launches is shown in a place that a cell has
     made already.
 
     Args:
@@ -274,14 +274,11 @@ def launch_below(
         args, kwargs: what it is called with.
         config: the settings that the call would give.
         slot: the place of the run's panel.
-        below: the place of a line below the panel.
 
     Raises:
         ConfigError, LaunchError: as :func:`notebook_launcher`; or the engine needs a cell.
     """
     end_held_launch()
-    # What was said of the run before is over.
-    below.clear()
     chosen, notices = resolve({}, config)
     check_leaves_notebook_free(chosen)
     return _launch(
@@ -289,11 +286,10 @@ def launch_below(
         args,
         kwargs,
         config=chosen,
-        asks_debugger=config.debug,
+        asks_debugger=False,
         view=dashboard_in(find_kernel(), waits=False, slot=slot),
         block=False,
         notices=[*notices, *_unused({}, chosen)],
-        below=below,
     )
 
 
@@ -322,22 +318,21 @@ def _launch(
     notices: Sequence[str],
     timeout: float | None = None,
     name: str | None = None,
-    below: DisplaySlot | None = None,
 ) -> Run:
-    """Launch, and hold the ranks for the debugger where the call itself asked for it."""
+    """Launch, and hold the ranks for the debugger where the call itself asked for it, and waits."""
     shell = get_ipython()
     given: dict[str, Any] = {
         "config": config,
         "view": view,
         "sources": cell_sources(shell),
-        "block": block,
         "timeout": timeout,
         "notices": notices,
         "name": name,
     }
-    if asks_debugger and shell is not None and engine_named(config.engine).keeps_ranks:
-        return launch_for_debugger(function, args, kwargs, **given, below=below)
-    return launch(function, args, kwargs, **given)
+    keeps_ranks = block and shell is not None and engine_named(config.engine).keeps_ranks
+    if asks_debugger and keeps_ranks:
+        return launch_for_debugger(function, args, kwargs, **given)
+    return launch(function, args, kwargs, block=block, **given)
 
 
 # ---- arguments -----------------------------------------------------------------------------

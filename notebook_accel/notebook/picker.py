@@ -363,8 +363,8 @@ class ConfigPicker:
         # own where the kernel has subshells, cells run meanwhile, and what is known of the machine
         # comes from one more.
         self._lock = threading.RLock()
-        # Of the run's panel, and of what is said below it: only a cell can make them.
-        self._slot, self._below = DisplaySlot(), DisplaySlot()
+        # Of the run's panel: only a cell can make it.
+        self._slot = DisplaySlot()
         self._lost_text = LostWidgetText(_LOST)
         self._is_filling = False
         self._draws_between_cells = True
@@ -431,8 +431,7 @@ class ConfigPicker:
         DisplaySlot().show(widget_view(self._box, _SAVED))
         self._lost_text.place()
         # Shown once more, the form has the run below it there too.
-        for slot in (self._slot, self._below):
-            slot.place()
+        self._slot.place()
         # Registered twice it is called once. It displays nothing: that would show nowhere.
         shell.events.register("post_run_cell", self._after_cell)
         self._draws_between_cells = clicks.draws_between_cells
@@ -626,7 +625,6 @@ class ConfigPicker:
             kwargs,
             config=self.config,
             slot=self._slot,
-            below=self._below,
         )
         typed = f"import notebook_accel; run = notebook_accel.find_run({self.run.id!r})"
         self._say(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import socket
@@ -183,18 +182,13 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         launched()
 
 
-@pytest.mark.parametrize("call", ["pidfd_open", "memfd_create"])
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
-def test_a_call_that_a_container_refuses(
-    call: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_a_container_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
-        raise OSError(number, os.strerror(number))
+        raise PermissionError
 
-    monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(LaunchError, match=call) as caught:
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(LaunchError, match="a profile that allows pidfd_open"):
         launched()
-    assert "seccomp" in str(caught.value)
 
 
 # ---- how long to wait ----------------------------------------------------------------------

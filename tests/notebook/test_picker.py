@@ -188,7 +188,6 @@ def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
             {},
             config=LaunchConfig(),
             slot=DisplaySlot(),
-            below=DisplaySlot(),
         )
 
 
@@ -365,9 +364,8 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     picker = config_picker(LaunchConfig())
     picker._ipython_display_()
     picker._buttons["Launch"].click()
-    panel, line = {"text/plain": "the panel"}, {"text/plain": "a line below it"}
+    panel = {"text/plain": "the panel"}
     notebook.given["slot"].show(panel)
-    notebook.given["below"].show(line)
     form, lost, *places = notebook.displayed
     # A file has no widgets: what it keeps of the form says how to have it.
     assert form == widget_view(picker._box, form["text/plain"])
@@ -375,9 +373,9 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     # In a page that draws the form, the form hides that.
     (its_class,) = re.findall("class='(na-lost-.*?)'", lost["text/html"])
     assert f".{its_class} {{ display: none; }}" in picker._box.children[0].value
-    assert places == [{"text/plain": "", "text/html": ""}] * 2
+    assert places == [{"text/plain": "", "text/html": ""}]
     picker._ipython_display_()
-    assert notebook.displayed[4:] == [form, lost, panel, line]
+    assert notebook.displayed[3:] == [form, lost, panel]
 
 
 class Launcher:
@@ -424,18 +422,17 @@ def test_a_click_launches_as_the_code_of_the_form_does(
     LaunchConfig(num_processes=2, seed=5).save(default_config_path())
     monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "6")
     started.run("def train(rate=1): ...")
-    # A setting of the form, one of the environment and one of the default file; where ranks are
-    # held for the debugger, the call itself must ask for it.
+    # A setting of the form, one of the environment and one of the default file.
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
     for form in (LaunchConfig(mixed_precision="bf16"), LaunchConfig(debug=True)):
         started.click(form)
-        by_click, is_held = started.given, started.is_held
+        by_click = started.given
         code = config_picker(form)._code.value
         code = _shown_code(code)
         started.run(code.replace("config=config)", "config=config, block=False)"))
         assert started.given["config"] == by_click["config"]
         assert started.given["notices"] == by_click["notices"]
-        assert started.is_held == is_held == form.debug
+        assert not started.is_held, "no cell waits for it"
         assert by_click["config"].seed == 6
         assert by_click["config"].num_processes == 2
         assert by_click["config"].debug

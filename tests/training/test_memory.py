@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -108,20 +107,16 @@ def test_the_tensors_of_a_failed_try_are_gone_before_the_next() -> None:
     assert len(held) == 3
 
 
-class Trainer:
-    def train(self, batch_size: int) -> None: ...
-
-
-@pytest.mark.parametrize("function", [lambda: None, lambda *, batch_size: None, Trainer.train])
-def test_a_function_takes_the_batch_size_first(function: Any) -> None:
-    with pytest.raises(TypeError, match="has to take the batch size as its first argument"):
-        find_executable_batch_size(function)
+def test_a_function_takes_the_batch_size_first() -> None:
+    for function in (lambda: None, lambda *, batch_size: None):
+        with pytest.raises(TypeError, match="its batch size, as its first argument"):
+            find_executable_batch_size(function)()
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((64,), {}), ((), {"batch_size": 64})])
 def test_a_call_leaves_the_batch_size_out(args: tuple[int, ...], kwargs: dict[str, int]) -> None:
     job = Job(1000)
-    with pytest.raises(TypeError, match=r"run\(\) is given its batch size .* leave it out"):
+    with pytest.raises(TypeError, match=r"run\(\) is given its batch size, .* leave it out"):
         find_executable_batch_size(job.run)(*args, **kwargs)
     assert job.sizes == []
 

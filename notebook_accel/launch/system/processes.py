@@ -281,4 +281,10 @@ def _kill_all(processes: Iterable[psutil.Process]) -> list[int]:
 
 def supported() -> bool:
     """Whether this platform can end ranks whatever they do."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # an old system, or a container that refuses it
+        return False
+    return True

@@ -101,7 +101,6 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    _check_takes_batch_size(function)
     start = batch_size = starting_batch_size
     reduce = _with_argument(reduce_batch_size_fn)
 
@@ -147,17 +146,6 @@ def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
     return lambda _: reduce()
 
 
-def _check_takes_batch_size(function: Callable[..., Any]) -> None:
-    parameters = list(inspect.signature(function).parameters.values())
-    first = parameters[0] if parameters else None
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    if first is None or first.kind in kinds or first.name in {"self", "cls"}:
-        raise TypeError(
-            f"find_executable_batch_size: {_name(function)}{inspect.signature(function)} has to "
-            f"take the batch size as its first argument: def {_name(function)}(batch_size, ...)"
-        )
-
-
 def _check_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -165,8 +153,8 @@ def _check_call(
         inspect.signature(function).bind(0, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{_name(function)}() is given its batch size by find_executable_batch_size: leave it "
-            f"out of the call ({error})"
+            f"{_name(function)}() is given its batch size, as its first argument, by "
+            f"find_executable_batch_size: leave it out of the call ({error})"
         ) from None
 
 

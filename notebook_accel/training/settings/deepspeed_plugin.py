@@ -206,7 +206,6 @@ def _read(given: Any) -> dict[str, Any]:
 
 
 _OPTIONS = settings_of(DeepSpeedOptions)
-_DEVICES = _OPTIONS["offload_param_device"].texts
 # The options that are entries of DeepSpeed's configuration.
 _ENTRIES = {name: one for name, one in _OPTIONS.items() if one.entry}
 
@@ -277,14 +276,10 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             )
 
     def _check(self) -> None:
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0, 1, 2 or 3")
         for what, least in (("optimizer", 1), ("param", 3)):
             name = f"offload_{what}_device"
             device = getattr(self, name)
-            if device not in _DEVICES:
-                raise ConfigError(f"{name}={device!r}: expected one of {_DEVICES}")
-            if device != "none" and self.zero_stage < least:
+            if device != "none" and (self.zero_stage or 0) < least:
                 raise ConfigError(
                     f"{name}={device!r} and zero_stage={self.zero_stage}: expected zero_stage="
                     f'{least} or more, or {name}="none"'
@@ -292,11 +287,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             path = getattr(self, f"offload_{what}_nvme_path")
             if device == "nvme" and path in (None, "none"):
                 raise ConfigError(f'{name}="nvme" needs a folder: set offload_{what}_nvme_path')
-        steps = self.gradient_accumulation_steps
-        if steps != AUTO and not (isinstance(steps, int) and steps >= 1):
-            raise ConfigError(
-                f'gradient_accumulation_steps={steps!r}: expected a whole number, or "auto"'
-            )
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """An entry of the configuration, by its name with dots."""
