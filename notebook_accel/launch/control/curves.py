@@ -9,13 +9,12 @@ The metrics themselves are on disk (``metrics_file.py``).
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from notebook_accel.launch.control.plotting import Point
 
@@ -23,8 +22,8 @@ __all__ = ["Curve", "LiveCurves", "NotFinite"]
 
 # The most stretches of a curve; a chart is about as many pixels wide (notebook/charts.py).
 _MAX_STRETCHES = 256
-# The most curves of a run, of 17 KB each.
-_MAX_CURVES = 10_000
+# The most curves of a run, of 80 KB each.
+_MAX_CURVES = 2_000
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,6 @@ class _Stretch(NamedTuple):
         return sorted(points)
 
 
-_FIELDS = len(_Stretch._fields)
 _NOTHING = _Stretch._make([math.nan] * 6 + [0.0, math.nan])
 
 
@@ -131,8 +129,8 @@ class Curve:
         self._max = max_stretches
         # Steps of each stretch; by steps and not by values, as a chart's width is.
         self._width = 1
-        # The fields of all stretches one after the other, in the order of the steps.
-        self._cells = array("d")
+        # In the order of the steps.
+        self._stretches: list[_Stretch] = []
         # Those of the lowest and of the highest step, which stay whatever is left out.
         self._ends: tuple[Point, Point] | None = None
 
@@ -147,35 +145,28 @@ class Curve:
             (x, value) if x < first[0] else first,
             (x, value) if x >= last[0] else last,
         )
-        number, cells = x // self._width, self._cells
+        number, stretches = x // self._width, self._stretches
         new = _Stretch.of(x, value)
-        end = index = len(cells) // _FIELDS
+        end = index = len(stretches)
         if end and number <= self._number(end - 1):
             # Nearly always the last one; but steps may go back, in a second loop of a session.
             index = end - 1
             if number < self._number(index):
                 index = bisect_left(range(end), number, key=self._number)
-        place = index * _FIELDS
-        if index == end:
-            cells.extend(new)
-        elif self._number(index) == number:
-            cells[place : place + _FIELDS] = array("d", _stretch(cells, index).joined(new))
+        if index < end and self._number(index) == number:
+            stretches[index] = stretches[index].joined(new)
             return
-        else:
-            cells[place:place] = array("d", new)
-        if len(cells) > self._max * _FIELDS:
+        stretches.insert(index, new)
+        if len(stretches) > self._max:
             self._make_fewer()
 
     def _number(self, index: int) -> float:
         """Where the stretch at ``index`` lies, counted in stretches from step 0 on."""
-        step = self._cells[index * _FIELDS]
-        if step != step:  # nan: no value of it is finite
-            step = self._cells[(index + 1) * _FIELDS - 1]
-        return step // self._width
+        return self._stretches[index].any_step() // self._width
 
     def _make_fewer(self) -> None:
         """Double the steps of each stretch until there is room for some more of them."""
-        stretches = list(_stretches(self._cells))
+        stretches = self._stretches
         while len(stretches) > self._max * 7 // 8:
             self._width *= 2
             joined: dict[float, _Stretch] = {}
@@ -184,8 +175,8 @@ class Curve:
                 before = joined.get(number)
                 joined[number] = before.joined(stretch) if before else stretch
             stretches = list(joined.values())
-        # A new array at once: whoever draws in another thread goes through the old one.
-        self._cells = array("d", (field for stretch in stretches for field in stretch))
+        # A new list at once: whoever draws in another thread goes through the old one.
+        self._stretches = stretches
 
     def points(self) -> list[Point]:
         """The points (step, value) in the order of their steps, the first and the last among them.
@@ -193,7 +184,7 @@ class Curve:
         The value is nan where the line has a gap.
         """
         return self._between_ends(
-            [point for stretch in _stretches(self._cells) for point in stretch.points()]
+            [point for stretch in list(self._stretches) for point in stretch.points()]
         )
 
     def means(self) -> list[Point]:
@@ -202,7 +193,7 @@ class Curve:
         The value is nan where the line has a gap.
         """
         return self._between_ends(
-            [point for stretch in _stretches(self._cells) for point in stretch.means()]
+            [point for stretch in list(self._stretches) for point in stretch.means()]
         )
 
     def _between_ends(self, points: list[Point]) -> list[Point]:
@@ -212,16 +203,6 @@ class Curve:
         before = [first] if first[0] < points[0][0] else []
         after = [last] if last[0] > points[-1][0] else []
         return before + points + after
-
-
-def _stretch(cells: array[float], index: int) -> _Stretch:
-    return _Stretch(*cells[index * _FIELDS : (index + 1) * _FIELDS])
-
-
-def _stretches(cells: array[float]) -> Iterator[_Stretch]:
-    # A copy, since another thread may be adding. No lock: an interrupt could leave it locked.
-    cells = cells[:]
-    return (_stretch(cells, index) for index in range(len(cells) // _FIELDS))
 
 
 class LiveCurves:
