@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import re
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from jupyter_core.paths import jupyter_path
 
 from notebook_accel.launch.doctor import FINE, HURTS, SIGNS, STOPS, Finding, as_lines, examine
 from notebook_accel.notebook.clicks import find_kernel
@@ -114,7 +114,10 @@ def _widgets() -> list[Finding]:
 
 def _folders_of_server(python: str) -> list[Path]:
     """Where the server looks for extensions: in its own environment, and where every one does."""
-    everywhere = (Path(folder) for folder in jupyter_path() if not folder.startswith(sys.prefix))
+    paths: Any = importlib.import_module("jupyter_core.paths")  # it comes with ipykernel
+    everywhere = (
+        Path(folder) for folder in paths.jupyter_path() if not folder.startswith(sys.prefix)
+    )
     return [Path(python).parent.parent / "share/jupyter", *everywhere]
 
 

@@ -203,7 +203,7 @@ def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
 ) -> None:
     """Whatever the kernel's own environment has: the server may have another one."""
     monkeypatch.setattr(notebook_doctor, "find_kernel", object)
-    monkeypatch.setattr(notebook_doctor, "jupyter_path", lambda: [sys.prefix + "/share/jupyter"])
+    monkeypatch.setattr("jupyter_core.paths.jupyter_path", lambda: [sys.prefix + "/share/jupyter"])
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
