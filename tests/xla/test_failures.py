@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +104,25 @@ def test_stop_between_steps() -> None:
     (model,) = run.rescued.models
     assert model.weight.device.type == "cpu"
     assert gone(set(run.pids))
+
+
+KERNEL = """
+import time
+from tests.xla.test_failures import begun, train_for_ever
+print(*begun(train_for_ever).pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_kernel_leaves_nobody() -> None:
+    kernel = subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True)
+    assert kernel.stdout is not None
+    pids = {*map(int, kernel.stdout.readline().split())}
+    below = {process.pid for process in psutil.Process(kernel.pid).children(recursive=True)}
+    kernel.kill()
+    kernel.wait()
+    assert pids
+    eventually(lambda: gone(pids | below), within=20, what="all of its processes ended")
 
 
 def test_interrupt_of_what_reads_nothing() -> None:

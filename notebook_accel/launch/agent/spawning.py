@@ -214,14 +214,10 @@ def _spawn(num_ranks: int) -> None:
 
 def _run_rank(ordinal: int) -> None:
     """What each rank calls in its thread, once its device is ready."""
-    number, rank = _match_device(ordinal)
-    _host.serve(_inherited[rank], lambda: _check_world(number))
-
-
-def _match_device(ordinal: int) -> tuple[int, int]:
-    """How many ranks the runtime has, and which of ours this is."""
     runtime = import_module("torch_xla.runtime")
-    return int(runtime.world_size()), ordinal % len(_inherited)
+    number = int(runtime.world_size())
+    num_here = min(number, int(runtime.addressable_runtime_device_count()))
+    _host.serve(_inherited[ordinal % len(_inherited)], num_here, lambda: _check_world(number))
 
 
 def _check_world(number: int) -> None:
@@ -239,7 +235,7 @@ def _serve_failing(error: Exception) -> None:
         raise error
 
     threads = [
-        threading.Thread(target=_host.serve, args=(inherited, fail))
+        threading.Thread(target=_host.serve, args=(inherited, len(_inherited), fail))
         for inherited in _inherited.values()
     ]
     for thread in threads:

@@ -61,17 +61,20 @@ class Host:
         # What came along by fork is not this process's to call.
         atexit._clear()
 
-    def serve(self, inherited: Inherited, check: Callable[[], None]) -> None:
+    def serve(self, inherited: Inherited, num_here: int, check: Callable[[], None]) -> None:
         """Be a rank, in this thread, until there are no more calls.
 
         Args:
             inherited: of the rank.
+            num_here: number of ranks of this process.
             check: looks at the device once the rank can tell of what it raises.
         """
         with self._lock:
             if not self._ranks:
                 self._begin(inherited)
-            hosted = HostedRank(inherited, self._ranks[0] if self._ranks else None, check)
+                self._all_told = threading.Barrier(num_here)
+            first = self._ranks[0] if self._ranks else None
+            hosted = HostedRank(inherited, first, check, self._all_told)
             self._ranks.append(hosted)
         _streams.add(inherited.spec.rank, inherited.log)
         self._exit_code = max(self._exit_code, hosted.serve())
@@ -141,15 +144,21 @@ class HostedRank(Worker):
         inherited: of the rank.
         first: the rank that came first in this process; None for that one itself.
         check: raises what is wrong with the rank's device.
+        all_told: where ranks of this process wait until all have said that they are in it.
     """
 
     def __init__(
-        self, inherited: Inherited, first: HostedRank | None, check: Callable[[], None]
+        self,
+        inherited: Inherited,
+        first: HostedRank | None,
+        check: Callable[[], None],
+        all_told: threading.Barrier,
     ) -> None:
         self.interrupts = _ThreadInterrupts(inherited.board.row(inherited.spec.local_rank))
         super().__init__(inherited, self.interrupts)
         self._first = first
         self._check = check
+        self._all_told = all_told
 
     def _enter(self) -> None:
         # Threads of the user's have no context of a rank: they get the first one's.
@@ -157,6 +166,11 @@ class HostedRank(Worker):
 
     def _where(self) -> dict[str, int]:
         return {"pid": os.getpid(), "host": (self._first or self).context.rank}
+
+    def _serve_calls(self) -> int:
+        # The function of one may end the process, and with it those that have said nothing yet.
+        self._all_told.wait()
+        return super()._serve_calls()
 
     def _set_up(self) -> None:
         os.register_at_fork(after_in_child=self._leave_board)
