@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
 
 
-# Cases that need a process for each rank, or ranks that begin within seconds of the launch: their ranks make groups of torch.distributed (one a
-# process), count on variables and random numbers of their own, fork or break their process, take
-# its parent for the agent, set signals, sleep in C through an interrupt, hold the GIL while others
-# go on, or outlive another. tests/xla/test_failures.py has deaths of ranks that share a process.
+# Cases that need a process for each rank, or ranks that begin within seconds of the launch: they
+# make groups of torch.distributed (one a process), count on variables and random numbers of their
+# own, fork or break their process, take its parent for the agent, set signals, sleep in C through
+# an interrupt, hold the GIL while others go on, or outlive another. So do sessions. Deaths of ranks
+# that share a process are in tests/xla/test_failures.py.
 NEEDS_A_PROCESS = {
     "test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one",
     "test_a_call_that_is_interrupted_is_followed_by_a_good_one",
@@ -69,7 +70,8 @@ class TestXla(EngineContract):
 
     @pytest.fixture(autouse=True)
     def _skips(self, request: pytest.FixtureRequest) -> None:
-        if request.node.originalname in NEEDS_A_PROCESS:
+        uses_session = "session" in request.fixturenames
+        if uses_session or request.node.originalname in NEEDS_A_PROCESS:
             pytest.skip("needs a process a rank")
 
     @pytest.fixture(autouse=True)

@@ -87,3 +87,10 @@ def test_the_notebook_for_tpus(kernel: Any) -> None:
     found = re.search(r"2 ranks, accuracy ([\d.]+)", told[-1])
     assert found, told[-1]
     assert float(found[1]) > 0.8
+
+
+@pytest.mark.timeout(600)
+def test_cells_of_a_session_are_refused_where_ranks_share_a_process(kernel: Any) -> None:
+    execute(kernel, "%load_ext notebook_accel\n%env NOTEBOOK_ACCEL_ENGINE=xla")
+    with pytest.raises(AssertionError, match="a session needs a process for each rank"):
+        execute(kernel, "%%accelerate\nmine = rank")

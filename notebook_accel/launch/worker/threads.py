@@ -21,6 +21,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch import rank
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.worker import exiting, output, standard_input
@@ -37,6 +38,7 @@ from notebook_accel.launch.worker.main import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from notebook_accel.launch import wire
     from notebook_accel.launch.transport.scoreboard import RankRow
 
 __all__ = ["Host"]
@@ -166,6 +168,15 @@ class HostedRank(Worker):
 
     def _where(self) -> dict[str, int]:
         return {"pid": os.getpid(), "host": (self._first or self).context.rank}
+
+    def _enter_call(self, message: wire.Call) -> None:
+        super()._enter_call(message)
+        if not message.last and self._all_told.parties > 1:
+            self._setup_error = ConfigError(
+                f"a session needs a process for each rank, and {self._all_told.parties} ranks "
+                "share one here, with all names that cells assign: launch a function instead "
+                "(notebook_launcher, or %%accelerate --fresh), or take num_processes=1"
+            )
 
     def _serve_calls(self) -> int:
         # The function of one may end the process, and with it those that have said nothing yet.
