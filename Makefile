@@ -17,8 +17,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage test-binder test-chaos test-datasets test-deepspeed test-eight \
-  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-soak \
-  test-tpu test-without-browser bench demo lab env browser clean
+  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-ray \
+  test-soak test-tpu test-without-browser bench demo lab env browser clean
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
@@ -38,6 +38,7 @@ help:
 	@echo 'make test-kernels    blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
+	@echo 'make test-ray        trains on a cluster of Ray of two nodes, which it gets'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
 	@echo 'make test-tpu        trains by torch_xla on its CPU device, which it gets: 7 GB'
 	@echo 'make bench           the figures of benchmarks/README.md, peers beside us'
@@ -148,6 +149,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(PYTEST) -m 'not browser' $(ARGS)
 endif
+
+test-ray: $(READY)
+	$(call on_top,ray,--constraint constraints.txt ray==2.60.0)
+	build/ray/bin/python -m pytest tests/engines/on_ray.py $(ARGS)
 
 test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -70,8 +70,7 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("mixed_precision", "fp7", "'bf16'"),
         ("mixed_precision", "float16", "'fp16'"),
         ("mixed_precision", 16, "'fp16'"),
-        ("engine", "ray", "not there yet (Ray"),
-        ("engine", "ray", "'auto'"),
+        ("engine", "tpu", "'local', 'elastic', 'ray', 'inline', 'xla'"),
         ("engine", "mpi", "expected one of 'auto'"),
         ("engine", None, "'auto'"),
         ("num_nodes", 0, "1 or more"),
@@ -338,7 +337,7 @@ def test_a_file_written_by_hand(tmp_path: Path) -> None:
         (b"num_proceses: 2\n", "'num_proceses'"),
         (b"num_processes: two\n", "num_processes='two'"),
         (b"1: 2\n", "1"),
-        (b"engine: ray\n", "'local'"),
+        (b"engine: tpu\n", "'local'"),
         (b"seed: 2024-99-99\n", "a value in it cannot be read: month must be in 1..12"),
         (b"seed: " + b"9" * 5000 + b"\n", ""),
         (b"seed: !!bool maybe\n", "a value in it cannot be read"),
@@ -724,7 +723,7 @@ def test_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.M
         ("NOTEBOOK_ACCEL_GRACE", "soon"),
         ("NOTEBOOK_ACCEL_USE_PORT", "any"),
         ("NOTEBOOK_ACCEL_DEBUG", "perhaps"),
-        ("NOTEBOOK_ACCEL_ENGINE", "ray"),
+        ("NOTEBOOK_ACCEL_ENGINE", "tpu"),
         ("NOTEBOOK_ACCEL_MIXED_PRECISION", "fp7"),
         ("ACCELERATE_MIXED_PRECISION", "fp7"),
     ],
@@ -905,7 +904,7 @@ def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
 def test_a_new_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     from notebook_accel.launch.engines import ENGINES, InlineEngine
 
-    with pytest.raises(ConfigError, match="'auto', 'local', 'elastic', 'inline'"):
+    with pytest.raises(ConfigError, match="'auto', 'local', 'elastic', 'ray', 'inline', 'xla'"):
         LaunchConfig(engine="new")
     monkeypatch.setitem(ENGINES, "new", InlineEngine)
     assert LaunchConfig(engine="new").engine == "new"

@@ -226,7 +226,7 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     here = replace(config, num_processes=size, use_port=None, parallelism=None)
     preflight.check_fits(here, machine)
     if typed.node_rank == 0 and not typed.rdzv_endpoint:
-        preflight.check_machine(replace(here, use_port=typed.master_port), size)
+        preflight.check_port(replace(here, use_port=typed.master_port))
     of_engine = {}
     if on_cpu:
         of_engine = {**ON_CPU, **(WITHOUT_DEVICES if chosen == "cpu" else {})}

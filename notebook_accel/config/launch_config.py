@@ -53,9 +53,6 @@ _BACKENDS = {
     "gloo": _Backend(works_on_cpu=True, shares_devices=True),
 }
 
-# Engines that are planned: whoever asks for one is told so.
-_ENGINES_TO_COME = ("ray",)
-
 
 def engines() -> Mapping[str, type[Engine]]:
     """The engines by name: the one table of them is where they are (launch/engines)."""
@@ -116,8 +113,8 @@ class LaunchConfig:
         label="Engine",
         is_first=True,
         about='"auto", "local" (processes of this machine), "xla" (TPUs by torch_xla), "elastic" '
-        '(several machines, or restarts after a failure) or "inline" (in the kernel, for '
-        "a debugger)",
+        '(several machines, or restarts after a failure), "ray" (a Ray cluster) or "inline" (in '
+        "the kernel, for a debugger)",
     )
     gradient_accumulation_steps: int | None = setting(
         check=as_count,
@@ -203,12 +200,6 @@ class LaunchConfig:
     parallelism: Mapping[str, Any] | None = _options("parallelism")
 
     def __post_init__(self) -> None:
-        is_to_come = isinstance(self.engine, str) and self.engine in _ENGINES_TO_COME
-        if is_to_come and self.engine not in engines():
-            raise ConfigError(
-                f"engine={self.engine!r} is not there yet (Ray is not built): expected one of "
-                f"{', '.join(map(repr, engines()))}"
-            )
         for name, row in settings_of(LaunchConfig).items():
             object.__setattr__(self, name, row.checked(name, getattr(self, name)))
         if self.engine == "auto" and (self.num_nodes > 1 or self.max_restarts):
@@ -221,6 +212,11 @@ class LaunchConfig:
             raise ConfigError(
                 f"engine={self.engine!r} has {most} rank{'s' * (most > 1)}, so num_processes="
                 f"{wanted} cannot be had: leave it out, or take engine='local'"
+            )
+        if self.engine == "ray" and self.num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes={self.num_nodes} with engine='ray': Ray chooses the machines, and "
+                "num_processes counts the ranks of all; leave num_nodes out"
             )
         if self.engine in ("local", "inline") and (self.num_nodes > 1 or self.max_restarts):
             raise ConfigError(

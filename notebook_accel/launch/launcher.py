@@ -333,7 +333,7 @@ def check_ranks(config: LaunchConfig) -> None:
     )
     engine = engine_named(config.engine)
     engine.warm_up(request)
-    preflight.check_files_of_ranks(engine.plan_ranks(request).world_size)
+    preflight.check_files_of_ranks(engine.num_ranks_here(request))
 
 
 def _checked_request(
@@ -436,8 +436,9 @@ def _pack(request: CallRequest, session: Registry | None = None) -> PackedCall:
 def _plan(engine: Engine, request: StartRequest) -> RankPlan:
     """Which ranks the launch gets, once this machine was found able to hold them."""
     engine.warm_up(request)
+    preflight.check_port(request.config)  # before an engine listens there itself
     plan = engine.plan_ranks(request)
-    preflight.check_machine(request.config, plan.world_size)
+    preflight.check_files_of_ranks(plan.world_size)
     return plan
 
 

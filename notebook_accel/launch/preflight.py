@@ -26,8 +26,8 @@ __all__ = [
     "check_files_of_kernel",
     "check_files_of_ranks",
     "check_fits",
-    "check_machine",
     "check_platform",
+    "check_port",
     "check_wait",
     "crowding",
 ]
@@ -144,13 +144,12 @@ def check_files_of_kernel() -> None:
         check_open_files(_FILES_OF_KERNEL)
 
 
-def check_machine(config: LaunchConfig, world_size: int) -> None:
-    """Refuse what this machine cannot hold.
+def check_port(config: LaunchConfig) -> None:
+    """Refuse a port that cannot be had.
 
     Raises:
-        LaunchError: the limit of open files is too low for the ranks, or the port cannot be had.
+        LaunchError: it is taken, or not for this user.
     """
-    check_files_of_ranks(world_size)
     if config.use_port is None:
         return
     with socket.socket() as probe:

@@ -567,6 +567,7 @@ class MachineJoined(Message, frozen=True, kw_only=True):
         interface: the network interface by which it reaches the notebook; "" where unknown.
         devices: its accelerators, by their names.
         device_environment: variables that ranks need for them.
+        num_ranks: how many ranks whoever had it join gives it; 0 where the notebook decides.
     """
 
     host: str
@@ -579,6 +580,7 @@ class MachineJoined(Message, frozen=True, kw_only=True):
     interface: str
     devices: tuple[str, ...] = ()
     device_environment: dict[str, str] = {}
+    num_ranks: int = 0
 
 
 class MachineRefused(Message, frozen=True, kw_only=True):

@@ -138,8 +138,9 @@ def notebook_launcher(
         config: settings that the arguments leave open: a ``LaunchConfig``, a mapping of its
             fields, or the path of a YAML file.
         engine: "auto", "local" (processes of this machine), "xla" (TPUs by torch_xla; "auto" takes
-            it where there is one), "elastic" (several machines, or restarts after a failure) or
-            "inline" (one process, the notebook's own, for a debugger).
+            it where there is one), "elastic" (several machines, or restarts after a failure), "ray"
+            (on the nodes of a Ray cluster, of which ``num_processes`` counts all ranks) or "inline"
+            (one process, the notebook's own, for a debugger).
         devices: indices of the accelerators to use, one rank each, or "cpu".
         env: environment variables of the ranks, beside those of the notebook.
         session: call it on the ranks that ``%%accelerate`` cells use, which stay; they are started

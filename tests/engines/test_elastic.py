@@ -77,9 +77,12 @@ class OtherMachine:
         self.process: subprocess.Popen[str] | None = None
 
     def join(self, address: str, token: str) -> None:
+        self.run([sys.executable, "-c", JOIN, address, token])
+
+    def run(self, command: list[str]) -> None:
         if self.process is None:
-            command = [sys.executable, "-c", JOIN, address, token]
-            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.fixture
@@ -124,6 +127,29 @@ def test_a_machine_that_joins_by_itself(other: OtherMachine) -> None:
     assert run.logs() == "[rank 0] rank 0\n[rank 1] rank 1\n"
     assert other.process is not None
     assert other.process.wait(BUSY) == 0
+
+
+def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
+    """At a port that both were given, as for Accelerate's launcher."""
+    cell = (
+        "import sys; from notebook_accel import notebook_launcher; "
+        "host, port = sys.argv[1].split(':'); print(notebook_launcher(lambda: 0, num_nodes=2, "
+        "node_rank=1, master_addr=host, use_port=port, join_token=sys.argv[2]))"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def run_cell(address: str, token: str) -> None:
+        assert address == f"127.0.0.1:{port}"
+        other.run([sys.executable, "-c", cell, address, token])
+
+    config = LaunchConfig(
+        num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1", use_port=port
+    )
+    run = launch(os.getppid, config=config, view=Waits(run_cell))
+    assert run[0] != run[1]
+    assert other.process is not None
+    assert other.process.communicate(timeout=BUSY)[0] == "None\n"
 
 
 def test_a_machine_that_is_lost_ends_the_run(other: OtherMachine) -> None:

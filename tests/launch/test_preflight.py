@@ -19,7 +19,13 @@ from notebook_accel import ConfigError, LaunchError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.machine import Machine
-from notebook_accel.launch.preflight import check_call, check_machine, check_wait, crowding
+from notebook_accel.launch.preflight import (
+    check_call,
+    check_files_of_ranks,
+    check_port,
+    check_wait,
+    crowding,
+)
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.view import View
 
@@ -117,13 +123,13 @@ def test_kwargs_is_a_mapping_of_names(kwargs: Any) -> None:
 
 def test_more_ranks_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
-    check_machine(LaunchConfig(), 128)
+    check_files_of_ranks(128)
     with pytest.raises(LaunchError, match="1024") as caught:
-        check_machine(LaunchConfig(), 500)
+        check_files_of_ranks(500)
     assert "500 ranks" in str(caught.value)
     assert "ulimit" in str(caught.value)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
-    check_machine(LaunchConfig(), 500)
+    check_files_of_ranks(500)
 
 
 def test_ranks_that_share_too_little_are_told_of() -> None:
@@ -139,15 +145,15 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"use_port={port}"):
-            check_machine(LaunchConfig(use_port=port), 2)
-    check_machine(LaunchConfig(use_port=port), 2)
+            check_port(LaunchConfig(use_port=port))
+    check_port(LaunchConfig(use_port=port))
 
 
 def test_a_port_that_others_listen_on_everywhere() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match="choose another"):
-            check_machine(LaunchConfig(use_port=port), 2)
+            check_port(LaunchConfig(use_port=port))
 
 
 # ---- the place -----------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_every_argument_is_documented() -> None:
         ({"view": "widgets"}, ["view='widgets'", "kernel", "view='text'"]),
         ({"num_processes": 0}, ["num_processes=0", "1 or more"]),
         ({"mixed_precision": "fp7"}, ["mixed_precision='fp7'", "'bf16'"]),
-        ({"engine": "ray"}, ["engine='ray'", "'local'", "'inline'"]),
+        ({"engine": "tpu"}, ["engine='tpu'", "'local'", "'inline'"]),
         ({"num_nodes": 0}, ["num_nodes=0", "1 or more"]),
         ({"num_nodes": 2, "engine": "local"}, ["num_nodes=2", "engine='elastic'"]),
         ({"node_rank": 1}, ["node_rank=1", "num_nodes=1", "0 to 0"]),

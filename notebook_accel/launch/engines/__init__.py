@@ -12,6 +12,7 @@ from notebook_accel import tpu
 from notebook_accel.launch.engines.elastic import ElasticEngine
 from notebook_accel.launch.engines.inline import InlineEngine
 from notebook_accel.launch.engines.local import LocalEngine
+from notebook_accel.launch.engines.ray import RayEngine
 from notebook_accel.launch.engines.xla import XlaEngine
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ ENGINES: dict[str, type[Engine]] = {
     "auto": LocalEngine,
     "local": LocalEngine,
     "elastic": ElasticEngine,
+    "ray": RayEngine,
     "inline": InlineEngine,
     "xla": XlaEngine,
 }

@@ -252,6 +252,14 @@ class Engine(ABC):
             ConfigError: more are asked for than there can be.
         """
 
+    def num_ranks_here(self, request: StartRequest) -> int:
+        """How many ranks the launch gets on this machine, found out without any other.
+
+        Raises:
+            ConfigError: more are asked for than there can be.
+        """
+        return self.plan_ranks(request).world_size
+
     @abstractmethod
     def launch(
         self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None

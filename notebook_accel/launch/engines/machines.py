@@ -1,0 +1,380 @@
+"""Machines that have joined a run, as the notebook sees them: who is let in, what is started.
+
+    MachineServer: address, token  <----- join (elastic.py) ----  a template, ready to fork
+    JoinedMachine.start_agent     ----- StartMachineAgent ----->  template -> agent
+    AgentLink's channel <====== machine_link.py ======>           channel of the agent
+
+Engines differ in how the machines come to know address and token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import socket
+import sys
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
+from notebook_accel.launch.control.environment import (
+    INTERFACES,
+    ON_CPU,
+    WITHOUT_DEVICES,
+    kept_environment,
+    num_threads_of,
+    rank_environment,
+)
+from notebook_accel.launch.system.processes import import_path
+from notebook_accel.launch.transport.frames import FramedChannel
+from notebook_accel.launch.transport.machine_link import (
+    HANDSHAKE_SECONDS,
+    MachineLink,
+    Token,
+    await_from_thread,
+    check_proof,
+    in_background,
+    server_context,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.engines.base import RankPlan, StartRequest
+
+__all__ = [
+    "JoinedMachine",
+    "MachineServer",
+    "fields_of_launch",
+    "interface_of",
+    "interface_variables",
+    "notices_of",
+    "outward_address",
+    "torchelastic_variables",
+]
+
+# The machine has its template before it joins, and forks an agent in milliseconds.
+_AGENT_SECONDS = 60.0
+# How an agent ended is known once its template has reaped it.
+_END_SECONDS = 5.0
+
+
+# ---- In the notebook: a machine that has joined --------------------------------------------
+
+
+class JoinedMachine:
+    """Another machine, while it is connected. Its methods are for any thread but the links'."""
+
+    def __init__(self, link: MachineLink, info: wire.MachineJoined) -> None:
+        self.info = info
+        self._link = link
+        self._answers: asyncio.Queue[wire.MachineAgentStarted | None] = asyncio.Queue()
+        self._end: AgentEnd | None = None
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._stays = True
+
+    @property
+    def name(self) -> str:
+        """Its host name and address."""
+        return f"{self.info.host} ({self.address})"
+
+    @property
+    def address(self) -> str:
+        """The address by which this machine sees it."""
+        return self._link.peer_address
+
+    @property
+    def own_address(self) -> str:
+        """The address of this machine by which the other one reaches it."""
+        return self._link.own_address
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is connected."""
+        return self._link.is_open
+
+    def take(self, message: wire.Message) -> None:
+        """Take what it says; called by its link."""
+        if isinstance(message, wire.MachineAgentStarted):
+            self._answers.put_nowait(message)
+        elif isinstance(message, wire.MachineAgentEnded):
+            how = f"on {self.name} {message.how}"
+            self._end = AgentEnd(how, message.traceback)
+            self._link.detach()
+            self._is_idle.set()
+            if not self._stays:
+                self._link.close()
+
+    def close_answers(self) -> None:
+        """The connection has ended; called by its link."""
+        self._answers.put_nowait(None)
+        self._is_idle.set()
+
+    def start_agent(
+        self,
+        ranks: tuple[wire.RankSpec, ...],
+        fields: Callable[[str], Mapping[str, Any]],
+        *,
+        run: str,
+    ) -> AgentLink:
+        """Have it start an agent.
+
+        Args:
+            ranks: those that the agent is to start.
+            fields: gives the machine's own fields of ``wire.Launch``, by the ranks' directory.
+            run: id of the run or session.
+
+        Raises:
+            LaunchError: there is no agent.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            answer = await_from_thread(self._start(theirs, run), _AGENT_SECONDS)
+        except TimeoutError:
+            answer = wire.MachineAgentStarted(error=f"no answer in {_AGENT_SECONDS:g} s")
+        if answer is None or answer.error:
+            ours.close()
+            why = "its connection ended" if answer is None else answer.error
+            raise LaunchError(f"{self.name} started no agent: {why}. Launch again")
+        return AgentLink(
+            channel=FramedChannel(ours),
+            ranks=ranks,
+            sees_files=False,
+            how_it_ended=self._how_it_ended,
+            kill=self._abort,
+            launch_fields=fields(answer.directory),
+        )
+
+    async def _start(self, theirs: socket.socket, run: str) -> wire.MachineAgentStarted | None:
+        self._end = None
+        self._is_idle.clear()
+        passing = await self._link.attach(theirs)
+        passing.add_done_callback(self._end_agent)
+        self._link.send(wire.StartMachineAgent(run=run, directory=os.getcwd()))
+        return await self._answers.get()
+
+    def _end_agent(self, _: asyncio.Task[None]) -> None:
+        """The run has closed its channel."""
+        if self._stays:
+            self._link.send(wire.EndMachineAgent())
+        else:
+            self._link.close()
+
+    def let_go(self) -> None:
+        """No other agent is wanted of it; called in the thread of the links."""
+        self._stays = False
+        if self._is_idle.is_set():
+            self._link.close()
+
+    def _abort(self) -> None:
+        in_background().call_soon_threadsafe(self._link.abort)
+
+    def _how_it_ended(self) -> AgentEnd:
+        lost = AgentEnd(
+            f"on {self.name} was lost: the connection to that machine ended, or nothing was heard "
+            "on it for some seconds",
+            likely="the machine was switched off, its network is down, or its "
+            "`notebook-accel join` was ended",
+        )
+        # It says how its agent ended just before the channel is closed.
+        self._is_idle.wait(_END_SECONDS)
+        return self._end or lost
+
+
+class MachineServer:
+    """Listens for the machines of a run, and admits as many as are wanted.
+
+    Attributes:
+        machines: those that are connected, in the order in which they joined.
+        token: what they need beside the address.
+        refused: why the last one was refused; "" where none was.
+    """
+
+    def __init__(self, host: str, port: int, wanted: int) -> None:
+        """Listen.
+
+        Args:
+            host: the address to listen at; "" for all of this machine.
+            port: 0 for any that is free.
+            wanted: number of machines.
+
+        Raises:
+            LaunchError: the address cannot be listened at, or there is no certificate.
+        """
+        self.machines: list[JoinedMachine] = []
+        self.refused = ""
+        self._wanted = wanted
+        context, fingerprint = server_context()
+        self.token = Token.new(fingerprint)
+        opening = asyncio.start_server(
+            self._meet,
+            host or "0.0.0.0",
+            port,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+        )
+        try:
+            self._server = await_from_thread(_awaited(opening))
+        except OSError as error:
+            raise LaunchError(
+                f"{host or 'this machine'}:{port} cannot be listened at for the other machines "
+                f"({error.strerror or error}): master_addr= must be an address of this machine, "
+                "and use_port= a free port, or be left out"
+            ) from None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no more, and let go of the machines, each once its agent has ended."""
+        in_background().call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        self._server.close()
+        for machine in self.machines:
+            machine.let_go()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            proof = check_proof(reader, self.token)
+            problem = await asyncio.wait_for(proof, HANDSHAKE_SECONDS)
+        except (OSError, EOFError, asyncio.TimeoutError):
+            writer.transport.abort()
+            return
+        link = MachineLink(reader, writer)
+        if problem:
+            self._refuse(link, problem)
+        machine: JoinedMachine | None = None
+
+        def take(message: wire.Message) -> None:
+            nonlocal machine
+            if machine is not None:
+                machine.take(message)
+            elif isinstance(message, wire.MachineJoined):
+                why = self._why_not(message)
+                if why:
+                    self._refuse(link, why)
+                else:
+                    machine = JoinedMachine(link, message)
+                    self.machines.append(machine)
+
+        await link.serve(take)
+        if machine is not None:
+            self.machines.remove(machine)
+            machine.close_answers()
+
+    def _why_not(self, info: wire.MachineJoined) -> str:
+        mine = platform.python_version_tuple()[:2]
+        if tuple(info.python.split(".")[:2]) != mine:
+            return (
+                f"it has Python {info.python}, and the notebook {platform.python_version()}: "
+                f"functions travel between equal versions alone; join with Python {'.'.join(mine)}"
+            )
+        if len(self.machines) >= self._wanted:
+            return "all machines of the launch have joined: the token is used up"
+        return ""
+
+    def _refuse(self, link: MachineLink, why: str) -> None:
+        self.refused = f"{link.peer_address} was refused: {why}"
+        link.send(wire.MachineRefused(text=why))
+        link.close()
+
+
+async def _awaited(coroutine: Any) -> Any:
+    return await coroutine
+
+
+# ---- What ranks of another machine get ------------------------------------------------------
+
+
+def torchelastic_variables(config: LaunchConfig) -> dict[str, str]:
+    """What functions written for torchrun read of restarts."""
+    return {
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+    }
+
+
+def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The interface of gloo and NCCL, unless the person has set one."""
+    chosen = (variable for variable in INTERFACES if environment.get(variable) in (None, "lo"))
+    return dict.fromkeys(chosen, name) if name else {}
+
+
+def fields_of_launch(
+    info: wire.MachineJoined,
+    request: StartRequest,
+    plan: RankPlan,
+    num_ranks: int,
+    directory: str,
+) -> dict[str, Any]:
+    """What ranks of another machine have of it: its variables, and beside them what cells set."""
+    of_machine = {**info.environment, **_set_by_cells()}
+    of_plan = {name: text for name, text in plan.environment.items() if name not in INTERFACES}
+    if request.config.devices == "cpu":
+        of_plan |= WITHOUT_DEVICES
+    elif not info.devices:
+        of_plan |= ON_CPU
+    num_threads = num_threads_of(of_machine, num_ranks, info.num_cores)
+    of_engine = {
+        **interface_variables(info.interface, of_machine),
+        "OMP_NUM_THREADS": str(num_threads),
+        **of_plan,
+        **info.device_environment,
+    }
+    # The notebook's own folders first, as far as they are there; then what the machine has itself.
+    installed = (sys.prefix, sys.base_prefix)
+    mine = [entry for entry in import_path() if not entry.startswith(installed)]
+    return {
+        "environment": rank_environment(request.config, of_engine=of_engine, base=of_machine),
+        "directory": directory,
+        "path": tuple(dict.fromkeys([*mine, *info.path])),
+        "num_threads": num_threads,
+    }
+
+
+def _set_by_cells() -> dict[str, str]:
+    """The variables that this process has changed since it began."""
+    began = Path("/proc/self/environ").read_bytes().split(b"\0")
+    before = dict(os.fsdecode(entry).partition("=")[::2] for entry in began)
+    return {name: text for name, text in kept_environment().items() if before.get(name) != text}
+
+
+def notices_of(machines: Sequence[JoinedMachine]) -> tuple[str, ...]:
+    """Lines for the person: who is there, and what may go wrong."""
+    here = version("torch")
+    other = [f"{m.info.host} has {m.info.torch}" for m in machines if m.info.torch != here]
+    names = ", ".join(machine.name for machine in machines)
+    lines = [f"other machines: {names}"]
+    if other:
+        lines.append(f"{', '.join(other)}, this machine torch {here}: take one version on all")
+    return tuple(lines)
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine that has the address; "" where none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
+    return ""
+
+
+def outward_address() -> str:
+    """The address by which this machine would reach others; nothing is sent to find it."""
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with udp, contextlib.suppress(OSError):
+        udp.connect(("192.0.2.1", 9))  # set aside for documentation
+        return str(udp.getsockname()[0])
+    return "127.0.0.1"

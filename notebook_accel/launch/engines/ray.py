@@ -1,0 +1,205 @@
+"""Ranks on the nodes of a Ray cluster: an actor on each has its node join, as `join` would.
+
+    plan_ranks: placement group -> how many ranks each node gets -> one actor a node
+    actor: elastic.join --> MachineServer (machines.py), and from there on all is as with elastic
+
+Ray chooses the nodes and starts the actors; what the ranks say goes by our own connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch.engines.base import AgentEngine, RankPlan
+from notebook_accel.launch.engines.elastic import join
+from notebook_accel.launch.engines.machines import (
+    MachineServer,
+    fields_of_launch,
+    notices_of,
+    torchelastic_variables,
+)
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.agent_link import AgentLink
+    from notebook_accel.launch.engines.base import StartRequest
+    from notebook_accel.launch.engines.machines import JoinedMachine
+
+__all__ = ["RayEngine"]
+
+# A cluster that scales itself up needs minutes for a node.
+_PLACE_SECONDS = 300.0
+# An actor's process starts, and then the template on its node.
+_JOIN_SECONDS = 120.0
+_POLL_SECONDS = 0.05
+
+
+class RayEngine(AgentEngine):
+    """The nodes of the cluster that this process is connected to, or of one on this machine."""
+
+    description = "engine='ray', whose ranks are on the nodes of a Ray cluster"
+
+    def __init__(self) -> None:
+        self._server: MachineServer | None = None
+        self._machines: list[JoinedMachine] = []
+        self._actors: list[Any] = []
+
+    def num_ranks_here(self, request: StartRequest) -> int:
+        return 0
+
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
+        ray = _connected()
+        ranks_of_nodes = _place(ray, request)
+        server = MachineServer("", 0, len(ranks_of_nodes))
+        self._server = server
+        weakref.finalize(self, server.close)
+        address = f"{ray.util.get_node_ip_address()}:{server.port}"
+        starting = [
+            self._start(ray, node, num_ranks, request, address, str(server.token))
+            for node, num_ranks in ranks_of_nodes.items()
+        ]
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while len(server.machines) < len(starting):
+            ended, _ = ray.wait(starting, timeout=_POLL_SECONDS)
+            if ended or time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"{len(server.machines)} of {len(starting)} nodes of the Ray cluster came to "
+                    f"{address}{_why(ray, ended)}. Is notebook-accel installed on all of them, and "
+                    "can they reach this machine?"
+                )
+        return self._plan_on(list(server.machines), request)
+
+    def _start(
+        self,
+        ray: Any,
+        node: str,
+        num_ranks: int,
+        request: StartRequest,
+        address: str,
+        token: str,
+    ) -> Any:
+        """Start the actor of a node; gives the reference to its end."""
+        strategies = ray.util.scheduling_strategies
+        actor = (
+            ray.remote(_NodeActor)
+            .options(
+                num_cpus=num_ranks,
+                num_gpus=num_ranks if _uses_gpus(ray, request) else 0,
+                scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote()
+        )
+        self._actors.append(actor)
+        return actor.join.remote(address, token, num_ranks)
+
+    def _plan_on(self, machines: list[JoinedMachine], request: StartRequest) -> RankPlan:
+        """The ranks of these machines.
+
+        Raises:
+            LaunchError: there are none.
+        """
+        if not machines:
+            raise LaunchError("no node of the Ray cluster is left: launch again")
+        self._machines = machines
+        environment = {
+            "MASTER_ADDR": machines[0].address,
+            "MASTER_PORT": str(request.config.use_port or 0),
+            **torchelastic_variables(request.config),
+        }
+        sizes = [machine.info.num_ranks for machine in machines]
+        plan = RankPlan.of_sizes(*sizes, environment=environment)
+        return replace(plan, notices=notices_of(machines))
+
+    def plan_again(self, request: StartRequest) -> RankPlan:
+        assert self._server is not None, "it was planned once"
+        machines = [machine for machine in self._server.machines if machine.is_open]
+        return self._plan_on(machines, request)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        links: list[AgentLink] = []
+        try:
+            for machine, ranks in zip(self._machines, plan.agents, strict=True):
+                fields = partial(fields_of_launch, machine.info, request, plan, len(ranks))
+                links.append(machine.start_agent(ranks, fields, run=run))
+        except BaseException:
+            for link in links:
+                link.channel.close()
+                link.end()
+            raise
+        if not request.config.max_restarts:
+            self.close()
+        return links
+
+
+class _NodeActor:
+    """On a node: lends it, with what Ray gave the actor of it."""
+
+    def join(self, address: str, token: str, num_ranks: int) -> None:
+        """Lend the node until the run has ended."""
+        join(address, token, tell=logging.getLogger(__name__).info, num_ranks=num_ranks)
+
+
+def _connected() -> Any:
+    """Ray, connected to the cluster that it finds, or else to one of this machine alone.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise LaunchError(
+            "engine='ray' needs the package ray: pip install 'notebook-accel[ray,elastic]', then "
+            "launch again"
+        ) from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    return ray
+
+
+def _uses_gpus(ray: Any, request: StartRequest) -> bool:
+    return request.config.devices != "cpu" and bool(ray.cluster_resources().get("GPU"))
+
+
+def _place(ray: Any, request: StartRequest) -> Counter[str]:
+    """How many ranks each node gets, by its id: Ray places one bundle a rank.
+
+    Raises:
+        LaunchError: the cluster has no room for them.
+    """
+    uses_gpus = _uses_gpus(ray, request)
+    resources = ray.cluster_resources()
+    num_ranks = request.config.num_processes or (int(resources["GPU"]) if uses_gpus else 1)
+    bundle = {"CPU": 1, **({"GPU": 1} if uses_gpus else {})}
+    short = [name for name, count in bundle.items() if resources.get(name, 0) < count * num_ranks]
+    group = None if short else ray.util.placement_group([bundle] * num_ranks, strategy="PACK")
+    if group is None or not group.wait(_PLACE_SECONDS):
+        has = ", ".join(f"{resources.get(name, 0):g} {name}s" for name in bundle)
+        raise LaunchError(
+            f"num_processes={num_ranks}, and the Ray cluster has {has}, of which others may use "
+            "some: each rank takes one. Ask for fewer, or wait until there is room"
+        )
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    # The actors take its place: one has all that its node's ranks need.
+    ray.util.remove_placement_group(group)
+    return Counter(nodes.values())
+
+
+def _why(ray: Any, ended: list[Any]) -> str:
+    for reference in ended:
+        try:
+            ray.get(reference)
+        except Exception as error:  # whatever Ray or the actor raised
+            return f": {error}"
+    return f" in {_JOIN_SECONDS:g} s"
