@@ -146,7 +146,11 @@ class _NodeActor:
 
     def join(self, address: str, token: str, num_ranks: int) -> None:
         """Lend the node until the run has ended."""
+        import ray
+
         join(address, token, tell=logging.getLogger(__name__).info, num_ranks=num_ranks)
+        # Whoever still has its handle: what it holds of the node is free for others.
+        ray.actor.exit_actor()
 
 
 def _connected() -> Any:
