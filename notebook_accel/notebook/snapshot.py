@@ -125,8 +125,10 @@ class AskedStacks:
 
 
 def render_line(text: str) -> Snapshot:
-    """One line, framed as the summary is, for a run that is not there yet."""
-    line = element("span", text, style=_MUTED)
+    """A line or two, framed as the summary is, for a run that is not there yet."""
+    # A command for another machine stands in a line of its own, and wraps rather than be cut.
+    style = f"{_MUTED};white-space:pre-wrap;overflow-wrap:anywhere"
+    line = element("span", text, style=style)
     return Snapshot(element("div", line, class_=_NO_MATHS, style=_FRAME), text)
 
 

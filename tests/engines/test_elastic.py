@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -152,7 +153,8 @@ def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
     assert other.process.communicate(timeout=BUSY)[0] == "None\n"
 
 
-def test_a_machine_that_is_lost_ends_the_run(other: OtherMachine) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_machine_that_is_lost_ends_the_run(number: signal.Signals, other: OtherMachine) -> None:
     def train() -> None:
         _join_group()
         time.sleep(600)
@@ -160,9 +162,10 @@ def test_a_machine_that_is_lost_ends_the_run(other: OtherMachine) -> None:
     run = on_two(train, other=other, block=False)
     eventually(lambda: run.status == "running", within=BUSY, what="it runs")
     assert other.process is not None
-    other.process.kill()
+    other.process.send_signal(number)
     with pytest.raises(WorkerError) as caught:
         run.wait(BUSY)
+    other.process.wait(BUSY)
     assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
     assert f"on {socket.gethostname()} (127.0.0.1) was lost" in str(caught.value)
 
@@ -299,8 +302,6 @@ def test_a_third_machine_is_refused(other: OtherMachine) -> None:
 
 
 def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    import signal
-
     def press(address: str, token: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
