@@ -6,6 +6,7 @@ has a chip keeps others from it: the kernel must have none.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -154,11 +155,12 @@ def _version(package: str) -> str | None:
 def count_chips() -> dict[str, int]:
     """How many TPU chips of each kind are on the PCI bus, by their number there."""
     chips: dict[str, int] = {}
-    for vendor in _PCI.glob("*/vendor"):
-        if vendor.read_text().strip() == _GOOGLE:
-            kind = vendor.with_name("device").read_text().strip()
-            if kind in _DEVICES_OF_CHIP:
-                chips[kind] = chips.get(kind, 0) + 1
+    with contextlib.suppress(OSError):  # no bus, or no descriptor left, which the launch says
+        for vendor in _PCI.glob("*/vendor"):
+            if vendor.read_text().strip() == _GOOGLE:
+                kind = vendor.with_name("device").read_text().strip()
+                if kind in _DEVICES_OF_CHIP:
+                    chips[kind] = chips.get(kind, 0) + 1
     return chips
 
 
@@ -180,7 +182,7 @@ def count_devices(environment: Mapping[str, str]) -> tuple[str, int]:
 def is_torch_xlas(environment: Mapping[str, str] | None = None) -> bool:
     """Whether this machine's accelerator is a TPU that torch_xla can use."""
     found = library()
+    if found is None or found.name != "torch_xla" or found.problem:
+        return False
     platform, count = count_devices(os.environ if environment is None else environment)
-    return bool(
-        found and found.name == "torch_xla" and not found.problem and platform == "TPU" and count
-    )
+    return platform == "TPU" and count > 0

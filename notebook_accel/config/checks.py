@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "as_address",
     "as_choice",
     "as_count",
     "as_devices",
@@ -78,6 +80,18 @@ def as_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{name}={shown(value)}: expected text")
     return str.__str__(value)
+
+
+def as_address(name: str, value: Any) -> str:
+    """A host name, or an IPv4 address.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    address = as_text(name, value).strip()
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", address):
+        raise ConfigError(f"{name}={shown(value)}: expected a host name or an IPv4 address")
+    return address
 
 
 def as_index(value: Any) -> int | None:

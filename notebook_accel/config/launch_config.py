@@ -13,6 +13,7 @@ import yaml
 
 from notebook_accel.config import accelerate_yaml
 from notebook_accel.config.checks import (
+    as_address,
     as_count,
     as_devices,
     as_env,
@@ -160,7 +161,7 @@ class LaunchConfig:
     )
     master_addr: str | None = setting(
         label="Address",
-        kind=str,
+        check=as_address,
         about="With ``num_nodes``: the address of this machine by which the others reach it",
         unset="that by which they join",
         yaml="main_process_ip",

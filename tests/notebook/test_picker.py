@@ -143,7 +143,10 @@ def test_two_settings_that_do_not_go_together_are_told() -> None:
 # What a person types that makes no sense, field by field.
 WRONG = {
     "num_processes": "zero",
+    "num_nodes": "0",
+    "max_restarts": "-1",
     "devices": "0, 0",
+    "master_addr": "two words",
     "gradient_accumulation_steps": "0",
     "seed": "-1",
     "use_port": "70000",
