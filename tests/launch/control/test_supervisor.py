@@ -12,7 +12,7 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch import payload, run_list, wire
-from notebook_accel.launch.control import supervisor
+from notebook_accel.launch.control import pool, supervisor
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.segment import pack
@@ -97,6 +97,8 @@ def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(
         "what goes": (channel, "flush"),
     }[where]
     monkeypatch.setattr(owner, name, ended_by_a_finalizer(call, getattr(owner, name)))
+    # To look through all that the tests have imported takes long, and a played agent is silent.
+    monkeypatch.setattr(pool, "_SILENT_SECONDS", SECONDS)
     agent.tell(wire.CallStarted, rank=0)
     agent.tell(wire.Notice, text="after it")
     eventually(lambda: "after it" in call.state.notices, within=SECONDS, what="it was heard")
