@@ -21,6 +21,7 @@ from .notebook.launcher import notebook_launcher as notebook_launcher
 from .notebook.magics import load_ipython_extension as load_ipython_extension
 from .notebook.picker import ConfigPicker as ConfigPicker
 from .notebook.picker import config_picker as config_picker
+from .notebook.runs import attach as attach
 from .notebook.runs import compare as compare
 from .notebook.runs import find_run as find_run
 from .notebook.runs import last_run as last_run

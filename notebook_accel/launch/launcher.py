@@ -22,6 +22,7 @@ from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, starting
+from notebook_accel.launch.detached import check_can_detach, start_keeper
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import (
     CallRequest,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Engine, RankPlan
     from notebook_accel.launch.payload import CellSource, PackedCall
 
-__all__ = ["Session", "check_ranks", "launch", "notebook_file"]
+__all__ = ["Session", "check_ranks", "launch", "launch_packed", "notebook_file"]
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
@@ -70,6 +71,7 @@ def launch(
     notices: Sequence[str] = (),
     advise: bool = True,
     name: str | None = None,
+    detach: bool = False,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run.
 
@@ -85,6 +87,7 @@ def launch(
         notices: lines for the person that are known already.
         advise: say at the end what a training function seems to have forgotten.
         name: what the person calls the run; None: as the function.
+        detach: the run goes on when this process ends (detached.py).
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
@@ -103,12 +106,24 @@ def launch(
         advise=advise,
         name=name,
     )
+    if detach:
+        check_can_detach(request.config, block=block)
+        request = replace(request, detached=True)
     try:
         begin = _prepare_launch(request, list(notices))
     except BaseException:
         request.view.launch_failed()
         raise
     return _begin_and_wait(begin, block=block)
+
+
+def launch_packed(request: CallRequest, packed: PackedCall) -> Run:
+    """Launch what another process has checked and packed, in the background.
+
+    Raises:
+        ConfigError, LaunchError: as :func:`launch`.
+    """
+    return _begin_and_wait(_begin_here(request, packed, packed.notices), block=False)
 
 
 class Session:
@@ -390,6 +405,23 @@ def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Ru
         preflight.check_platform()
         packed = _pack(request)
         notices = [*packed.notices, *notices]
+    if request.detached:
+        assert packed is not None, "Engine.can_detach"
+        request.view.launch_is_slow(request.name)
+        return start_keeper(
+            request,
+            replace(packed, notices=tuple(notices)),
+            notebook_file=notebook_file(),
+            script=partial(_script, request),
+        )
+    return _begin_here(request, packed, notices)
+
+
+def _begin_here(
+    request: CallRequest, packed: PackedCall | None, notices: Sequence[str]
+) -> Callable[[], Run]:
+    """Plan the ranks of a run that this process conducts; gives what begins it."""
+    engine = engine_named(request.config.engine)
     plan = _plan(engine, request)
 
     def begin() -> Run:
@@ -494,6 +526,7 @@ def _new_run(
             first,
             arguments=request.arguments,
             notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
+            detached=request.detached,
         )
         try:
             yield NewRun(run=run, state=first, folder=folder, metrics=metrics)

@@ -221,8 +221,10 @@ class Run:
             NotebookAccelError: it is neither in this kernel nor in the run's folder.
         """
         self._wait_for_end(None)
-        if self._results is not None or not self._has_rescued:
-            return None if self._results is None else self._results.rescued()
+        if self._results is not None and self._results.has_rescued:
+            return self._results.rescued()
+        if not self._has_rescued:
+            return None
         rescued = self._folder.load_rescued()
         if rescued is None:
             raise self._about_this(

@@ -20,6 +20,7 @@ from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.control.state import Failure
+from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.view.plain import PlainView
@@ -31,7 +32,17 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import RunView
 
-__all__ = ["add", "discard", "expression", "expression_now", "find_run", "keep", "runs"]
+__all__ = [
+    "add",
+    "discard",
+    "expression",
+    "expression_now",
+    "expression_to_attach",
+    "find_run",
+    "keep",
+    "read_run",
+    "runs",
+]
 
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
@@ -62,7 +73,8 @@ def add(run: Run) -> None:
     """List a run that begins, without what its handles alone keep."""
     with held(), _lock:
         # The oldest is dropped only here: a run that was added and discarded pushes out no other.
-        _known[:] = [*_newest(), _ListedRun(handle=weakref.ref(run), run=run._without_results())]
+        others = [known for known in _newest() if known.run.id != run.id]  # attached once more
+        _known[:] = [*others, _ListedRun(handle=weakref.ref(run), run=run._without_results())]
 
 
 def _newest() -> list[_ListedRun]:
@@ -111,15 +123,28 @@ def expression_now(run_id: str) -> str:
     return "import notebook_accel; notebook_accel.last_run()" if is_newest else expression(run_id)
 
 
+def expression_to_attach(run_id: str) -> str:
+    """What a person types for a detached run, in whatever kernel."""
+    return f"import notebook_accel; notebook_accel.attach({run_id!r})"
+
+
 def find_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
     """The run of that id, as ``notebook_accel.find_run`` gives it.
 
     ``view`` makes the view of a run that another process launched.
     """
-    found = next((run for run in runs() if run.id == run_id), None)
+    here = next((run for run in runs() if run.id == run_id), None)
+    return here or read_run(run_id, view=view)
+
+
+def read_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
+    """The run of that id as it is on disk.
+
+    Raises:
+        NotebookAccelError: it is not there.
+    """
     on_disk = {folder.id: folder for folder in run_folders()}
-    if found is None and run_id in on_disk:
-        found = _read_run(on_disk[run_id], view)
+    found = _read_run(on_disk[run_id], view) if run_id in on_disk else None
     if found is None:
         raise NotebookAccelError(
             f"there is no run {run_id!r} here or in {runs_folder()}: it may have been removed, as "
@@ -152,6 +177,8 @@ class _OtherKernels(Conductor):
         self.state = state
         self._folder = folder
         self.ended = Latch()
+        if state.detached:
+            self.results = StoredResults(folder.path)
         if state.has_ended:
             self.ended.set()
 
@@ -159,6 +186,11 @@ class _OtherKernels(Conductor):
         return expression(self.state.run)
 
     def check_waiting(self) -> None:
+        if not self.state.has_ended and self.state.detached:
+            raise NotebookAccelError(
+                f"run {self.state.run} is detached: {expression_to_attach(self.state.run)} gives "
+                "a handle that can wait for it and has its results"
+            )
         if not self.state.has_ended:
             raise NotebookAccelError(
                 f"run {self.state.run} goes on in another process, which alone can wait for it and "
@@ -194,7 +226,11 @@ def _read_run(folder: RunFolder, view: Callable[[], RunView]) -> Run | None:
         state = replace(
             state,
             status="failed",
-            failure=Failure(message="its kernel ended while the run went on"),
+            failure=Failure(
+                message="its keeper process was killed while the run went on"
+                if state.detached
+                else "its kernel ended while the run went on"
+            ),
             ended=folder.last_change(),
         )
     try:

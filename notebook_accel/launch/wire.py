@@ -37,6 +37,7 @@ __all__ = [
     "CountDevices",
     "Credit",
     "Data",
+    "Detach",
     "Devices",
     "Displayed",
     "DumpStacks",
@@ -69,6 +70,7 @@ __all__ = [
     "Returned",
     "Sample",
     "Shutdown",
+    "RunSnapshot",
     "Stacks",
     "StartMachineAgent",
     "Stop",
@@ -81,7 +83,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 8
+VERSION = 9
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -398,6 +400,8 @@ class Call(Message, frozen=True, kw_only=True):
         grace: seconds that handlers of a KeyboardInterrupt get.
         last: whether the rank processes end after it, as after a ``Shutdown``.
         keeps_error: whether what it raises stays in the rank, for a debugger.
+        by_value: whether the notebook's classes and functions come back by value, for a kernel
+            that lacks them.
         group_generation: how many calls of the session failed or cut a rank off. Where it has
             grown, each rank destroys the process group that it has before it runs the call.
         master_port: the ranks' MASTER_PORT; for 0, the agent of rank 0 fills in one that it has
@@ -408,6 +412,7 @@ class Call(Message, frozen=True, kw_only=True):
     grace: float
     last: bool = False
     keeps_error: bool = False
+    by_value: bool = False
     group_generation: int = 0
     master_port: int = 0
 
@@ -466,6 +471,30 @@ class Kill(Message, frozen=True, kw_only=True):
 
 class DumpStacks(Message, frozen=True, kw_only=True):
     """Send ``Stacks`` for the message's rank, or for all."""
+
+
+# ---- with the keeper of a detached run (launch/keeper.py); it takes Stop, Kill and DumpStacks, too
+
+
+class Detach(Message, frozen=True, kw_only=True):
+    """Launch this. A file descriptor goes along where the buffers are not inline.
+
+    Attributes:
+        request: what is asked for, pickled: it comes from the process that started the keeper.
+        payload: the function and its arguments.
+    """
+
+    request: bytes
+    payload: Packet
+
+
+class RunSnapshot(Message, frozen=True, kw_only=True):
+    """How the run stands; ``state`` is its ``RunState``, the others are of its ``Conductor``."""
+
+    state: bytes
+    timeout: float | None = None
+    timed_out: bool = False
+    rescued_as: str = ""
 
 
 # ---- with a template -----------------------------------------------------------------------

@@ -100,6 +100,7 @@ def notebook_launcher(
     debug: bool = False,
     join_token: str | None = None,
     block: bool = True,
+    detach: bool = False,
     view: str = "auto",
     timeout: float | None = None,
     grace: float = LaunchConfig.grace,
@@ -153,6 +154,9 @@ def notebook_launcher(
         join_token: of the launch that this machine joins (``node_rank``).
         block: wait for the end of the run. With False the notebook stays free, and ``run.wait()``
             or ``run[0]`` wait.
+        detach: with ``block=False``, the run goes on when the kernel ends or restarts, until the
+            function returns or somebody stops it; ``attach(run.id)`` in any later kernel gives its
+            handle. What it returns comes back by value: classes of the notebook are not its own.
         view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets",
             "text" or "none".
         timeout: seconds after which the run is ended; None for never.
@@ -202,6 +206,7 @@ def notebook_launcher(
             else "a text, as lr=0.1"
         )
         raise ConfigError(f"name={shown(name)}: expected {expected}")
+    _check_detach(detach, session=session)
     end_held_launch()
     if session:
         with show_in_short():
@@ -228,6 +233,7 @@ def notebook_launcher(
             timeout=timeout,
             notices=[*notices, *_unused(changed, chosen)],
             name=name,
+            detach=detach,
         )
 
 
@@ -319,6 +325,7 @@ def _launch(
     notices: Sequence[str],
     timeout: float | None = None,
     name: str | None = None,
+    detach: bool = False,
 ) -> Run:
     """Launch, and hold the ranks for the debugger where the call itself asked for it, and waits."""
     shell = get_ipython()
@@ -333,7 +340,7 @@ def _launch(
     keeps_ranks = block and shell is not None and engine_named(config.engine).keeps_ranks
     if asks_debugger and keeps_ranks:
         return launch_for_debugger(function, args, kwargs, **given)
-    return launch(function, args, kwargs, block=block, **given)
+    return launch(function, args, kwargs, block=block, detach=detach, **given)
 
 
 # ---- arguments -----------------------------------------------------------------------------
@@ -381,6 +388,16 @@ def _join_as_node(given: Mapping[str, Any]) -> None:
 
 def _as_number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _check_detach(detach: object, *, session: bool) -> None:
+    if not isinstance(detach, bool):
+        raise ConfigError(f"detach={shown(detach)}: expected True or False")
+    if detach and session:
+        raise ConfigError(
+            "detach=True with session=True: the ranks of a session end with the kernel. Leave one "
+            "of them out"
+        )
 
 
 def _notebook_shell() -> Any:

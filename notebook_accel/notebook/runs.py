@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch import run_list
+from notebook_accel.launch import detached, run_list
 from notebook_accel.launch.control.plotting import plot_together
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.view import View
 
-__all__ = ["RunTable", "compare", "find_run", "last_run", "runs"]
+__all__ = ["RunTable", "attach", "compare", "find_run", "last_run", "runs"]
 
 T = TypeVar("T")
 # Metrics with a column; of more the first ones have one.
@@ -126,6 +126,23 @@ def find_run(run_id: str) -> Run:
         LaunchError: it is not of this process, and this user has no folder for runs.
     """
     return run_list.find_run(run_id, view=_view_of_past)
+
+
+def attach(run_id: str, *, view: str = "auto") -> Run:
+    """The handle of a detached run (``notebook_launcher(..., block=False, detach=True)``).
+
+    A run that goes on is shown live, and its Stop button works. Of one that has ended the handle
+    has the results, logs and metrics.
+
+    Args:
+        run_id: as ``run.id`` or ``runs(everywhere=True)`` says it.
+        view: as in ``notebook_launcher``.
+
+    Raises:
+        NotebookAccelError: there is no such run, or it was not detached.
+        LaunchError: this user has no folder for runs.
+    """
+    return detached.attach(run_id, view=lambda: choose_view(view, waits=False))
 
 
 def last_run() -> Run:

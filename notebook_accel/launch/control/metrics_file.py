@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch import wire
 
-__all__ = ["MetricReader", "MetricStore"]
+__all__ = ["MetricReader", "MetricStore", "MetricTail"]
 
 # A sample of a long file is made of so many stretches, from all over it.
 _STRETCHES = 200
 # No row is as long: what is read of a damaged file for a sample stays small.
 _LONGEST_ROW = 65_536
+# What a kernel that attaches to a run reads of its metrics, for the curves of the panel.
+_TAIL_BYTES = 8_000_000
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,28 @@ class MetricReader:
                 with open_regular(self.path) as file:
                     return self._rows(_spread_lines(file, size, max_bytes))
         return self.read()
+
+
+class MetricTail(MetricReader):
+    """The metrics of a run that another process writes, as they come."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._start: int | None = None
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """The rows since the last call; at the first one the newest of those that there are."""
+        with contextlib.suppress(OSError), open_regular(self.path) as file:
+            if self._start is None:
+                self._start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+                file.seek(self._start)
+                self._start += len(file.readline()) if self._start else 0
+            file.seek(self._start)
+            data = file.read()
+            size = data.rfind(b"\n") + 1
+            self._start += size
+            return self._rows(data[:size].splitlines(keepends=True))
+        return []
 
 
 class MetricStore(MetricReader):

@@ -29,9 +29,11 @@ class Results:
 
     Attributes:
         raised: what a rank in this very process raised.
+        lost: a line for the person about each result that could not be kept.
     """
 
     raised: BaseException | None = None
+    lost: tuple[str, ...] = ()
 
     def __init__(self, registry: payload.Registry) -> None:
         self._registry = registry

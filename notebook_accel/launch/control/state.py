@@ -232,6 +232,7 @@ class RunState:
         arguments: what the function was called with, as a short text.
         notebook: name of the notebook's file; "" where nobody says it.
         has_rescued: whether what was being trained was kept, in the kernel that launched the run.
+        detached: whether it outlives its kernel; its results are in the run's folder then.
     """
 
     run: str
@@ -248,6 +249,7 @@ class RunState:
     arguments: str = ""
     notebook: str = ""
     has_rescued: bool = False
+    detached: bool = False
 
     @property
     def world_size(self) -> int:

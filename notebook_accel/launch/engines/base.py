@@ -37,6 +37,7 @@ from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.supervisor import Supervisor
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.payload.notebook_state import capture
@@ -129,12 +130,14 @@ class StartRequest:
         config: how to launch.
         environment: of every rank, without what the engine adds.
         view: shows that they come.
+        notebook: what cells have set up beside variables, pickled; b"": as it is in this process.
     """
 
     name: str
     config: LaunchConfig
     environment: dict[str, str]
     view: View
+    notebook: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,7 @@ class CallRequest(StartRequest):
         advise: say at the end what a training function seems to have forgotten.
         arguments: what the function is called with, as a short text.
         keeps_error: a rank keeps what the call raises, for a debugger.
+        detached: the run outlives the kernel, and its results are kept on disk.
     """
 
     function: Callable[..., Any]
@@ -158,6 +162,7 @@ class CallRequest(StartRequest):
     advise: bool = True
     arguments: str = ""
     keeps_error: bool = False
+    detached: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +233,7 @@ class Engine(ABC):
         max_ranks: how many ranks it can have; None: any number.
         needs_payload: whether a call travels to its ranks, and so must be pickled.
         keeps_ranks: whether its ranks can stay for more calls, as those of a session do.
+        can_detach: whether its runs can outlive the kernel.
     """
 
     description: ClassVar[str]
@@ -235,6 +241,7 @@ class Engine(ABC):
     max_ranks: ClassVar[int | None] = None
     needs_payload: ClassVar[bool] = True
     keeps_ranks: ClassVar[bool] = False
+    can_detach: ClassVar[bool] = False
 
     def warm_up(self, request: StartRequest) -> None:
         """Do what takes long and may be interrupted, before anything of the run exists.
@@ -371,7 +378,7 @@ def _launch_message(
         log_dir=None,
         num_threads=num_threads,
         start_method=start_method,
-        notebook=pickle.dumps(capture(request.config.seed)),
+        notebook=request.notebook or pickle.dumps(capture(request.config.seed)),
     )
 
 
@@ -392,6 +399,7 @@ def _call_message(request: CallRequest, packet: wire.Packet, *, last: bool) -> w
         grace=request.config.grace,
         last=last,
         keeps_error=request.keeps_error,
+        by_value=request.detached,
     )
 
 
@@ -474,17 +482,22 @@ def begin_call(
     # The run keeps what its advice needs, and none of its arguments: what the person drops while
     # it goes on is freed.
     advised = replace(packed, packed=Packed(b"")) if request.advise else None
+    results = StoredResults(new.folder.path) if request.detached else Results(packed.registry)
+    typed = run_list.expression_to_attach if request.detached else run_list.expression_now
     supervisor = Supervisor(
         pool=pool,
         state=new.state,
-        results=Results(packed.registry),
+        results=results,
         metrics=new.metrics,
         view=request.view,
         timeout=request.timeout,
-        closing_notices=lambda end: [] if advised is None else closing_advice(end, advised),
+        closing_notices=lambda end: [
+            *results.lost,
+            *([] if advised is None else closing_advice(end, advised)),
+        ],
         labels={source.filename: source.label for source in request.sources},
         folder=new.folder,
-        handle=partial(run_list.expression_now, new.folder.id),
+        handle=partial(typed, new.folder.id),
         restarts=restarts,
     )
     with pool.paused():

@@ -47,6 +47,7 @@ class LocalEngine(AgentEngine):
     """Ranks are forks of a clean process, on the CPU or one rank an accelerator."""
 
     description = "engine='local', whose ranks are on one machine"
+    can_detach = True
 
     def warm_up(self, request: StartRequest) -> None:
         def wait(source: Template) -> None:

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import RunStopped
@@ -121,6 +121,8 @@ def _run(
         if setup_error is not None:
             raise setup_error
         call = payload.unpack_call(packed, sent_before=sent_before)
+        if message.by_value:
+            call = replace(call, sent=())
         context.report(wire.CallStarted)
         try:
             value = call.function(*call.args, **call.kwargs)

@@ -1,0 +1,78 @@
+"""What the ranks of a detached run returned, in files of the run's folder.
+
+The keeper writes each result as it comes (:meth:`StoredResults.keep`), and any kernel of the user
+reads it when somebody asks for it. A file is one line of JSON, the sizes of the parts in bytes, and
+then the parts: those of ``payload.Packed``, its header first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import payload
+from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.run_folder import lost_files_notice, open_regular
+from notebook_accel.launch.transport.segment import unpack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from notebook_accel.launch import wire
+
+__all__ = ["StoredResults"]
+
+
+class StoredResults(Results):
+    """The values that ranks of a detached run returned, by value.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(payload.Registry())
+        self._folder = folder
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"result-{rank}.pickle"
+
+    def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
+        packed = unpack(packet, fds)
+        parts: tuple[bytes | memoryview, ...] = (packed.header, *packed.buffers)
+        part = self._path(rank).with_suffix(".part")
+        try:
+            with open(part, "wb", opener=partial(os.open, mode=0o600)) as file:
+                file.write(json.dumps([len(one) for one in parts]).encode() + b"\n")
+                file.writelines(parts)
+            part.replace(self._path(rank))
+        except OSError as error:
+            what = f"what rank {rank} returned is lost"
+            self.lost = (*self.lost, lost_files_notice(what, self._folder, error))
+            part.unlink(missing_ok=True)
+
+    def has(self, rank: int) -> bool:
+        return rank in self._values or self._path(rank).exists()
+
+    def get(self, rank: int) -> Any:
+        with self._lock:
+            if rank not in self._values and rank not in self._packed:
+                self._packed[rank] = self._read(rank)
+            return super().get(rank)
+
+    def _read(self, rank: int) -> payload.Packed:
+        """Read a file of :meth:`keep`.
+
+        Raises:
+            OSError: there is none, it is not all there, or another user wrote it.
+        """
+        with open_regular(self._path(rank)) as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise OSError(f"{file.name} is another user's, and is not unpickled")
+            header, *buffers = (bytearray(size) for size in json.loads(file.readline()))
+            for buffer in (header, *buffers):
+                if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
+                    raise OSError(f"{file.name} is not all there")
+        return payload.Packed(bytes(header), tuple(map(memoryview, buffers)))

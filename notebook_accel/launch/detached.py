@@ -1,0 +1,334 @@
+"""Runs that outlive the kernel: the kernel's side. What conducts such a run is its keeper.
+
+    launch: start_keeper --exec, Detach--> keeper (keeper.py): ranks, folder, logs, results
+    kernel: Attachment <----RunSnapshot---- keeper       over the socket pair of the launch
+    later:  attach -> Attachment <-------- keeper       over the socket in the run's folder
+
+The keeper is a process of its own session, and no child of the kernel: a kernel that shuts down
+ends its children. It conducts the run as a kernel does, and ends with it. A kernel that is attached
+sees each new state; logs, metrics and results it reads from the run's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
+from notebook_accel.launch import run_list, wire
+from notebook_accel.launch.control.conductor import Conductor
+from notebook_accel.launch.control.curves import LiveCurves
+from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
+from notebook_accel.launch.control.run_folder import RunFolder, runs_folder
+from notebook_accel.launch.control.state import Failure, RunState
+from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines.base import sendable
+from notebook_accel.launch.payload import Packed, Registry
+from notebook_accel.launch.payload.notebook_state import capture
+from notebook_accel.launch.run import Run
+from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.system.processes import import_path
+from notebook_accel.launch.transport import user_socket
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.view import GuardedView, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.engines.base import CallRequest
+    from notebook_accel.launch.payload import PackedCall
+
+__all__ = ["attach", "check_can_detach", "start_keeper"]
+
+# The first process ends at once: the keeper is then the child of nobody who would end it.
+_BOOT = (
+    "import os; os.fork() and os._exit(0); import sys; "
+    "sys.path[:] = [p for p in sys.path if p] + {path!r}; "
+    "from notebook_accel.launch.keeper import serve; serve({fd})"
+)
+# A keeper that begins its run listens in a moment; one that ends has saved its state before.
+_CONNECT_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_STACKS_SECONDS = 10.0
+
+
+def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
+    """Refuse a detached run that would not be one.
+
+    Raises:
+        ConfigError: the cell waits for it, or the engine's runs end with the kernel.
+    """
+    if block:
+        raise ConfigError(
+            "detach=True with block=True: a detached run goes on without its cell. Pass "
+            "block=False, too; run.wait() waits for it"
+        )
+    engine = engine_named(config.engine)
+    if not engine.can_detach:
+        raise ConfigError(
+            f"detach=True: runs of {engine.description} end with the kernel. Take engine='local', "
+            "or leave detach out"
+        )
+
+
+def start_keeper(
+    request: CallRequest,
+    packed: PackedCall,
+    *,
+    notebook_file: str,
+    script: Callable[[int, str], str],
+) -> Callable[[], Run]:
+    """Have a new keeper start the ranks, and wait until they are asked to begin.
+
+    Where this is interrupted, or what it returns is never called, the keeper ends the run.
+
+    Args:
+        request: what is called.
+        packed: the same, pickled.
+        notebook_file: the notebook's file, "" for none.
+        script: writes the function as a script, for a number of ranks and a file.
+
+    Returns:
+        A function that lets the run go on for good, and gives its handle.
+
+    Raises:
+        ConfigError, LaunchError: the keeper, or the ranks, could not be started.
+    """
+    asked = replace(
+        request,
+        function=_in_the_payload,
+        args=(),
+        kwargs={},
+        view=GuardedView(View()),
+        notebook=pickle.dumps(capture(request.config.seed)),
+    )
+    described = replace(packed, packed=Packed(b""), registry=Registry())
+    with tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours)
+        undo.callback(channel.close)
+        with theirs:
+            path = [entry for entry in import_path() if os.path.isabs(entry)]
+            path.append(str(Path(__file__).parents[2]))
+            subprocess.run(
+                [sys.executable, "-c", _BOOT.format(path=path, fd=theirs.fileno())],
+                env={**os.environ, "JPY_SESSION_NAME": notebook_file},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                check=False,
+            )
+        try:
+            with sendable(packed) as (packet, fds):
+                pickled = pickle.dumps((asked, described, import_path()))
+                channel.send(wire.Detach(request=pickled, payload=packet), fds)
+            first, _ = channel.receive()
+        except (OSError, EOFError) as error:
+            stderr.seek(0)
+            text = stderr.read().decode(errors="replace").strip()
+            raise LaunchError(
+                "the process that keeps a detached run ended before the run had begun. Launch "
+                f"again.{text and f' It wrote:{chr(10)}{text[-2000:]}'}"
+            ) from error
+        if isinstance(first, wire.Raised):
+            raise pickle.loads(first.pickled or b"")
+        assert isinstance(first, wire.RunSnapshot), first
+        undo.pop_all()
+
+    def begin() -> Run:
+        channel.send(wire.Alive())
+        state = _state_of(first)
+        source = partial(script, state.world_size)
+        return _attached(channel, first, request.config, request.view, source=source)
+
+    return begin
+
+
+def _in_the_payload() -> None:
+    """In the place of the person's function, which travels beside the request."""
+
+
+def attach(run_id: str, *, view: Callable[[], View]) -> Run:
+    """The handle of a detached run, which is shown here if it goes on.
+
+    Args:
+        run_id: as ``run.id`` says it.
+        view: makes the view.
+
+    Raises:
+        NotebookAccelError: there is no such run, or it is none that was detached.
+    """
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        run = run_list.read_run(run_id)
+        if not run.state.detached:
+            other = "its logs and metrics: " if run.state.has_ended else "how far it is: "
+            raise NotebookAccelError(
+                f"run {run_id} is not detached: "
+                f"{'it ended with' if run.state.has_ended else 'it belongs to'} the kernel that "
+                f"launched it, which alone has its results (detach=True lets a run outlive its "
+                f"kernel). {other}{run_list.expression(run_id)}"
+            )
+        if run.state.has_ended:
+            return run
+        try:
+            channel = user_socket.connect(RunFolder(run.log_dir).path)
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                continue
+            raise NotebookAccelError(
+                f"run {run_id} goes on, but its keeper cannot be reached ({error}): it may be on "
+                f"another machine, or in another container, that shares {runs_folder()}. Attach "
+                "there"
+            ) from None
+        if channel is None:
+            raise NotebookAccelError(f"the keeper of run {run_id} is another user's process")
+        try:
+            first, _ = channel.receive()
+        except EOFError:  # it ends just now
+            channel.close()
+            continue
+        except ProtocolError as error:
+            channel.close()
+            raise NotebookAccelError(
+                f"run {run_id} was launched by another version of notebook-accel ({error}): attach "
+                "with that one. Its logs, metrics and `notebook-accel stop` work here"
+            ) from None
+        assert isinstance(first, wire.RunSnapshot), first
+        return _attached(channel, first, run.config, GuardedView(view()))
+
+
+def _attached(
+    channel: Channel,
+    first: wire.RunSnapshot,
+    config: LaunchConfig,
+    view: View,
+    source: Callable[[str], str] | None = None,
+) -> Run:
+    """The handle of a run whose keeper sent ``first``; listed and shown."""
+    state = _state_of(first)
+    folder = RunFolder(runs_folder() / state.run)
+    run = Run(
+        name=state.name,
+        config=config,
+        folder=folder,
+        metrics=MetricReader(folder.path),
+        view=view,
+        source=source,
+    )
+    with held():
+        attachment = Attachment(channel, first, folder, view)
+        run._attach(attachment)
+        run_list.add(run)
+        view.open(run._without_results())
+        attachment.start()
+    return run
+
+
+def _state_of(snapshot: wire.RunSnapshot) -> RunState:
+    return msgspec.msgpack.decode(snapshot.state, type=RunState)
+
+
+class Attachment(Conductor):
+    """Stands in this kernel for the keeper of a run."""
+
+    def __init__(
+        self, channel: Channel, first: wire.RunSnapshot, folder: RunFolder, view: View
+    ) -> None:
+        self._channel = channel
+        self._folder = folder
+        self._view = view
+        self._lock = threading.RLock()  # of who sends
+        self._stacks: dict[float, str] = {}
+        self._metrics = MetricTail(folder.path)
+        self._context = contextvars.copy_context()
+        self.results = StoredResults(folder.path)
+        self.curves = LiveCurves()
+        self.ended = Latch()
+        self._take(first)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        name = f"attached-{self.state.run}"
+        threading.Thread(target=self._listen, name=name, daemon=True).start()
+
+    def handle(self) -> str:
+        return run_list.expression_to_attach(self.state.run)
+
+    def stop(self, grace: float | None = None) -> None:
+        self._send(wire.Stop(grace=grace))
+
+    def kill(self) -> None:
+        self._send(wire.Kill())
+
+    def press(self, number: int) -> None:
+        self._send(wire.Kill() if number > 1 else wire.Interrupt())
+
+    def stacks(self, rank: int | None = None) -> str:
+        asked = wire.DumpStacks(rank=rank)
+        self._send(asked)
+        deadline = time.monotonic() + _STACKS_SECONDS
+        while not self.ended.is_set() and time.monotonic() < deadline:
+            if asked.monotonic in self._stacks:
+                return self._stacks.pop(asked.monotonic)
+            time.sleep(_POLL_SECONDS)
+        return "the run has ended, or its keeper gave no answer\n"
+
+    def _send(self, message: wire.Message) -> None:
+        # A keeper that is gone has ended its run.
+        with held(), self._lock, contextlib.suppress(OSError):
+            if not self._channel.closed:
+                self._channel.send(message)
+
+    def _listen(self) -> None:
+        try:
+            while not self.state.has_ended:
+                message, _ = self._channel.receive()
+                if isinstance(message, wire.Stacks):
+                    self._stacks[message.monotonic] = message.text
+                elif isinstance(message, wire.RunSnapshot):
+                    self._take(message)
+                    self._context.run(self._view.update, self.state)
+        except (EOFError, OSError, ProtocolError, msgspec.MsgspecError):
+            self.state = self._state_without_keeper()
+        with self._lock:
+            self._channel.close()
+        self._context.run(self._view.close, self.state)
+        self.curves = None
+        self.ended.set()
+
+    def _take(self, snapshot: wire.RunSnapshot) -> None:
+        self.timeout, self.timed_out = snapshot.timeout, snapshot.timed_out
+        self.rescued_as = snapshot.rescued_as
+        if self.curves is not None:
+            for row in self._metrics.read_new():
+                self.curves.add(row["rank"], row["step"], {row["name"]: row["value"]})
+        self.state = _state_of(snapshot)
+
+    def _state_without_keeper(self) -> RunState:
+        saved = self._folder.load()
+        if saved is not None and saved.has_ended:
+            return saved
+        failure = Failure(
+            message="the process that keeps the run (its keeper) was killed, and the ranks with it"
+        )
+        return replace(self.state, status="failed", failure=failure, ended=self.state.now())

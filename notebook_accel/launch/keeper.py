@@ -1,0 +1,196 @@
+"""The keeper of a detached run: the process that conducts the run in the place of a kernel.
+
+    Detach, a packed call --> launch_packed, as in a kernel; the run has begun
+    RunSnapshot --> the kernel that launched; its Alive says that somebody has the run's id
+    until the run has ended: each new state --> all attached kernels; Stop, Kill, ... <-- them
+    the last state --> them; the socket is removed, and the process ends
+
+It imports no torch and nothing of the notebook's; its own template watches it, as it would a
+kernel: where the keeper is killed, the ranks end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import wire
+from notebook_accel.launch.launcher import launch_packed
+from notebook_accel.launch.system.open_files import raise_to_hard_limit
+from notebook_accel.launch.transport import user_socket
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.segment import unpack
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.run import Run
+
+__all__ = ["serve"]
+
+# As often as a kernel draws.
+_LOOK_SECONDS = 0.2
+# How long kernels get to take the last state: one may be stopped, or in code that holds its GIL.
+_LAST_SECONDS = 5.0
+_KILL_SECONDS = 10.0
+
+
+def serve(fd: int) -> None:
+    """Launch what comes over the socket ``fd``, and conduct it to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise_to_hard_limit()
+    launcher = Channel(socket.socket(fileno=fd))
+    try:
+        message, fds = launcher.receive()
+    except EOFError:  # the launch was interrupted
+        return
+    assert isinstance(message, wire.Detach), message
+    # From the process that started this one, over a private pair.
+    request, packed, sys.path[:] = pickle.loads(message.request)
+    listener: socket.socket | None = None
+    try:
+        run = launch_packed(request, replace(packed, packed=unpack(message.payload, fds)))
+        try:
+            listener = user_socket.listen(run.log_dir)
+        except OSError as error:
+            _drop(run)
+            raise LaunchError(
+                f"no socket can be made in {run.log_dir} ({error}): set NOTEBOOK_ACCEL_RUNS to a "
+                "folder of a local disk, or leave detach out"
+            ) from None
+    except Exception as error:  # the process boundary: the kernel raises it
+        raised = wire.Raised(
+            kind="exception",
+            type_name=type(error).__name__,
+            text=str(error),
+            traceback="",
+            pickled=pickle.dumps(error),
+        )
+        with contextlib.suppress(OSError):
+            launcher.send(raised)
+        return
+    try:
+        launcher.send(_snapshot(run))
+        launcher.receive()
+    except (OSError, EOFError, ProtocolError):  # nobody has the run's id
+        listener.close()
+        _drop(run)
+        return
+    try:
+        _Keeper(run, listener, launcher).conduct()
+    finally:
+        user_socket.remove(run.log_dir)
+
+
+def _drop(run: Run) -> None:
+    """End a run that nobody was given, and leave nothing of it."""
+    run.kill()
+    run._conductor.ended.wait(_KILL_SECONDS)
+    run._remove_files()
+
+
+def _snapshot(run: Run) -> wire.RunSnapshot:
+    conductor = run._conductor
+    return wire.RunSnapshot(
+        state=msgspec.msgpack.encode(conductor.state),
+        timeout=conductor.timeout,
+        timed_out=conductor.timed_out,
+        rescued_as=conductor.rescued_as,
+    )
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """An attached kernel, and the state that it was sent last."""
+
+    channel: Channel
+    seen: RunState | None = None
+
+
+class _Keeper:
+    """Serves the kernels that are attached to a run."""
+
+    def __init__(self, run: Run, listener: socket.socket, launcher: Channel) -> None:
+        self._run = run
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._kernels: list[_Kernel] = []
+        self._answers: list[tuple[_Kernel, wire.Stacks]] = []
+        self._add(launcher)
+
+    def conduct(self) -> None:
+        """Serve until the run has ended, and the kernels know it."""
+        while not self._run._conductor.ended.is_set():
+            self._turn()
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        deadline = time.monotonic() + _LAST_SECONDS
+        while self._kernels and time.monotonic() < deadline:
+            self._turn()
+            for kernel in list(self._kernels):
+                if kernel.seen is self._run.state and kernel.channel.is_idle:
+                    self._remove(kernel)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_LOOK_SECONDS):
+            if key.data is not None:
+                self._hear(key.data)
+            elif (channel := user_socket.accept(self._listener)) is not None:
+                self._add(channel)
+        state = self._run.state
+        for kernel in list(self._kernels):
+            # One that reads slowly misses states between: it gets the newest when it takes more.
+            if kernel.seen is not state and kernel.channel.is_idle:
+                kernel.seen = state
+                kernel.channel.post(_snapshot(self._run))
+        while self._answers:
+            kernel, answer = self._answers.pop(0)
+            kernel.channel.post(answer)
+        for kernel in list(self._kernels):
+            try:
+                kernel.channel.flush(block=False)
+            except OSError:
+                self._remove(kernel)
+
+    def _add(self, channel: Channel) -> None:
+        kernel = _Kernel(channel)
+        self._kernels.append(kernel)
+        self._selector.register(channel.fileno(), selectors.EVENT_READ, kernel)
+
+    def _remove(self, kernel: _Kernel) -> None:
+        self._selector.unregister(kernel.channel.fileno())
+        self._kernels.remove(kernel)
+        kernel.channel.close()
+
+    def _hear(self, kernel: _Kernel) -> None:
+        try:
+            messages = kernel.channel.drain()
+        except (EOFError, OSError, ProtocolError):
+            self._remove(kernel)
+            return
+        conductor = self._run._conductor
+        for message, _ in messages:
+            if isinstance(message, wire.Stop):
+                conductor.stop(message.grace)
+            elif isinstance(message, wire.Interrupt):
+                conductor.press(1)
+            elif isinstance(message, wire.Kill):
+                conductor.kill()
+            elif isinstance(message, wire.DumpStacks):
+                threading.Thread(target=self._dump, args=(kernel, message), daemon=True).start()
+
+    def _dump(self, kernel: _Kernel, asked: wire.DumpStacks) -> None:
+        text = self._run.stacks(asked.rank)
+        self._answers.append((kernel, wire.Stacks(text=text, monotonic=asked.monotonic)))

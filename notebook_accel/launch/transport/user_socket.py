@@ -1,0 +1,95 @@
+"""A unix socket in a run's folder, which processes of this user alone get through.
+
+    keeper of a detached run: listen(folder) -> accept -> Channel
+    a later kernel:                  connect(folder) -> Channel
+
+Either end asks the system who the other one is (SO_PEERCRED) before it reads a byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch.transport.channel import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["accept", "connect", "listen", "remove"]
+
+_NAME = ".attach"
+# pid, uid and gid, as the system gives them.
+_CREDENTIALS = struct.Struct("3i")
+
+
+@contextlib.contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """The socket's path by way of a descriptor: a path of a socket has 107 bytes at most."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{_NAME}"
+    finally:
+        os.close(fd)
+
+
+def listen(folder: Path) -> socket.socket:
+    """A socket in ``folder`` that takes connections.
+
+    Raises:
+        OSError: the folder's file system has no sockets, or cannot be written.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with _address(folder) as address:
+            listener.bind(address)
+        listener.listen()
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def accept(listener: socket.socket) -> Channel | None:
+    """The next connection; None where it is gone again, or another user's."""
+    try:
+        sock, _ = listener.accept()
+    except OSError:
+        return None
+    return _checked(sock)
+
+
+def connect(folder: Path) -> Channel | None:
+    """A connection to who listens in ``folder``; None where that is another user.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        with _address(folder) as address:
+            sock.connect(address)
+    except OSError:
+        sock.close()
+        raise
+    return _checked(sock)
+
+
+def _checked(sock: socket.socket) -> Channel | None:
+    sock.setblocking(True)
+    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(packed)
+    if uid != os.geteuid():
+        sock.close()
+        return None
+    return Channel(sock)
+
+
+def remove(folder: Path) -> None:
+    """Take the socket away."""
+    (folder / _NAME).unlink(missing_ok=True)
