@@ -38,7 +38,7 @@ from notebook_accel.launch.control.state import Failure, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import sendable
-from notebook_accel.launch.payload import Packed, Registry
+from notebook_accel.launch.payload import Packed, Registry, unpack_exception
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import Latch, held
@@ -149,15 +149,17 @@ def start_keeper(
                 f"again.{text and f' It wrote:{chr(10)}{text[-2000:]}'}"
             ) from error
         if isinstance(first, wire.Raised):
-            raise pickle.loads(first.pickled or b"")
+            raise unpack_exception(first.pickled, Registry()) or LaunchError(first.text)
         assert isinstance(first, wire.RunSnapshot), first
         undo.pop_all()
 
     def begin() -> Run:
-        channel.send(wire.Alive())
+        with contextlib.suppress(OSError):  # a keeper that was killed just now: the run has failed
+            channel.send(wire.Alive())
         state = _state_of(first)
+        folder = RunFolder(runs_folder() / state.run)
         source = partial(script, state.world_size)
-        return _attached(channel, first, request.config, request.view, source=source)
+        return _attached(channel, first, folder, request.config, request.view, source)
 
     return begin
 
@@ -180,17 +182,15 @@ def attach(run_id: str, *, view: Callable[[], View]) -> Run:
     while True:
         run = run_list.read_run(run_id)
         if not run.state.detached:
-            other = "its logs and metrics: " if run.state.has_ended else "how far it is: "
             raise NotebookAccelError(
-                f"run {run_id} is not detached: "
-                f"{'it ended with' if run.state.has_ended else 'it belongs to'} the kernel that "
-                f"launched it, which alone has its results (detach=True lets a run outlive its "
-                f"kernel). {other}{run_list.expression(run_id)}"
+                f"run {run_id} is not detached: the kernel that launched it alone has its results "
+                "(detach=True lets a run outlive its kernel). Its logs and metrics: "
+                f"{run_list.expression(run_id)}"
             )
         if run.state.has_ended:
             return run
         try:
-            channel = user_socket.connect(RunFolder(run.log_dir).path)
+            channel = user_socket.connect(run.log_dir)
         except OSError as error:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
@@ -214,21 +214,21 @@ def attach(run_id: str, *, view: Callable[[], View]) -> Run:
                 "with that one. Its logs, metrics and `notebook-accel stop` work here"
             ) from None
         assert isinstance(first, wire.RunSnapshot), first
-        return _attached(channel, first, run.config, GuardedView(view()))
+        folder = RunFolder(run.log_dir)
+        return _attached(channel, first, folder, run.config, GuardedView(view()))
 
 
 def _attached(
     channel: Channel,
     first: wire.RunSnapshot,
+    folder: RunFolder,
     config: LaunchConfig,
     view: View,
     source: Callable[[str], str] | None = None,
 ) -> Run:
     """The handle of a run whose keeper sent ``first``; listed and shown."""
-    state = _state_of(first)
-    folder = RunFolder(runs_folder() / state.run)
     run = Run(
-        name=state.name,
+        name=_state_of(first).name,
         config=config,
         folder=folder,
         metrics=MetricReader(folder.path),

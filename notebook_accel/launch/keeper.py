@@ -27,7 +27,9 @@ import msgspec
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.launcher import launch_packed
+from notebook_accel.launch.payload import pack_exception
 from notebook_accel.launch.system.open_files import raise_to_hard_limit
+from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import unpack
@@ -40,6 +42,8 @@ __all__ = ["serve"]
 
 # As often as a kernel draws.
 _LOOK_SECONDS = 0.2
+# Between two snapshots passes so many times what one takes to make.
+_SHARE = 20
 # How long kernels get to take the last state: one may be stopped, or in code that holds its GIL.
 _LAST_SECONDS = 5.0
 _KILL_SECONDS = 10.0
@@ -75,7 +79,7 @@ def serve(fd: int) -> None:
             type_name=type(error).__name__,
             text=str(error),
             traceback="",
-            pickled=pickle.dumps(error),
+            pickled=pack_exception(error),
         )
         with contextlib.suppress(OSError):
             launcher.send(raised)
@@ -88,9 +92,13 @@ def serve(fd: int) -> None:
         _drop(run)
         return
     try:
-        _Keeper(run, listener, launcher).conduct()
+        _Keeper(run, listener, launcher).serve()
+    except Exception:  # what fails here costs the kernels their connections, never the training
+        listener.close()
     finally:
         user_socket.remove(run.log_dir)
+        while not run._conductor.ended.wait(_LAST_SECONDS):
+            pass
 
 
 def _drop(run: Run) -> None:
@@ -102,8 +110,13 @@ def _drop(run: Run) -> None:
 
 def _snapshot(run: Run) -> wire.RunSnapshot:
     conductor = run._conductor
+    try:
+        state = msgspec.msgpack.encode(conductor.state)
+    except UnicodeEncodeError:  # text that UTF-8 cannot carry
+        plain = msgspec.to_builtins(conductor.state, builtin_types=(bytes,))
+        state = msgspec.msgpack.encode(escaped(plain))
     return wire.RunSnapshot(
-        state=msgspec.msgpack.encode(conductor.state),
+        state=state,
         timeout=conductor.timeout,
         timed_out=conductor.timed_out,
         rescued_as=conductor.rescued_as,
@@ -128,9 +141,10 @@ class _Keeper:
         self._selector.register(listener, selectors.EVENT_READ)
         self._kernels: list[_Kernel] = []
         self._answers: list[tuple[_Kernel, wire.Stacks]] = []
+        self._next_snapshot = 0.0
         self._add(launcher)
 
-    def conduct(self) -> None:
+    def serve(self) -> None:
         """Serve until the run has ended, and the kernels know it."""
         while not self._run._conductor.ended.is_set():
             self._turn()
@@ -149,12 +163,17 @@ class _Keeper:
                 self._hear(key.data)
             elif (channel := user_socket.accept(self._listener)) is not None:
                 self._add(channel)
-        state = self._run.state
-        for kernel in list(self._kernels):
-            # One that reads slowly misses states between: it gets the newest when it takes more.
-            if kernel.seen is not state and kernel.channel.is_idle:
+        state, now = self._run.state, time.monotonic()
+        # One that reads slowly misses states between: it gets the newest when it takes more.
+        behind = [one for one in self._kernels if one.seen is not state and one.channel.is_idle]
+        if behind and (now >= self._next_snapshot or state.has_ended):
+            snapshot = _snapshot(self._run)
+            # The states of many ranks that print much are large, and a kernel takes as long to read
+            # one as this process to write it.
+            self._next_snapshot = now + _SHARE * (time.monotonic() - now)
+            for kernel in behind:
                 kernel.seen = state
-                kernel.channel.post(_snapshot(self._run))
+                kernel.channel.post(snapshot)
         while self._answers:
             kernel, answer = self._answers.pop(0)
             kernel.channel.post(answer)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.engines.processes import gone
@@ -49,6 +53,16 @@ def later(notebook: Notebook) -> Iterator[Notebook]:
         yield other
 
 
+def keepers(notebook: Notebook) -> list[psutil.Process]:
+    """The processes that keep detached runs."""
+    found = []
+    for one in notebook.others():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "keeper import serve" in str(one.cmdline()):
+                found.append(one)
+    return found
+
+
 def launched(notebook: Notebook, folder: Path) -> str:
     """A detached run of two ranks that are in the function; gives its id."""
     notebook.run(f"{_FUNCTIONS}folder = Path({str(folder)!r})")
@@ -82,3 +96,97 @@ def test_a_detached_run_survives_the_death_of_its_kernel(
     assert later.run("print([row['value'] for row in run.metrics])").strip() == "[0.5]"
     notebook.expect(0, but=kernel, within=SLOW)
     assert not (tmp_path / "runs" / run_id / ".attach").exists()
+
+
+def test_a_later_kernel_stops_it_and_nothing_is_left(
+    notebook: Notebook, later: Notebook, tmp_path: Path
+) -> None:
+    run_id = launched(notebook, tmp_path)
+    notebook.manager.restart_kernel(now=False)
+    notebook.kernel.client.wait_for_ready(timeout=SLOW)
+    later.run(f"run = notebook_accel.attach({run_id!r}, view='widgets')")
+    assert " in train" in later.run("print(run.stacks())")
+    later.run("run.stop()")
+    assert later.run("print([one.value for one, _ in run.wait()], run.status)").strip() == (
+        "[40, 41] stopped"
+    )
+    notebook.expect(0, but=notebook.pid, within=SLOW)
+    later.expect(0, but=later.pid, within=SLOW)
+    left = {entry.name for entry in (tmp_path / "runs" / run_id).iterdir()}
+    assert not [name for name in left if name.startswith(".") or name.endswith(".part")], left
+    assert [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("na-")] == []
+    # Of a run that has ended, any kernel has the results still.
+    notebook.run("import notebook_accel")
+    attached = f"run = notebook_accel.attach({run_id!r})"
+    assert notebook.run(f"{attached}\nprint(run[1][0].value)").strip() == "41"
+    assert "went on 0" in notebook.run(f"print(notebook_accel.find_run({run_id!r}).logs(0))")
+
+
+def test_a_launch_that_is_interrupted_leaves_nothing(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run(f"{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
+    cell = notebook.start("notebook_launcher(train, (folder,), 2, block=False, detach=True)")
+    eventually(lambda: keepers(notebook), within=SLOW, what="the keeper has started")
+    notebook.interrupt()
+    assert notebook.finish(cell).status == "error"
+    eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
+    notebook.expect(1, but=notebook.pid, within=SLOW)  # the kernel's own template
+    runs = tmp_path / "runs"
+    assert not runs.exists() or list(runs.iterdir()) == []
+
+
+def test_the_kernel_that_launched_is_an_attached_one(notebook: Notebook, tmp_path: Path) -> None:
+    run_id = launched(notebook, tmp_path)
+    notebook.run(f"again = notebook_accel.attach({run_id!r}, view='none')")
+    (tmp_path / "go").touch()
+    assert notebook.run("print(run[0][0].value, again[1][0].value)").strip() == "40 41"
+    assert notebook.run("print([one.id for one in notebook_accel.runs()])").strip() == (
+        f"[{run_id!r}]"
+    )
+
+
+def test_the_command_line_knows_a_detached_run(notebook: Notebook, tmp_path: Path) -> None:
+    run_id = launched(notebook, tmp_path)
+    os.kill(notebook.pid, signal.SIGKILL)
+    command = [sys.executable, "-m", "notebook_accel"]
+    listed = subprocess.run([*command, "runs"], capture_output=True, text=True, check=True)
+    assert f"{run_id}  running" in listed.stdout
+    with subprocess.Popen([*command, "logs", "-f"], stdout=subprocess.PIPE, text=True) as logs:
+        subprocess.run([*command, "stop", run_id[-6:]], check=True, timeout=SLOW)
+        said, _ = logs.communicate(timeout=SLOW)
+    assert {"begun 0", "begun 1", "went on 0", "went on 1"} <= {
+        line.partition("] ")[2] for line in said.splitlines()
+    }
+    notebook.expect(0, but=notebook.pid, within=SLOW)
+
+
+def test_a_failure_and_a_killed_keeper_are_told(notebook: Notebook, tmp_path: Path) -> None:
+    run_id = launched(notebook, tmp_path)
+    (keeper,) = keepers(notebook)
+    keeper.kill()
+    assert "its keeper" in notebook.fails("run.wait()")
+    notebook.expect(1, but=notebook.pid, within=SLOW)  # the kernel's own template
+    assert "keeper" in notebook.fails(f"notebook_accel.attach({run_id!r})[0]")
+    notebook.run(
+        "class Odd(Exception):\n    pass\n"
+        "def fails():\n    raise Odd('as meant')\n"
+        "run = notebook_launcher(fails, (), 2, block=False, detach=True, view='none')"
+    )
+    text = notebook.fails("run.wait()")
+    assert "Odd" in text
+    assert "as meant" in text
+    assert "attach(" in text
+
+
+def test_errors_say_what_to_do(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run(f"{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
+    launch = "notebook_launcher(train, (folder,), 2, detach=True"
+    assert "block=False" in notebook.fails(f"{launch})")
+    assert "session=True" in notebook.fails(f"{launch}, block=False, session=True)")
+    assert "engine='local'" in notebook.fails(f"{launch}, block=False, engine='inline')")
+    assert "engine='local'" in notebook.fails(f"{launch}, block=False, num_nodes=2)")
+    assert "devices" in notebook.fails(f"{launch}, block=False, devices=[99])")
+    notebook.expect(1, but=notebook.pid, within=SLOW)
+    assert "there is no run" in notebook.fails("notebook_accel.attach('20260101-000000-abcdef')")
+    notebook.run("held = notebook_launcher(train, (folder,), 1, block=False, view='none')")
+    assert "is not detached" in notebook.fails("notebook_accel.attach(held.id)")
+    notebook.run("held.kill()")
