@@ -168,19 +168,20 @@ def _in_the_payload() -> None:
     """In the place of the person's function, which travels beside the request."""
 
 
-def attach(run_id: str, *, view: Callable[[], View]) -> Run:
+def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:
     """The handle of a detached run, which is shown here if it goes on.
 
     Args:
         run_id: as ``run.id`` says it.
-        view: makes the view.
+        view: makes the view of a run that goes on.
+        view_of_past: makes that of one that has ended.
 
     Raises:
         NotebookAccelError: there is no such run, or it is none that was detached.
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
-        run = run_list.read_run(run_id)
+        run = run_list.read_run(run_id, view=view_of_past)
         if not run.state.detached:
             raise NotebookAccelError(
                 f"run {run_id} is not detached: the kernel that launched it alone has its results "
@@ -313,7 +314,8 @@ class Attachment(Conductor):
         with self._lock:
             self._channel.close()
         self._context.run(self._view.close, self.state)
-        self.curves = None
+        # From here on only handles keep results that were read.
+        self.curves = self.results = None
         self.ended.set()
 
     def _take(self, snapshot: wire.RunSnapshot) -> None:

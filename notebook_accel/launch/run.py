@@ -94,7 +94,8 @@ class Run:
     def _without_results(self) -> Run:
         """This run, without what its handles alone keep: results, and the function."""
         other = copy.copy(self)
-        other._results = other._source = None
+        other._source = None
+        other._results = None if self._results is None else self._results.on_disk()
         return other
 
     def _remove_files(self) -> None:

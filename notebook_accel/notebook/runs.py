@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
@@ -142,7 +143,8 @@ def attach(run_id: str, *, view: str = "auto") -> Run:
         NotebookAccelError: there is no such run, or it was not detached.
         LaunchError: this user has no folder for runs.
     """
-    return detached.attach(run_id, view=lambda: choose_view(view, waits=False))
+    live = partial(choose_view, view, waits=False)
+    return detached.attach(run_id, view=live, view_of_past=_view_of_past)
 
 
 def last_run() -> Run:

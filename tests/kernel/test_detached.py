@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -83,6 +84,10 @@ def test_a_detached_run_survives_the_death_of_its_kernel(
     os.kill(kernel, signal.SIGKILL)
     eventually(lambda: gone([kernel]), within=SLOW, what="the kernel is dead")
     assert "running" in later.run("print(notebook_accel.runs(everywhere=True))")
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(tmp_path / "runs" / run_id / ".attach"))
+        stranger.sendall(b"\xff" * 1000)
+        assert stranger.recv(1 << 20), "its own user gets the state"
     later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
     assert later.run("print(run.status)").strip() == "running"
     (tmp_path / "go").touch()
@@ -139,6 +144,9 @@ def test_the_kernel_that_launched_is_an_attached_one(notebook: Notebook, tmp_pat
     notebook.run(f"again = notebook_accel.attach({run_id!r}, view='none')")
     (tmp_path / "go").touch()
     assert notebook.run("print(run[0][0].value, again[1][0].value)").strip() == "40 41"
+    assert notebook.run("del run, again\nprint(notebook_accel.last_run()[1][0].value)").strip() == (
+        "41"
+    )
     assert notebook.run("print([one.id for one in notebook_accel.runs()])").strip() == (
         f"[{run_id!r}]"
     )

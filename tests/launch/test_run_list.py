@@ -24,6 +24,10 @@ class Listed:
 
     state = SimpleNamespace(has_ended=True)
 
+    @property
+    def id(self) -> int:
+        return id(self)
+
     def _without_results(self) -> Listed:
         return self
 

@@ -70,6 +70,10 @@ class Results:
                 del self._packed[rank]
             return self._values[rank]
 
+    def on_disk(self) -> Results | None:
+        """The same results without what of them is in memory; None where they are there alone."""
+        return None
+
     def clear(self) -> None:
         """Forget everything: the ranks are started again."""
         with self._lock:

@@ -1,0 +1,63 @@
+"""Results in files: read again by any process of the user, and refused where they are damaged."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.payload import pack_result
+from notebook_accel.launch.transport.segment import pack
+from tests.descriptors import open_descriptors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def keep(folder: Path, value: object) -> StoredResults:
+    results = StoredResults(folder)
+    packet, fds = pack(pack_result(value))
+    results.keep(1, packet, list(fds))
+    return results
+
+
+@pytest.mark.parametrize("length", [3, 1_000_000])
+def test_a_result_is_read_by_another_process(tmp_path: Path, length: int) -> None:
+    before = open_descriptors()
+    keep(tmp_path, {"weights": np.arange(length), "name": "net"})
+    read = StoredResults(tmp_path)
+    assert read.has(1)
+    assert not read.has(0)
+    assert read.get(1)["name"] == "net"
+    assert read.get(1) is read.get(1)
+    weights = read.get(1)["weights"]
+    weights += 1  # its memory is this process's own
+    assert weights[-1] == length
+    assert not open_descriptors() - before
+    assert os.listdir(tmp_path) == ["result-1.pickle"]
+    assert (tmp_path / "result-1.pickle").stat().st_mode & 0o077 == 0
+
+
+def test_a_damaged_result_is_refused(tmp_path: Path) -> None:
+    keep(tmp_path, np.arange(1000))
+    path = tmp_path / "result-1.pickle"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(OSError, match="not all there"):
+        StoredResults(tmp_path).get(1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_result_of_another_user_is_not_unpickled(tmp_path: Path) -> None:
+    keep(tmp_path, 1)
+    os.chown(tmp_path / "result-1.pickle", 65534, -1)
+    with pytest.raises(OSError, match="another user's"):
+        StoredResults(tmp_path).get(1)
+
+
+def test_a_result_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    results = keep(tmp_path / "deleted", 1)
+    assert not results.has(1)
+    assert "logs and metrics are lost" in results.lost[0]
