@@ -11,7 +11,6 @@ the channel that each rank has with the agent, deaths from the leader, which see
 from __future__ import annotations
 
 import os
-import socket
 import struct
 import sys
 import threading
@@ -25,11 +24,8 @@ import torch.multiprocessing as mp
 
 from notebook_accel import tpu
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.agent.file_tail import FileTail
-from notebook_accel.launch.agent.gauges import gauges_of
-from notebook_accel.launch.agent.rank_process import RankProcess
+from notebook_accel.launch.agent.forking import Shared
 from notebook_accel.launch.system.processes import is_readable
-from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
 from notebook_accel.launch.worker.output import redirect
 from notebook_accel.launch.worker.threads import Host
@@ -40,6 +36,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch import wire
     from notebook_accel.launch.agent.logs import RankLogs
     from notebook_accel.launch.agent.ports import RunPorts
+    from notebook_accel.launch.agent.rank_process import RankProcess
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
 __all__ = ["start_ranks"]
@@ -62,52 +59,20 @@ def start_ranks(
     unneeded: Sequence[int],
 ) -> list[RankProcess]:
     """Start the leader, as ``StartRanks`` of forking.py says; ranks are in it until they move."""
-    pairs = {spec.rank: socket.socketpair() for spec in launch.ranks}
-    stacks = {spec.rank: os.memfd_create(f"stacks-{spec.rank}") for spec in launch.ranks}
-    disconnects = {spec.rank: os.eventfd(0) for spec in launch.ranks}
-    files = {spec.rank: logs.open(spec.rank) for spec in launch.ranks}
+    shared = {spec.rank: Shared.with_rank(spec, logs) for spec in launch.ranks}
     heard, told = os.pipe()
-    ours = [ours.fileno() for ours, _ in pairs.values()]
+    ours = [one.ours.fileno() for one in shared.values()]
     inherited = {
-        spec.rank: Inherited(
-            agent_pid=os.getpid(),
-            launch=launch,
-            spec=spec,
-            master_port=ports.master_number,
-            store_socket=None,
-            channel=Channel(pairs[spec.rank][1]),
-            board=board,
-            log=files[spec.rank],
-            stacks=stacks[spec.rank],
-            disconnect=disconnects[spec.rank],
-            unneeded=(),
-        )
-        for spec in launch.ranks
+        rank: one.inherited(launch, board=board, ports=ports, store_socket=None, unneeded=())
+        for rank, one in shared.items()
     }
     process = mp.get_context("fork").Process(
         target=_lead, args=(inherited, told, (*unneeded, heard, *ours)), name="xla-leader"
     )
     process.start()
     os.close(told)
-    for fd in files.values():
-        os.close(fd)
     leader = _Leader(process, heard)
-    ranks = []
-    for spec in launch.ranks:
-        mine, theirs = pairs[spec.rank]
-        theirs.close()
-        rank = RankProcess(
-            rank=spec.rank,
-            process=leader,
-            channel=Channel(mine),
-            tail=FileTail(logs.path(spec.rank)),
-            stacks=stacks[spec.rank],
-            disconnect=disconnects[spec.rank],
-            row=board.row(spec.local_rank),
-            gauges=gauges_of(launch, spec, leader.pid),
-        )
-        ranks.append(rank)
-    return ranks
+    return [one.rank_process(leader, launch, board=board) for one in shared.values()]
 
 
 # ---- in the agent

@@ -46,7 +46,7 @@ from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.transport.segment import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
@@ -66,6 +66,7 @@ __all__ = [
     "NewRun",
     "RankPlan",
     "StartRequest",
+    "abandon",
     "begin_call",
     "closing_advice",
     "sendable",
@@ -332,9 +333,7 @@ class AgentEngine(Engine):
                     own = {"ranks": link.ranks, "log_dir": folder, **link.launch_fields}
                     pool.send_launch(link, msgspec.structs.replace(message, **own))
             except BaseException:
-                for link in links:
-                    link.channel.close()
-                    link.end()
+                abandon(links)
                 raise
             return pool
 
@@ -360,6 +359,13 @@ class AgentEngine(Engine):
             if request.config.max_restarts:
                 restarts = _StartedAgain(self, request, new, payload)
             begin_call(pool, request, new, packed, payload, last=True, restarts=restarts)
+
+
+def abandon(links: Iterable[AgentLink]) -> None:
+    """End agents for which there is no run."""
+    for link in links:
+        link.channel.close()
+        link.end()
 
 
 def _launch_message(

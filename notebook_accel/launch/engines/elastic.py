@@ -19,7 +19,6 @@ import platform
 import socket
 import sys
 import time
-import weakref
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -36,12 +35,10 @@ from notebook_accel.launch.control.environment import (
     num_cores,
     num_threads_of,
 )
-from notebook_accel.launch.engines.base import AgentEngine, RankPlan
+from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent, tcp_pair
 from notebook_accel.launch.engines.machines import (
-    JoinedMachine,
-    MachineServer,
-    fields_of_launch,
+    MachinesEngine,
     interface_of,
     interface_variables,
     notices_of,
@@ -63,6 +60,7 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.engines.base import StartRequest
+    from notebook_accel.launch.engines.machines import JoinedMachine, MachineServer
 
 __all__ = ["ElasticEngine", "join", "parse_address"]
 
@@ -74,8 +72,8 @@ _POLL_SECONDS = 0.05
 # ---- The engine ----------------------------------------------------------------------------
 
 
-class ElasticEngine(AgentEngine):
-    """This machine, and those that join the launch. One engine serves one launch or session."""
+class ElasticEngine(MachinesEngine):
+    """This machine, and those that join the launch."""
 
     description = "engine='elastic', which finds its machines by `notebook-accel join`"
     unused = (
@@ -87,9 +85,8 @@ class ElasticEngine(AgentEngine):
     )
 
     def __init__(self) -> None:
+        super().__init__()
         self._here = LocalEngine()
-        self._server: MachineServer | None = None
-        self._machines: list[JoinedMachine] = []
 
     def warm_up(self, request: StartRequest) -> None:
         self._here.warm_up(request)
@@ -102,13 +99,12 @@ class ElasticEngine(AgentEngine):
         wanted = config.num_nodes - 1
         if not wanted:
             return self._plan_on([], request)
-        if self._server is None:
-            self._server = MachineServer(config.master_addr or "", config.use_port or 0, wanted)
-            weakref.finalize(self, self._server.close)
-        return self._plan_on(self._gather(self._server, request, wanted), request)
+        server = self._server
+        if server is None:
+            server = self._listen(config.master_addr or "", config.use_port or 0, wanted)
+        return self._plan_on(self._gather(server, request, wanted), request)
 
     def _plan_on(self, machines: list[JoinedMachine], request: StartRequest) -> RankPlan:
-        """The ranks of this machine and of these."""
         config, self._machines = request.config, machines
         here = self._here.plan_ranks(request)
         if not machines:
@@ -125,17 +121,6 @@ class ElasticEngine(AgentEngine):
         }
         plan = RankPlan.of_sizes(here.world_size, *sizes, environment=common)
         return replace(plan, notices=notices_of(self._machines))
-
-    def plan_again(self, request: StartRequest) -> RankPlan:
-        """On the machines that are left, and those that have joined meanwhile."""
-        if self._server is None:
-            return self.plan_ranks(request)
-        machines = [machine for machine in self._server.machines if machine.is_open]
-        return self._plan_on(machines, request)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
 
     def _gather(
         self, server: MachineServer, request: StartRequest, wanted: int
@@ -167,24 +152,13 @@ class ElasticEngine(AgentEngine):
             time.sleep(_POLL_SECONDS)
         return machines
 
-    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_here(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         first, *others = plan.agents
         links = self._here.start_agents(request, replace(plan, agents=(first,)), run=run)
-        try:
-            if others:
-                threads = num_threads_of(request.environment, len(first))
-                links = [replace(links[0], launch_fields={"num_threads": threads})]
-            for machine, ranks in zip(self._machines, others, strict=True):
-                fields = partial(fields_of_launch, machine.info, request, plan, len(ranks))
-                links.append(machine.start_agent(ranks, fields, run=run))
-        except BaseException:
-            for link in links:
-                link.channel.close()
-                link.end()
-            raise
-        if not request.config.max_restarts:
-            self.close()
-        return links
+        if not others:
+            return links
+        threads = num_threads_of(request.environment, len(first))
+        return [replace(link, launch_fields={"num_threads": threads}) for link in links]
 
 
 def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -> int:

@@ -16,6 +16,9 @@ import platform
 import socket
 import sys
 import threading
+import weakref
+from abc import abstractmethod
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,7 @@ from notebook_accel.launch.control.environment import (
     num_threads_of,
     rank_environment,
 )
+from notebook_accel.launch.engines.base import AgentEngine, abandon
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.machine_link import (
@@ -54,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "JoinedMachine",
     "MachineServer",
-    "fields_of_launch",
+    "MachinesEngine",
     "interface_of",
     "interface_variables",
     "notices_of",
@@ -296,6 +300,52 @@ async def _awaited(coroutine: Any) -> Any:
     return await coroutine
 
 
+class MachinesEngine(AgentEngine):
+    """Ranks on machines that join. One engine serves one launch or session."""
+
+    def __init__(self) -> None:
+        self._server: MachineServer | None = None
+        self._machines: list[JoinedMachine] = []
+
+    def _listen(self, host: str, port: int, wanted: int) -> MachineServer:
+        """Listen for machines, as :class:`MachineServer` says, as long as this engine is there."""
+        server = self._server = MachineServer(host, port, wanted)
+        weakref.finalize(self, server.close)
+        return server
+
+    @abstractmethod
+    def _plan_on(self, machines: list[JoinedMachine], request: StartRequest) -> RankPlan:
+        """Plan the ranks of these machines, which are those of the run from then on."""
+
+    def plan_again(self, request: StartRequest) -> RankPlan:
+        """On the machines that are left, and those that have joined meanwhile."""
+        if self._server is None:
+            return super().plan_again(request)
+        machines = [machine for machine in self._server.machines if machine.is_open]
+        return self._plan_on(machines, request)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def start_here(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        """Start the plan's first agents, those of this machine, if it has any."""
+        return []
+
+    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        links = self.start_here(request, plan, run=run)
+        try:
+            for machine, ranks in zip(self._machines, plan.agents[len(links) :], strict=True):
+                fields = partial(_fields_of_launch, machine.info, request, plan, len(ranks))
+                links.append(machine.start_agent(ranks, fields, run=run))
+        except BaseException:
+            abandon(links)
+            raise
+        if not request.config.max_restarts:
+            self.close()
+        return links
+
+
 # ---- What ranks of another machine get ------------------------------------------------------
 
 
@@ -313,7 +363,7 @@ def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, 
     return dict.fromkeys(chosen, name) if name else {}
 
 
-def fields_of_launch(
+def _fields_of_launch(
     info: wire.MachineJoined,
     request: StartRequest,
     plan: RankPlan,

@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.engines.base import AgentEngine, RankPlan
+from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.elastic import join
 from notebook_accel.launch.engines.machines import (
-    MachineServer,
-    fields_of_launch,
+    MachinesEngine,
     notices_of,
     torchelastic_variables,
 )
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.engines.base import StartRequest
     from notebook_accel.launch.engines.machines import JoinedMachine
 
@@ -40,14 +36,13 @@ _JOIN_SECONDS = 120.0
 _POLL_SECONDS = 0.05
 
 
-class RayEngine(AgentEngine):
+class RayEngine(MachinesEngine):
     """The nodes of the cluster that this process is connected to, or of one on this machine."""
 
     description = "engine='ray', whose ranks are on the nodes of a Ray cluster"
 
     def __init__(self) -> None:
-        self._server: MachineServer | None = None
-        self._machines: list[JoinedMachine] = []
+        super().__init__()
         self._actors: list[Any] = []
 
     def num_ranks_here(self, request: StartRequest) -> int:
@@ -56,9 +51,7 @@ class RayEngine(AgentEngine):
     def plan_ranks(self, request: StartRequest) -> RankPlan:
         ray = _connected()
         ranks_of_nodes = _place(ray, request)
-        server = MachineServer("", 0, len(ranks_of_nodes))
-        self._server = server
-        weakref.finalize(self, server.close)
+        server = self._listen("", 0, len(ranks_of_nodes))
         address = f"{ray.util.get_node_ip_address()}:{server.port}"
         starting = [
             self._start(ray, node, num_ranks, request, address, str(server.token))
@@ -115,30 +108,6 @@ class RayEngine(AgentEngine):
         sizes = [machine.info.num_ranks for machine in machines]
         plan = RankPlan.of_sizes(*sizes, environment=environment)
         return replace(plan, notices=notices_of(machines))
-
-    def plan_again(self, request: StartRequest) -> RankPlan:
-        assert self._server is not None, "it was planned once"
-        machines = [machine for machine in self._server.machines if machine.is_open]
-        return self._plan_on(machines, request)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
-    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        links: list[AgentLink] = []
-        try:
-            for machine, ranks in zip(self._machines, plan.agents, strict=True):
-                fields = partial(fields_of_launch, machine.info, request, plan, len(ranks))
-                links.append(machine.start_agent(ranks, fields, run=run))
-        except BaseException:
-            for link in links:
-                link.channel.close()
-                link.end()
-            raise
-        if not request.config.max_restarts:
-            self.close()
-        return links
 
 
 class _NodeActor:
