@@ -16,7 +16,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage test-binder test-chaos test-datasets test-deepspeed test-eight \
+.PHONY: help test check coverage docs test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-ray \
   test-soak test-tpu test-without-browser bench demo lab env browser clean
 
@@ -26,6 +26,7 @@ help:
 	@echo 'make test            ruff, mypy and all tests'
 	@echo 'make check           ruff and mypy'
 	@echo 'make coverage        the tests, with the lines that they miss'
+	@echo 'make docs            build the site of documentation; writes build/docs/html/'
 	@echo 'make test-binder     build the environment of binder/, and run all notebooks in it'
 	@echo 'make test-chaos      kill kernels, agents, templates and ranks at random'
 	@echo 'make test-datasets   ranks read by datasets, which it gets; make test skips that'
@@ -91,6 +92,15 @@ define on_top
 	  >"$$(build/$(1)/bin/python -c 'import site; print(*site.getsitepackages())')/below.pth"
 	build/$(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(2)
 endef
+
+# Warnings are errors, links that lead nowhere among them. Notebooks run when they have changed.
+docs: $(READY)
+	$(call on_top,sphinx,--constraint constraints.txt --constraint constraints-docs.txt --editable '.[docs]')
+	@# The kernel of the notebooks is this environment's, whatever else the person has.
+	build/sphinx/bin/python -m ipykernel install --sys-prefix >/dev/null 2>&1
+	build/sphinx/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet \
+	  --doctree-dir build/docs/doctrees docs build/docs/html
+	@echo 'The site is in build/docs/html/index.html'
 
 test-datasets: $(READY)
 	$(call on_top,datasets,--constraint constraints.txt datasets==5.2.0)
