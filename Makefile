@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage docs test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-ray \
-  test-soak test-tpu test-without-browser bench demo lab env browser clean
+  test-soak test-tpu test-wheel test-without-browser bench demo dist lab env browser clean
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
@@ -42,6 +42,8 @@ help:
 	@echo 'make test-ray        trains on a cluster of Ray of two nodes, which it gets'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
 	@echo 'make test-tpu        trains by torch_xla on its CPU device, which it gets: 7 GB'
+	@echo 'make test-wheel      make dist; a launch from a kernel that has the wheel alone, on each Python'
+	@echo 'make dist            build and check what is published: dist/'
 	@echo 'make bench           the figures of benchmarks/README.md, peers beside us'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
@@ -152,6 +154,22 @@ test-tpu:
 	  torch_xla jupyter-client pytest pytest-timeout
 	build/tpu/bin/python -m pytest tests/xla $(ARGS)
 
+# The wheel alone, in an environment of its own for each Python; $(PYTEST) drives a kernel there.
+test-wheel: $(READY) dist
+	@failed=; \
+	for python in $(PYTHON) $(PYTHONS); do \
+	  $$python -c '' 2>/dev/null || { echo "== $$python is not installed: skipped"; continue; }; \
+	  echo "== $$python"; \
+	  bare=build/wheel-$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	  { test -x $$bare/bin/pip || $$python -m venv $$bare; } && \
+	  $$bare/bin/python -m pip uninstall --quiet --quiet --yes notebook-accel && \
+	  $$bare/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	    --constraint constraints.txt dist/*.whl && \
+	  WHEEL_PYTHON=$$bare/bin/python $(PYTEST) tests/test_packaging.py -k launches $(ARGS) || \
+	    failed="$$failed $$python"; \
+	done; \
+	[ -z "$$failed" ] || { echo "Failed:$$failed"; exit 1; }
+
 test-without-browser: $(READY)
 ifeq ($(strip $(ARGS)),)
 	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial'
@@ -174,6 +192,16 @@ bench: $(READY)
 	done
 	@echo; echo '== benchmarks/strategies.py --scaling $(ARGS)'
 	@$(BIN)/python benchmarks/strategies.py --scaling $(ARGS)
+
+# What is published: the wheel is built from the sdist, as it is for whoever has that alone.
+dist:
+	@test -x build/dist/bin/pip || $(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt build==1.6.1 check-wheel-contents==0.6.3 hatchling twine==7.0.0
+	rm -rf dist
+	build/dist/bin/python -m build --no-isolation
+	build/dist/bin/twine check --strict dist/*
+	build/dist/bin/check-wheel-contents dist/*.whl
 
 demo: $(READY)
 	$(BIN)/python notebooks/execute.py notebooks/01_quickstart.ipynb --out build/demo

@@ -1,7 +1,7 @@
 """The package as users get it: the wheel, in an environment that knows nothing of this tree.
 
 The environment is new and holds the wheel alone; what the wheel depends on is lent to it from
-the one that runs the tests.
+the one that runs the tests. `make test-wheel` gives one for each Python, with nothing lent.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from packaging.requirements import Requirement
@@ -42,6 +44,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a clean environment that has the wheel."""
+    if given := os.environ.get("WHEEL_PYTHON"):
+        return Path(given).absolute()
     home = tmp_path_factory.mktemp("clean")
     run([sys.executable, "-m", "venv", "--without-pip", str(home)], home)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
@@ -83,6 +87,11 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
     assert all(texts[name] == (TREE / name).read_bytes() for name in sources)
     assert {"notebook_accel/py.typed", "notebook_accel/notebook/panel.css"} <= inside
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = yaml.safe_load((TREE / "CITATION.cff").read_text())
+    assert citation["version"] == version("notebook-accel")
 
 
 # What a Colab kernel runs; installing must not upgrade it, nor an older torch that still works.
@@ -136,17 +145,22 @@ def test_every_name_and_door_imports_from_the_wheel(python: Path, tmp_path: Path
 
 
 CELL = """
-import notebook_accel
+import notebook_accel, torch
 from notebook_accel import Accelerator, notebook_launcher
 
 offset = 10
 def train():
     accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    accelerator.log({"weight": model.module.weight.item()})
     who = accelerator.process_index + offset
     return who, accelerator.num_processes, notebook_accel.__file__
 
 run = notebook_launcher(train, num_processes=2)
-print("RESULT", list(run))
+print("RESULT", list(run), "metrics", len(run.metrics))
 """
 
 
@@ -158,6 +172,7 @@ def test_a_kernel_of_that_environment_launches(python: Path, tmp_path: Path) -> 
     assert "(10, 2, " in line
     assert "(11, 2, " in line
     assert line.count(home) == 2
+    assert line.endswith("metrics 1")
 
 
 def execute(python: Path, code: str, folder: Path) -> str:
