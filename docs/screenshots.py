@@ -1,6 +1,6 @@
 """Take pictures in a real JupyterLab, with real runs.
 
-    python -m docs.screenshots              the two of the live panel that the README shows
+    python -m docs.screenshots              the two animated ones of a launch in README
     python -m docs.screenshots --all OUT    those to look at after a change of what is drawn
 
 The second ones are of runs with 1, 2, 8 and 64 ranks, of one that hangs, of one in the background
@@ -12,12 +12,16 @@ and when it has ended.
 from __future__ import annotations
 
 import argparse
+import io
 import tempfile
+import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbformat
+from PIL import Image
 
 from tests.conftest import find_chromium
 from tests.notebook.kernels import INSTALLED, ROOT
@@ -39,17 +43,20 @@ QUICKSTART = ROOT / "notebooks" / "01_quickstart.ipynb"
 LAUNCH = "run = notebook_launcher(train, (DigitNet(),), num_processes=2)"
 # More to see: smaller batches, and a line an epoch.
 CHANGES = {
-    "epochs=12": "epochs=40",
+    "epochs=12": "epochs=8",
     "batch_size=32": "batch_size=4",
     '        accelerator.log({"accuracy"': (
         '        print(f"epoch {epoch + 1}: loss {loss.item():.4f}, accuracy {accuracy:.1%}")\n'
         '        accelerator.log({"accuracy"'
     ),
 }
+SIZE = (1000, 560)
+FRAMES_A_SECOND = 4
+LAST_FRAME_SECONDS = 4.0
 
 
-def take(lab: Lab, browser: Browser, theme: str) -> None:
-    """One picture: the cell that launches, while its run goes on."""
+def capture(lab: Lab, browser: Browser, theme: str) -> None:
+    """An animated picture: the cell that launches, until the summary of its run stands there."""
     notebook = nbformat.read(QUICKSTART, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     position = next(i for i, cell in enumerate(cells) if "notebook_launcher(train" in cell.source)
@@ -62,20 +69,36 @@ def take(lab: Lab, browser: Browser, theme: str) -> None:
     notebook.cells = cells[: position + 1]
     notebook.metadata["kernelspec"] = {"name": INSTALLED, "display_name": "Python 3"}
     nbformat.write(notebook, lab.folder / f"{theme}.ipynb")
-    page = lab.open(browser, f"{theme}.ipynb")
+    page = lab.open(browser, f"{theme}.ipynb", height=HEIGHT)
     page.set_theme(theme)
     page.hide_sidebar()
     page.wait_until_idle()
-    page.run_all()
-    output = page.output(position)
-    output.get_by_text("epoch 8", exact=True).first.wait_for(timeout=120_000)
-    # In the middle of an epoch, where there is a rate and a time left.
-    middle = (
-        "() => { const v = document.querySelector('progress')?.value; return v > .4 && v < .8 }"
+    for number in range(position):
+        page.run(number)
+    page.wait_until_idle()
+
+    page.run(position)
+    corner = page.cell(position).bounding_box()
+    assert corner is not None
+    clip = {"x": corner["x"], "y": corner["y"], "width": SIZE[0], "height": SIZE[1]}
+    summary = page.output(position).get_by_text("✓ succeeded")
+    frames: list[Image.Image] = []
+    taken_at: list[float] = []
+    while not frames or not summary.count():
+        taken_at.append(time.monotonic())
+        frames.append(Image.open(io.BytesIO(page.page.screenshot(clip=clip))))
+        assert len(frames) < 60 * FRAMES_A_SECOND, "the run has not ended"
+        page.page.wait_for_timeout(1000 / FRAMES_A_SECOND)
+    frames.append(Image.open(io.BytesIO(page.page.screenshot(clip=clip))))
+    shown = [later - earlier for earlier, later in pairwise([*taken_at, time.monotonic()])]
+    # One palette for all frames, or the colours of what stands still would flicker.
+    palette = frames[len(frames) // 2].convert("RGB").quantize(128)
+    first, *others = (
+        frame.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames
     )
-    page.page.wait_for_function(middle, timeout=60_000)
-    cell = page.panel.locator(".jp-Cell").nth(position)
-    cell.screenshot(path=IMAGES / f"panel-{theme}.png")
+    durations = [1000 * seconds for seconds in [*shown, LAST_FRAME_SECONDS]]
+    target = IMAGES / f"launch-{theme}.gif"
+    first.save(target, save_all=True, append_images=others, duration=durations, loop=0)
     page.close()
 
 
@@ -265,7 +288,7 @@ def main() -> None:
             return
         IMAGES.mkdir(parents=True, exist_ok=True)
         for theme in THEMES:
-            take(lab, browser, theme)
+            capture(lab, browser, theme)
 
 
 if __name__ == "__main__":
