@@ -43,10 +43,19 @@ class _Run(Protocol):
 
 
 class NotebookAccelError(RuntimeError):
-    """The root of the errors that this package raises.
+    """Base class of all errors that this package raises.
 
-    ``run`` is the handle of the run that the error belongs to, where there is one: its logs,
-    metrics and the results of the ranks that ended are still there.
+    Attributes:
+        run: the run that the error belongs to, or None. Its logs, its metrics and the results of
+            ranks that ended are still there.
+
+    Example:
+        >>> from notebook_accel import LaunchConfig, NotebookAccelError
+        >>> try:
+        ...     LaunchConfig(num_processes=0)
+        ... except NotebookAccelError as error:
+        ...     print(type(error).__name__, error.run)
+        ConfigError None
     """
 
     run: _Run | None = None
@@ -87,28 +96,68 @@ def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...]) -> NotebookA
 
 
 class LaunchError(NotebookAccelError):
-    """The run could not start; the message says which check failed and what to do."""
+    """A run could not start; the message names the failed check and what to do.
+
+    Example:
+        >>> from notebook_accel import LaunchError, NotebookAccelError
+        >>> issubclass(LaunchError, NotebookAccelError)
+        True
+    """
 
 
 class ConfigError(NotebookAccelError, ValueError):
-    """A setting that makes no sense, alone or together with another."""
+    """A setting is invalid, alone or together with another; it is a ``ValueError`` too.
+
+    Example:
+        >>> from notebook_accel import LaunchConfig
+        >>> LaunchConfig(mixed_precision="fp4")
+        Traceback (most recent call last):
+            ...
+        ConfigError
+    """
 
 
 class RunStopped(NotebookAccelError):
-    """The run was stopped before it had a result."""
+    """A run was stopped before it had a result.
+
+    ``error.run`` is the run, and ``error.run.rescued`` what it was training.
+
+    Example:
+        >>> import time
+        >>> from notebook_accel import RunStopped, notebook_launcher
+        >>> run = notebook_launcher(time.sleep, (600,), num_processes=2, block=False)
+        >>> run.kill()
+        >>> try:
+        ...     run.wait()
+        ... except RunStopped as error:
+        ...     stopped = error
+        >>> stopped.run.status
+        'stopped'
+    """
 
 
 class WorkerError(NotebookAccelError):
-    """A rank failed.
+    """A rank failed; the message has its traceback.
 
     Attributes:
-        rank: the rank whose failure is the cause; None where the agent itself died.
-        ranks: all ranks that failed, those aside that only lost their connection to a peer.
-        traceback: the failing rank's traceback as text ("" where it died without one).
-        exitcode: exit code of the rank's process, or what it would be where that lives on, as in a
-            session; None where a signal ended it.
-        signal: name of the signal that ended it ("SIGKILL"), None where none did.
-        run: the handle of the run.
+        rank: the rank whose failure is the cause; None if the agent itself died.
+        ranks: all ranks that failed, without those that only lost a peer.
+        traceback: traceback of the failed rank as text; "" if it died without one.
+        exitcode: exit code of the rank's process, or the one that it would have where the process
+            stays (a session); None if a signal ended it.
+        signal: name of the signal that ended it, such as "SIGKILL"; None if none did.
+        run: the run.
+
+    Example:
+        >>> from notebook_accel import WorkerError, notebook_launcher
+        >>> def train():
+        ...     return 1 / 0
+        >>> try:
+        ...     run = notebook_launcher(train, num_processes=2)
+        ... except WorkerError as error:
+        ...     failure = error
+        >>> failure.ranks, type(failure.__cause__).__name__
+        ([0, 1], 'ZeroDivisionError')
     """
 
     def __init__(
@@ -121,6 +170,16 @@ class WorkerError(NotebookAccelError):
         exitcode: int | None = None,
         signal: str | None = None,
     ) -> None:
+        """Keep what is known of the failure.
+
+        Args:
+            message: text of the error.
+            rank: as the attribute.
+            ranks: as the attribute.
+            traceback: as the attribute.
+            exitcode: as the attribute.
+            signal: as the attribute.
+        """
         super().__init__(message)
         self.rank = rank
         self.ranks = list(ranks)

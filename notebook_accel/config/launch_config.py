@@ -75,10 +75,18 @@ def _options(name: str) -> Any:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """How a run is launched; checked at construction.
+    """Settings of a launch, checked at construction.
+
+    ``notebook_launcher(..., config=...)`` takes one. Arguments of the launch win over it.
 
     Raises:
-        ConfigError: a setting that makes no sense, alone or with another.
+        ConfigError: a setting is invalid, alone or with another.
+
+    Example:
+        >>> from notebook_accel import LaunchConfig
+        >>> config = LaunchConfig(num_processes=2, mixed_precision="bf16")
+        >>> config.to_dict()
+        {'num_processes': 2, 'mixed_precision': 'bf16'}
     """
 
     num_processes: int | None = setting(
@@ -246,12 +254,22 @@ class LaunchConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LaunchConfig:
-        """Read a YAML file, ours or one that ``accelerate config`` wrote.
+        """Read a YAML file, of this package or of ``accelerate config``.
 
-        Of Accelerate's, a warning names what a launch here does not use.
+        A warning names the settings of Accelerate's file that a launch here does not use.
+
+        Args:
+            path: the file.
 
         Raises:
-            ConfigError: the file is not there, is no mapping, or holds what we cannot use.
+            ConfigError: the file is missing, is no mapping, or has a setting that is invalid.
+
+        Example:
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "launch.yaml")
+            >>> config.save(path)
+            >>> LaunchConfig.load(path) == config
+            True
         """
         settings, notices = settings_in_file(path)
         for notice in notices:
@@ -261,8 +279,11 @@ class LaunchConfig:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings that differ from the defaults as YAML.
 
-        The file's folder is made, and a file that is there is replaced as a whole: it keeps its
-        mode, and stays as it was where the new one cannot be written.
+        The folder is made. A file that exists is replaced as a whole and keeps its mode. It does
+        not change if the new one cannot be written.
+
+        Args:
+            path: the file.
 
         Raises:
             ConfigError: the path begins with "~", and there is no such home folder.
@@ -278,11 +299,22 @@ class LaunchConfig:
             replace_text(file.resolve(), self.to_yaml())
 
     def to_yaml(self) -> str:
-        """The settings that differ from the defaults as YAML."""
+        """Return the settings that differ from the defaults as YAML.
+
+        Example:
+            >>> print(config.to_yaml())
+            num_processes: 2
+            mixed_precision: bf16
+        """
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that differ from the defaults, as plain values."""
+        """Return the settings that differ from the defaults, as plain values.
+
+        Example:
+            >>> config.to_dict()
+            {'num_processes': 2, 'mixed_precision': 'bf16'}
+        """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         default = {field.name: field.default for field in fields(self)}
         changed = {name: value for name, value in given.items() if value != default[name]}

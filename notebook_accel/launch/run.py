@@ -58,9 +58,28 @@ class RunView(Protocol):
 
 
 class Run:
-    """A run: its results, logs, metrics and progress, while it goes on and afterwards.
+    """A run: its results, logs, metrics and progress, while it runs and afterwards.
 
-    ``run[r]`` is what rank r returned, ``len(run)`` the number of ranks.
+    ``run[r]`` is what rank r returned, ``len(run)`` the number of ranks. Results live as long as
+    this object.
+
+    Attributes:
+        id: name of the run's folder, for ``find_run`` and ``attach``.
+        name: name that the launch gave, else that of the function.
+        config: settings of the launch.
+
+    Example:
+        The examples of the methods use this run.
+
+        >>> from notebook_accel import Accelerator, notebook_launcher
+        >>> def train(rate):
+        ...     accelerator = Accelerator()
+        ...     accelerator.log({"loss": rate}, step=1)
+        ...     accelerator.print("done")
+        ...     return accelerator.process_index
+        >>> run = notebook_launcher(train, args=(0.5,), num_processes=2)
+        >>> run.results
+        [0, 1]
     """
 
     # Launchers and views use the members with an underscore, too. The underscore only keeps them
@@ -117,7 +136,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """All that is known now, as one immutable value."""
+        """Everything that is known of the run now, as one immutable value."""
         return self._conductor.state
 
     @property
@@ -132,13 +151,14 @@ class Run:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank, in the order of the ranks, as far as they were started."""
+        """Process id of each rank that was started, in the order of the ranks."""
         return [rank.pid for rank in self.state.ranks if rank.pid is not None]
 
     @property
     def progress(self) -> list[Progress]:
-        """Every progress bar of every rank, closed ones included.
+        """Every progress bar of every rank, closed ones too.
 
+        ``n`` and ``total`` count items, ``rate`` is in items per second, ``elapsed`` in seconds.
         Batches of prepared loaders and steps are no bars: ``run.state.ranks[0]`` has their numbers.
         """
         return [
@@ -163,11 +183,15 @@ class Run:
         return (self[rank] for rank in range(len(self)))
 
     def __getitem__(self, rank: int) -> Any:
-        """What a rank returned, tensors on the CPU; waits for the end of the run.
+        """Return what a rank returned, tensors on the CPU; wait for the end of the run.
+
+        Args:
+            rank: the rank; -1 is the last one.
 
         Raises:
             IndexError: there is no such rank.
-            WorkerError, RunStopped, TimeoutError: as :meth:`wait`.
+            NotebookAccelError: the results are gone: they lived as long as the launch's own handle.
+            WorkerError: as :meth:`wait`, and so are RunStopped and TimeoutError.
         """
         index = self._index_of(rank)
         self.wait()
@@ -192,10 +216,10 @@ class Run:
     def results(self) -> list[Any]:
         """What each rank returned, None for a rank without a result; waits for the end.
 
-        A failed run raises nothing here.
+        It raises no error of a run that failed.
 
         Raises:
-            NotebookAccelError: the run goes on in another process, which alone has its results.
+            NotebookAccelError: the run belongs to another process, which alone has its results.
         """
         self._wait_for_end(None)
         return self._peek()
@@ -206,17 +230,20 @@ class Run:
 
     @property
     def rescued(self) -> Any:
-        """What was being trained when the run was stopped or interrupted; else None. Waits.
+        """What was trained when the run was stopped or interrupted, else None; waits for the end.
 
-        It has ``models`` (those that were prepared by the newest ``Accelerator``, unwrapped, whole,
-        on the CPU; None for one that cannot be pickled, or was spread over the ranks before
-        ``prepare``: make it anew and load its weights), their whole ``weights`` as state dicts, the
-        state dicts of ``optimizers`` and ``schedulers``, and the ``step`` (how many steps this call
-        made); ``missing`` says in lines what could not be rescued.
-        A function that reads ``should_stop`` ends by itself, so that its results are kept instead;
-        so are those of one that catches the interrupt.
-        Without the handle of the launch, as after a restart of the kernel, it comes from the run's
-        folder, up to 1 GB: all but the models themselves.
+        It has these attributes:
+
+        - ``models``: the prepared models of the newest ``Accelerator``, unwrapped, whole and on the
+          CPU. None stands for a model that cannot be pickled, or was spread over the ranks before
+          ``prepare``: make it anew and load its weights.
+        - ``weights``: their whole weights, as state dicts. - ``optimizers``, ``schedulers``: their
+        state dicts. - ``step``: number of steps of this call. - ``missing``: lines that name what
+        could not be rescued.
+
+        A function that reads ``should_stop``, or catches the interrupt, returns by itself: its
+        result is kept instead. Without the handle of the launch, as after a restart of the kernel,
+        all but the models comes from the run's folder, up to 1 GB.
 
         Raises:
             NotebookAccelError: it is neither in this kernel nor in the run's folder.
@@ -245,17 +272,24 @@ class Run:
             return None
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait for the end of the run; gives the run.
+        """Wait for the end of the run.
 
         Args:
-            timeout: seconds; the run goes on when they are over.
+            timeout: seconds to wait; None waits without a limit. The run goes on afterwards.
+
+        Returns:
+            The run.
 
         Raises:
             WorkerError: a rank failed.
             RunStopped: the run was stopped before it had a result.
-            TimeoutError: the run had not ended in time, or its own time-out ended it.
-            NotebookAccelError: the run goes on in another process, which alone has its end.
+            TimeoutError: the run had not ended in time, or its own ``timeout`` ended it.
+            NotebookAccelError: the run belongs to another process, which alone knows its end.
             ConfigError: ``timeout`` is no number of seconds.
+
+        Example:
+            >>> run.wait(timeout=60).status
+            'succeeded'
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
@@ -361,16 +395,24 @@ class Run:
     # ---- ending it -------------------------------------------------------------------------
 
     def stop(self, grace: float | None = None) -> None:
-        """Ask all ranks to leave at the same step. Returns at once.
+        """Ask all ranks to leave at the same step, and return at once.
 
         Ranks that have not left after ``grace`` seconds, or once none makes progress for a second,
-        are interrupted. Once every rank has left its loop, or has read ``should_stop``, none is:
-        what comes after the loop may take as long as it needs. A second call of ``stop``
-        interrupts them in any case.
+        are interrupted. No rank is interrupted once all of them have left their loop, or have read
+        ``should_stop``: what follows the loop may take its time. A second call interrupts in any
+        case.
+
+        Args:
+            grace: seconds; None takes that of the launch.
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.
-            OSError: the run is another process's, and cannot be asked: its folder is gone.
+            OSError: the run belongs to another process, and its folder is gone.
+
+        Example:
+            >>> run.stop()
+            >>> run.status  # it had ended before
+            'succeeded'
         """
         if grace is not None:
             check_seconds("grace", grace)
@@ -378,10 +420,15 @@ class Run:
         self._conductor.stop(grace)
 
     def kill(self) -> None:
-        """End all ranks and what they started, now.
+        """End all ranks at once, and the processes that they started.
 
         Raises:
-            OSError: as :meth:`stop`.
+            OSError: the run belongs to another process, and its folder is gone.
+
+        Example:
+            >>> run.kill()
+            >>> run.status  # it had ended before
+            'succeeded'
         """
         self._conductor.kill()
 
@@ -389,15 +436,22 @@ class Run:
 
     @property
     def log_dir(self) -> Path:
-        """Folder with a file of output for each rank: ``rank-0.log``, ..."""
+        """Folder with the output of each rank: ``rank-0.log``, ``rank-1.log``, ..."""
         return self._folder.path
 
     def logs(self, rank: int | None = None) -> str:
-        """All that one rank printed, or all ranks with a label on each line.
+        """Return everything that one rank printed, or all ranks with a label on each line.
+
+        Args:
+            rank: the rank; None for all.
 
         Raises:
             IndexError: there is no such rank.
             FileNotFoundError: the run was deleted from disk.
+
+        Example:
+            >>> print(run.logs())
+            [rank 0] done
         """
         if rank is not None:
             return self._read_log(self._index_of(rank))
@@ -428,12 +482,14 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every value given to ``accelerator.log``: time (seconds since 1970), rank, step (None
-        where none was given), name, value.
+        """Every value that was given to ``accelerator.log``.
+
+        Each is a mapping with ``time`` (seconds since 1970), ``rank``, ``step`` (None if none was
+        given), ``name`` and ``value``.
 
         Raises:
             FileNotFoundError: the run was deleted from disk.
-            OSError: its file has more than 1 GB.
+            OSError: the file of metrics has more than 1 GB.
         """
         self._folder.check()
         return self._metrics.read()
@@ -447,13 +503,17 @@ class Run:
         return self._metrics.sample(max_bytes)
 
     def to_pandas(self) -> Any:
-        """The metrics as a pandas DataFrame.
+        """Return the metrics as a pandas DataFrame.
 
-        ``time`` is a datetime (UTC). A value that was logged without a step has its own count as
-        one: how many values of that name its rank had logged before, as in :meth:`plot`.
+        ``time`` is a datetime (UTC). A value that was logged without a step has as its step the
+        number of values of that name that its rank had logged before, as in :meth:`plot`.
 
         Raises:
             ImportError: pandas is not installed.
+
+        Example:
+            >>> run.to_pandas()[["rank", "step", "name", "value"]].values.tolist()
+            [[0, 1, 'loss', 0.5]]
         """
         try:
             import pandas as pd
@@ -465,10 +525,10 @@ class Run:
         return table
 
     def plot(self, *names: str) -> Any:
-        """Draw metrics over their steps with matplotlib, a line a rank.
+        """Draw metrics over their steps with matplotlib, a line per rank.
 
         Args:
-            names: which metrics; all, where none is named.
+            *names: the metrics; all, if none is given.
 
         Returns:
             The axes, in the order of the names.
@@ -476,30 +536,52 @@ class Run:
         Raises:
             ConfigError: no metric has that name.
             ImportError: matplotlib is not installed.
+
+        Example:
+            >>> axes = run.plot("loss")
         """
         return plot_metrics(self.metrics, names)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Where each rank's Python stands now, or that of one; works while it hangs or holds the
-        GIL.
+        """Return where the Python code of each rank is now, as text.
+
+        It works while a rank hangs in a collective or holds the interpreter's lock.
+
+        Args:
+            rank: the rank; None for all.
 
         Raises:
             IndexError: there is no such rank.
+
+        Example:
+            >>> stacks = run.stacks()
         """
         if rank is not None:
             rank = self._index_of(rank)
         return self._conductor.stacks(rank)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the function, with what it needs, as a script that torchrun runs; gives the path.
+        """Write the function, with what it needs, as a script for torchrun.
 
         Functions and classes of cells are copied as source, as they are now in the notebook. Other
         values are written as literals or pickled, 1 MB at most: load data inside the function.
 
+        Args:
+            path: the script.
+
+        Returns:
+            The path.
+
         Raises:
-            NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``; or
-                the function uses a value that is too large, or cannot be pickled.
+            NotebookAccelError: this is not the handle that the launch returned, or the function
+                uses a value that is too large or cannot be pickled.
             OSError: the file cannot be written.
+
+        Example:
+            >>> import os, tempfile
+            >>> script = run.export(os.path.join(tempfile.mkdtemp(), "train.py"))
+            >>> "def train(rate):" in script.read_text()
+            True
         """
         if self._source is None:
             raise self._about_this(
@@ -513,13 +595,19 @@ class Run:
         return target
 
     def show(self, rank: int | None = None) -> None:
-        """Draw the view of this run again, here; of a ``rank``, what it displayed instead.
+        """Draw the panel of this run again, in the current cell; or what one rank displayed.
 
-        Figures and other rich output of one rank, mostly rank 0, are shown with the run; those of
-        the others by this.
+        Figures and other rich output of one rank, mostly rank 0, are shown with the run. This shows
+        those of the others.
+
+        Args:
+            rank: the rank whose displays are shown; None shows the panel.
 
         Raises:
             IndexError: there is no such rank.
+
+        Example:
+            >>> run.show()
         """
         if rank is None:
             self._view.reopen(self._without_results())

@@ -108,22 +108,22 @@ def notebook_launcher(
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run, and show the run live.
 
-    The names and the order of the first arguments are Hugging Face Accelerate's.
+    The names and the order of the first arguments are those of Hugging Face Accelerate.
 
     Args:
-        function: what each rank calls; defined in the notebook or imported. What it returns comes
-            back: ``run[r]`` is what rank r returned.
+        function: what each rank calls; defined in the notebook or imported. ``run[r]`` is what rank
+            r returned.
         args: its positional arguments.
-        num_processes: number of ranks, on each machine; None: one a visible accelerator, 1 on a
-            machine without.
-        mixed_precision: "no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not
-            say its own.
+        num_processes: number of ranks on each machine. None: one for each visible accelerator, 1 on
+            a machine without.
+        mixed_precision: "no", "bf16", "fp16" or "fp8", for each ``Accelerator`` that is not given
+            one.
         use_port: MASTER_PORT of the ranks; None takes a free one. After a call that failed, a
-            session takes a free one, whatever is given here. With several machines, the port at
-            which the others join.
-        master_addr: with several machines, the address of this one by which the others reach it.
-        node_rank: 0 in the notebook. The same cell with another number, and with the
-            ``join_token`` that the notebook shows, has its machine join; it returns None once the
+            session takes a free one in any case. With several machines, the port at which the
+            others join.
+        master_addr: with several machines, the address of this one, at which the others reach it.
+        node_rank: 0 in the notebook. Another machine joins by the same cell with another number and
+            with the ``join_token`` that the notebook shows. The call returns None there, once the
             run has ended.
         num_nodes: number of machines. The others join by the command that is shown
             (``notebook-accel join``), and the call waits for them before the run begins.
@@ -131,53 +131,62 @@ def notebook_launcher(
         rdzv_endpoint: ``HOST:PORT``, in place of ``master_addr`` and ``use_port``.
         rdzv_conf: not used.
         rdzv_id: not used.
-        max_restarts: how often the ranks are started again after a failure; a function that
-            begins with ``accelerator.resume_or_start(dir)`` goes on from its checkpoint.
+        max_restarts: how often the ranks are started again after a failure. A function that begins
+            with ``accelerator.resume_or_start(dir)`` continues from its checkpoint.
         monitor_interval: not used.
         log_line_prefix_template: not used.
         kwargs: keyword arguments of ``function``.
-        config: settings that the arguments leave open: a ``LaunchConfig``, a mapping of its
+        config: settings for what the arguments leave open: a ``LaunchConfig``, a mapping of its
             fields, or the path of a YAML file.
         engine: "auto", "local" (processes of this machine), "xla" (TPUs by torch_xla; "auto" takes
-            it where there is one), "elastic" (several machines, or restarts after a failure), "ray"
-            (on the nodes of a Ray cluster, of which ``num_processes`` counts all ranks) or "inline"
-            (one process, the notebook's own, for a debugger).
+            it if there is one), "elastic" (several machines, or restarts after a failure), "ray"
+            (nodes of a Ray cluster; ``num_processes`` counts all ranks) or "inline" (one process,
+            the notebook's own, for a debugger).
         devices: indices of the accelerators to use, one rank each, or "cpu".
         env: environment variables of the ranks, beside those of the notebook.
-        session: call it on the ranks that ``%%accelerate`` cells use, which stay; they are started
-            if there are none. Where the function uses globals, it uses the session's.
-        debug: compare across ranks what the ``Accelerator``'s collectives are given; and where a
-            rank fails while the cell waits, keep all of them, so that ``%accelerate debug`` can
-            look into its frames.
-            They end with the next launch, or with ``%accelerate stop``. Torch's own mode
-            (TORCH_DISTRIBUTED_DEBUG=DETAIL) is left out: it kills ranks that train by DDP on CPUs.
-        join_token: of the launch that this machine joins (``node_rank``).
-        block: wait for the end of the run. With False the notebook stays free, and ``run.wait()``
-            or ``run[0]`` wait.
-        detach: with ``block=False``, the run goes on when the kernel ends or restarts, until the
-            function returns or somebody stops it; ``attach(run.id)`` in any later kernel gives its
-            handle. What it returns comes back by value: classes of the notebook are not its own.
-        view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets",
-            "text" or "none".
-        timeout: seconds after which the run is ended; None for never.
-        grace: seconds that ranks get to leave: after Stop until they are interrupted, and after an
+        session: call the function on the ranks of ``%%accelerate`` cells, which stay. They are
+            started if there are none. Where the function uses globals, it uses the session's.
+        debug: compare across ranks what the collectives of ``Accelerator`` are given. If a rank
+            fails while the cell waits, all ranks are kept, so that ``%accelerate debug`` can look
+            into its frames. They end with the next launch, or with ``%accelerate stop``. Torch's
+            own mode (TORCH_DISTRIBUTED_DEBUG=DETAIL) is left out: it kills ranks that train by DDP
+            on CPUs.
+        join_token: token of the launch that this machine joins (``node_rank``).
+        block: wait for the end of the run. False returns at once; ``run.wait()`` or ``run[0]``
+            wait.
+        detach: with ``block=False``, the run continues when the kernel ends or restarts, until the
+            function returns or you stop it. ``attach(run.id)`` in any later kernel returns its
+            handle. Results come by value: they do not use the classes of the notebook.
+        view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets", "text"
+            or "none".
+        timeout: seconds after which the run is ended; None for no limit.
+        grace: seconds that ranks have to leave: after Stop until they are interrupted, and after an
             interrupt until they are terminated.
-        name: what you call the run, in its panel, in ``runs()`` and in ``compare``; None: as the
+        name: name of the run in its panel, in ``runs()`` and in ``compare``. None: that of the
             function.
 
     Returns:
-        The run: results, logs, metrics and progress, while it goes on and afterwards.
+        The run: results, logs, metrics and progress, while it runs and afterwards.
 
     Raises:
-        ConfigError: an argument makes no sense; nothing was started.
+        ConfigError: an argument is invalid; nothing was started.
         LaunchError: the run could not start.
-        WorkerError: a rank failed. Its message holds that rank's traceback.
+        WorkerError: a rank failed. The message has its traceback.
         RunStopped: the run was stopped before it had a result.
         TimeoutError: ``timeout`` ended the run.
         KeyboardInterrupt: the cell was interrupted; raised once the ranks have ended.
 
-    The last four come from ``block=True``; with ``block=False``, ``run.wait()`` raises them. All
-    have the handle as ``run``, as far as there is one.
+    With ``block=False``, ``run.wait()`` raises the last four. Errors have the run as ``error.run``,
+    if there is one.
+
+    Example:
+        >>> from notebook_accel import Accelerator, notebook_launcher
+        >>> def train(rate):
+        ...     accelerator = Accelerator()
+        ...     return rate, accelerator.process_index, accelerator.num_processes
+        >>> run = notebook_launcher(train, args=(0.1,), num_processes=2)
+        >>> run[1]
+        (0.1, 1, 2)
     """
     changed = _not_default(given)
     if "node_rank" in changed:
@@ -430,20 +439,29 @@ def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> Run:
-    """Call ``function(*args)`` on processes of the CPU in debug mode, in full precision whatever
-    the environment and the default config file say.
+    """Call ``function(*args)`` on several processes of the CPU, in full precision and debug mode.
+
+    The environment and the default config file do not change that.
 
     Args:
         function: what each rank calls.
-        args: its arguments.
+        args: its positional arguments.
         num_processes: number of ranks.
 
     Returns:
-        the run, which has ended.
+        The run, which has ended.
 
     Raises:
-        ConfigError, LaunchError, WorkerError, RunStopped, KeyboardInterrupt: as of
-            ``notebook_launcher``.
+        WorkerError: as ``notebook_launcher``, and so are ConfigError, LaunchError, RunStopped and
+            KeyboardInterrupt.
+
+    Example:
+        >>> from notebook_accel import Accelerator, debug_launcher
+        >>> def train():
+        ...     return Accelerator().num_processes
+        >>> run = debug_launcher(train)
+        >>> run.results
+        [2, 2]
     """
     return notebook_launcher(
         function, args, num_processes, mixed_precision="no", devices="cpu", debug=True

@@ -119,7 +119,16 @@ _RANKS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Register the magics and start the template, so that the first launch finds it ready."""
+    """Register the magics ``%accelerate`` and ``%%accelerate``, and prepare for the first launch.
+
+    ``%load_ext notebook_accel`` calls it. It starts the helper process from which ranks start.
+
+    Args:
+        ipython: the shell of the notebook.
+
+    Example:
+        >>> %load_ext notebook_accel
+    """
     ipython.register_magics(AccelerateMagics)
     complete_magic(ipython, lambda: _session_names().union(ipython.run_line_magic("who_ls", "")))
     keep_reading(getattr(ipython, "kernel", None))

@@ -344,13 +344,19 @@ _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
 class ConfigPicker:
-    """A form for the settings of a launch; shown where it is a cell's last expression.
+    """A form for the settings of a launch; a notebook shows it as the last expression of a cell.
 
     Args:
-        config: what the form starts with.
+        config: settings that the form starts with.
 
     Attributes:
-        run: what was launched from the form last; None before that.
+        run: the last run that was launched from the form, or None.
+
+    Example:
+        >>> from notebook_accel import ConfigPicker, LaunchConfig
+        >>> picker = ConfigPicker(LaunchConfig(num_processes=2))
+        >>> picker.config.num_processes
+        2
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -396,17 +402,21 @@ class ConfigPicker:
 
     @property
     def config(self) -> LaunchConfig:
-        """The settings that the form says.
+        """Settings of the form.
 
         Raises:
-            ConfigError: they make no sense, alone or together.
+            ConfigError: they are invalid, alone or together.
         """
         if self._error is not None:
             raise self._error
         return self._config
 
     def fill(self, config: LaunchConfig) -> None:
-        """Make the form say ``config``."""
+        """Set all fields of the form.
+
+        Args:
+            config: the new settings.
+        """
         with self._lock:
             self._is_filling = True
             try:
@@ -672,20 +682,26 @@ def _start_thread(act: Callable[[], None], *, name: str) -> None:
 def config_picker(
     config: LaunchConfig | Mapping[str, Any] | str | PathLike[str] | None = None,
 ) -> ConfigPicker:
-    """A form in the notebook for the settings of a launch.
+    """Return a form for the settings of a launch.
 
-    It shows the devices, checks what is given as it is given, writes the code and the YAML that
-    mean the same, saves, loads, and launches a function of the notebook.
+    It shows the devices, checks settings while you type, writes the code and the YAML that mean the
+    same, saves, loads, and launches a function of the notebook.
 
     Args:
-        config: what it starts with: a ``LaunchConfig``, a mapping of its fields or the path of a
-            YAML file; None takes the defaults.
+        config: settings that it starts with: a ``LaunchConfig``, a mapping of its fields, or the
+            path of a YAML file. None takes the defaults.
 
     Returns:
-        The form; its ``config`` is the result, its ``run`` what it launched last.
+        The form. ``form.config`` has its settings, ``form.run`` the last run that it launched.
 
     Raises:
-        ConfigError: ``config`` makes no sense.
+        ConfigError: ``config`` is invalid.
+
+    Example:
+        >>> from notebook_accel import config_picker
+        >>> picker = config_picker({"num_processes": 2})
+        >>> picker.config.to_dict()
+        {'num_processes': 2}
     """
     if config is None:
         return ConfigPicker(LaunchConfig())

@@ -117,43 +117,62 @@ def _values(name: str, last: Mapping[int, float], state: RunState) -> str:
 
 
 def find_run(run_id: str) -> Run:
-    """The run of that id: one of this process, or one that another left on disk.
+    """Return the run of an id: a run of this process, or one that another process left on disk.
 
     Args:
-        run_id: as ``run.id``, the name of the run's folder, says it.
+        run_id: ``run.id``, the name of the run's folder.
 
     Raises:
-        NotebookAccelError: there is none, or none any more.
-        LaunchError: it is not of this process, and this user has no folder for runs.
+        NotebookAccelError: there is no such run, or it was deleted.
+        LaunchError: the run is not of this process, and this user has no folder for runs.
+
+    Example:
+        >>> from notebook_accel import find_run, notebook_launcher
+        >>> run = notebook_launcher(abs, (-1,), num_processes=1)
+        >>> find_run(run.id).status
+        'succeeded'
     """
     return run_list.find_run(run_id, view=_view_of_past)
 
 
 def attach(run_id: str, *, view: str = "auto") -> Run:
-    """The handle of a detached run (``notebook_launcher(..., block=False, detach=True)``).
+    """Return the handle of a detached run (``notebook_launcher(..., block=False, detach=True)``).
 
-    A run that goes on is shown live, and its Stop button works. Of one that has ended the handle
-    has the results, logs and metrics.
+    A run that continues is shown live, and its Stop button works. Of a run that has ended, the
+    handle has results, logs and metrics.
 
     Args:
-        run_id: as ``run.id`` or ``runs(everywhere=True)`` says it.
+        run_id: ``run.id``, which ``runs(everywhere=True)`` shows too.
         view: as in ``notebook_launcher``.
 
     Raises:
         NotebookAccelError: there is no such run, or it was not detached.
         LaunchError: this user has no folder for runs.
+
+    Example:
+        >>> from notebook_accel import attach, notebook_launcher
+        >>> run = notebook_launcher(abs, (-1,), num_processes=1, block=False, detach=True)
+        >>> again = attach(run.id).wait()
+        >>> again[0]
+        1
     """
     live = partial(choose_view, view, waits=False)
     return detached.attach(run_id, view=live, view_of_past=_view_of_past)
 
 
 def last_run() -> Run:
-    """The run that this process launched last, also where it failed or was interrupted.
+    """Return the newest run of this process, also if it failed or was interrupted.
 
-    Such a launch returns no handle: in ``run = notebook_launcher(...)``, ``run`` keeps its value.
+    Such a launch returns nothing: in ``run = notebook_launcher(...)``, ``run`` keeps its old value.
 
     Raises:
-        NotebookAccelError: it has launched none.
+        NotebookAccelError: this process has launched no run.
+
+    Example:
+        >>> from notebook_accel import last_run, notebook_launcher
+        >>> run = notebook_launcher(abs, (-1,), num_processes=1, name="absolute")
+        >>> last_run().name
+        'absolute'
     """
     here = runs()
     if not here:
@@ -165,18 +184,22 @@ def last_run() -> Run:
 
 
 def runs(*, everywhere: bool = False) -> RunTable[Run]:
-    """The runs of this process, newest last; failed and interrupted ones too.
+    """Return the runs of this process, the newest last, failed and interrupted ones too.
 
-    A notebook shows the list as a table.
-
-    A run whose handle nobody holds any more has logs, metrics and state, but no results. Of
-    launches that raised, and so gave no handle, the newest few have theirs.
+    A notebook shows the list as a table. A run whose handle is gone has logs, metrics and state,
+    but no results. Launches that raised returned no handle; the newest few of them have results.
 
     Args:
-        everywhere: also those on disk that other processes and earlier kernels left, by time.
+        everywhere: add the runs on disk that other processes and earlier kernels left, by time.
 
     Raises:
         LaunchError: ``everywhere``, and this user has no folder for runs.
+
+    Example:
+        >>> from notebook_accel import notebook_launcher, runs
+        >>> run = notebook_launcher(abs, (-1,), num_processes=1)
+        >>> runs()[-1].id == run.id
+        True
     """
     found = run_list.runs(everywhere=everywhere, view=_view_of_past)
     return RunTable(found, [(run.name, run) for run in found])
@@ -190,24 +213,34 @@ def _view_of_past() -> View:
 def compare(
     *runs: Run | Sequence[Run] | Mapping[str, Run], names: Sequence[str] = ()
 ) -> RunTable[Any]:
-    """Draw the metrics of runs together with matplotlib: axes for each metric, a colour per run.
+    """Draw the metrics of several runs together with matplotlib: axes per metric, a colour per run.
 
-    Runs go by their names (``notebook_launcher(..., name="lr 0.1")``); those of equal names have
-    their ids beside them.
+    Runs are labelled by their names (``notebook_launcher(..., name="lr 0.1")``), and by their ids
+    too if names are equal.
 
     Args:
-        runs: which to compare, also those of ``runs(everywhere=True)``: one after the other, as a
-            list, or as a mapping whose keys are the names that they go by.
-        names: which metrics, in this order; all, where none is named.
+        *runs: the runs: one after the other, as a list, or as a mapping whose keys are the labels.
+            Runs of ``runs(everywhere=True)`` work too.
+        names: the metrics, in this order; all, if none is given.
 
     Returns:
         The axes, in the order of the names. A notebook shows the list as a table of the runs.
 
     Raises:
-        ConfigError: no run was given, or what is no run, or ``names`` is a text, or no run has a
-            metric of that name.
+        ConfigError: no run was given, something given is no run, ``names`` is a text, or no run has
+            a metric of that name.
         FileNotFoundError: a run was deleted from disk.
         ImportError: matplotlib is not installed.
+
+    Example:
+        >>> from notebook_accel import Accelerator, compare, notebook_launcher
+        >>> def train(rate):
+        ...     Accelerator().log({"loss": rate}, step=1)
+        >>> slow = notebook_launcher(train, (0.1,), num_processes=1)
+        >>> fast = notebook_launcher(train, (0.2,), num_processes=1)
+        >>> axes = compare({"slow": slow, "fast": fast})
+        >>> len(axes)
+        1
     """
     labelled = _labelled(runs)
     if isinstance(names, str):

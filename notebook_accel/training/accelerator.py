@@ -102,10 +102,34 @@ _STRATEGY = "strategy"
 
 
 class Accelerator(ProcessInfo):
-    """Makes the objects of a training loop ready for where it runs, and runs its steps.
+    """Prepares the objects of a training loop for the devices of a run, and runs its steps.
+
+    Names and arguments are those of Hugging Face Accelerate. The same loop trains on one device or
+    on many, under a launch, torchrun or plain Python.
 
     Attributes:
-        project_configuration: where the project's files are.
+        project_configuration: where the files of the project are.
+
+    Example:
+        The examples of the methods use these names.
+
+        >>> import torch
+        >>> from notebook_accel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+        >>> dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
+        >>> model, optimizer, scheduler, loader = accelerator.prepare(
+        ...     model, optimizer, scheduler, loader
+        ... )
+        >>> for inputs, targets in loader:
+        ...     loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        ...     accelerator.backward(loss)
+        ...     optimizer.step()
+        ...     scheduler.step()
+        ...     optimizer.zero_grad()
     """
 
     # What a launch tells a user who passes it one of these as an argument
@@ -139,39 +163,46 @@ class Accelerator(ProcessInfo):
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         **others: Any,
     ) -> None:
-        """Find out where this rank stands; make the process group if there are several ranks.
+        """Find this rank's place and device, and make the process group of several ranks.
 
         Args:
-            device_placement: whether ``prepare`` puts models and batches on the device.
-            mixed_precision: "no", "bf16", "fp16" or "fp8" (by torchao); None asks the environment
-                (NOTEBOOK_ACCEL_, then ACCELERATE_MIXED_PRECISION), else "no".
-            gradient_accumulation_steps: batches a step; None asks the environment.
-            cpu: compute on the host whatever else is there.
-            dataloader_config: how batches are shared out; ``split_batches``,
-                ``dispatch_batches``, ``even_batches`` and ``use_seedable_sampler`` set fields
-                of it unless they are None.
-            deepspeed_plugin: DeepSpeed's ZeRO; ``deepspeed_plugins`` is several of them, by name.
-            fsdp_plugin: weights in parts, one a rank, instead of a whole model on each.
-            parallelism_config: how many ranks each kind of parallelism gets.
-            rng_types: random numbers that ranks take from rank 0 as a loader begins: "torch",
-                "generator" (the order of samples, which is always taken), or a kind of device
-                such as "cuda"; with an empty list none, and ranks have to be seeded alike.
-            log_with: trackers that ``log`` feeds beside the notebook's own: "tensorboard",
-                "wandb", ..., "all", a ``GeneralTracker`` of one's own, or several.
-            project_dir: folder of the project, for numbered checkpoints and trackers' files.
-            project_config: more about that folder.
-            gradient_accumulation_plugin: more about windows, instead of the number of steps.
-            step_scheduler_with_optimizer: False moves prepared schedulers at each call.
-            kwargs_handlers: arguments for things of torch, each of another class.
+            device_placement: whether ``prepare`` moves models and batches to the device.
+            split_batches: sets this field of ``dataloader_config``, unless None.
+            mixed_precision: "no", "bf16", "fp16" or "fp8" (by torchao). None reads the environment
+                (NOTEBOOK_ACCEL_MIXED_PRECISION, then ACCELERATE_MIXED_PRECISION), else "no".
+            gradient_accumulation_steps: batches per optimizer step. None reads the environment,
+                else 1.
+            cpu: compute on the CPU even if there is an accelerator.
+            dataloader_config: how the ranks share batches.
+            deepspeed_plugin: train by DeepSpeed's ZeRO, with these settings.
+            fsdp_plugin: shard weights, gradients and optimizer states over the ranks.
+            parallelism_config: number of ranks for each kind of parallelism.
+            rng_types: random states that ranks take from rank 0 when a loader begins: "torch",
+                "generator" (the order of samples, which is always taken), or a device type such as
+                "cuda". An empty list takes none: seed all ranks alike then.
+            log_with: trackers that ``log`` feeds beside the live panel: "tensorboard", "wandb",
+                "mlflow", "all", a ``GeneralTracker``, or a list of them.
+            project_dir: folder for numbered checkpoints and for files of trackers.
+            project_config: more settings of that folder.
+            gradient_accumulation_plugin: more settings of accumulation; replaces
+                ``gradient_accumulation_steps``.
+            step_scheduler_with_optimizer: whether prepared schedulers move only when their
+                optimizer stepped. False moves them at each call.
+            kwargs_handlers: settings of parts of torch, at most one of each class, such as
+                ``DistributedDataParallelKwargs``.
             dynamo_backend: compile models with this backend of ``torch.compile``, such as
-                "inductor"; None asks the environment.
-            dynamo_plugin: more about compiling, instead of the backend.
-            **others: arguments of Accelerate that are not built here, which are refused unless
-                they ask for nothing (None, "no").
+                "inductor". None reads the environment.
+            dynamo_plugin: more settings of compiling; replaces ``dynamo_backend``.
+            dispatch_batches: sets this field of ``dataloader_config``, unless None.
+            even_batches: sets this field of ``dataloader_config``, unless None.
+            use_seedable_sampler: sets this field of ``dataloader_config``, unless None.
+            deepspeed_plugins: several plugins by name.
+            **others: arguments of Accelerate that are not supported. Values that ask for nothing
+                (None, "no") are accepted.
 
         Raises:
-            ConfigError: a setting makes no sense, or is not built.
-            TypeError: nobody knows the argument.
+            ConfigError: a setting is invalid, or not supported.
+            TypeError: an argument is unknown.
         """
         refuse_unbuilt(others)
         loaders = resolve_loaders(
@@ -230,23 +261,29 @@ class Accelerator(ProcessInfo):
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether an optimizer was prepared that steps as it goes back (``lomo_backward``)."""
+        """Whether a prepared optimizer steps during the backward pass (``lomo_backward``)."""
         return any(hasattr(one.optimizer, "fused_backward") for one in self._prepared.optimizers)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Make models, optimizers, data loaders and schedulers ready, in any order.
+        """Prepare models, optimizers, data loaders and schedulers, in any order.
 
         Args:
-            *args: the objects; others are given back as they are.
-            device_placement: for each object, whether it is put on the device.
+            *args: the objects. Objects of other kinds are returned unchanged.
+            device_placement: for each object, whether it is moved to the device. None moves all,
+                unless the Accelerator was made with ``device_placement=False``.
 
         Returns:
-            the objects to use instead, in the same order; a single one not as a tuple.
+            The objects to use from now on, in the same order; one object without a tuple.
 
         Raises:
-            AttributeError: ``AcceleratorState._reset_state()`` was called meanwhile.
-            ConfigError: ``device_placement`` has not one entry an object.
+            AttributeError: ``AcceleratorState._reset_state()`` was called since this Accelerator
+                was made.
+            ConfigError: ``device_placement`` has not one entry per object.
             TypeError: an object belongs to another framework.
+
+        Example:
+            >>> other = torch.nn.Linear(8, 8)
+            >>> other = accelerator.prepare(other)
         """
         newest_settings()
         placement: Sequence[bool | None] = (
@@ -260,8 +297,20 @@ class Accelerator(ProcessInfo):
     def prepare_model(
         self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """The model on its device, in its precision, spread over the ranks unless it is only
-        evaluated."""
+        """Move a model to its device and precision, and wrap or shard it for the ranks.
+
+        Args:
+            model: the model.
+            device_placement: whether it is moved to the device. None: as the Accelerator.
+            evaluation_mode: True leaves out what only training needs, such as
+                ``DistributedDataParallel``.
+
+        Returns:
+            The prepared model.
+
+        Example:
+            >>> teacher = accelerator.prepare_model(torch.nn.Linear(8, 1), evaluation_mode=True)
+        """
         return self._prepared.model(model, device_placement, evaluation=evaluation_mode)
 
     def prepare_data_loader(
@@ -270,21 +319,59 @@ class Accelerator(ProcessInfo):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """The loader that gives this rank's batches.
+        """Return a loader that gives the batches of this rank, on its device.
 
-        ``slice_fn_for_dispatch(batch, slice, process_index=, num_processes=)`` takes a rank's part
-        out of what rank 0 has read for all, in place of those rows of each tensor.
+        Args:
+            data_loader: the loader.
+            device_placement: whether batches are moved to the device. None: as the Accelerator.
+            slice_fn_for_dispatch: where rank 0 reads for all, takes the part of one rank:
+                ``slice_fn_for_dispatch(batch, slice, process_index=..., num_processes=...)``. None
+                takes the rows of the slice from each tensor.
+
+        Returns:
+            The prepared loader.
+
+        Example:
+            >>> test_loader = accelerator.prepare_data_loader(
+            ...     torch.utils.data.DataLoader(dataset, batch_size=32)
+            ... )
+            >>> len(test_loader)
+            2
         """
         return self._prepared.loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """The optimizer that steps at the end of a window."""
+        """Return an optimizer that steps at the end of an accumulation window.
+
+        Args:
+            optimizer: the optimizer.
+            device_placement: whether its states are moved to the device of their weights. None: as
+                the Accelerator.
+
+        Returns:
+            The prepared optimizer.
+
+        Example:
+            >>> extra = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> extra = accelerator.prepare_optimizer(extra)
+        """
         return self._prepared.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """The scheduler that moves with its optimizer's steps."""
+        """Return a scheduler that moves with the steps of its optimizer.
+
+        Args:
+            scheduler: the scheduler, of an optimizer that was prepared before.
+
+        Returns:
+            The prepared scheduler.
+
+        Example:
+            >>> decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+            >>> decay = accelerator.prepare_scheduler(decay)
+        """
         return self._prepared.scheduler(scheduler)
 
     def _name_methods_left_out(self) -> None:
@@ -305,39 +392,75 @@ class Accelerator(ProcessInfo):
     def unwrap_model(
         self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The user's model inside what ``prepare`` put around it.
+        """Return the model inside the wrappers that ``prepare`` added.
 
         Args:
-            model: as ``prepare`` gave it.
-            keep_fp32_wrapper: leave its forward in the mixed precision; False gives it back
-                the forward that it had, for good.
-            keep_torch_compile: leave it compiled, by ``prepare`` or before; False gives the model
-                that was compiled.
+            model: a prepared model.
+            keep_fp32_wrapper: keep the mixed precision of its forward. False restores the original
+                forward, for good.
+            keep_torch_compile: keep it compiled. False returns the model that was compiled.
+
+        Returns:
+            The model.
+
+        Example:
+            >>> type(accelerator.unwrap_model(model)).__name__
+            'Linear'
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """The loader as it is: DeepSpeed's sequence parallelism, which would divide its batches,
-        is not there (``ParallelismConfig`` refuses ``sp_size``)."""
+        """Return the loader unchanged: DeepSpeed's sequence parallelism is not supported.
+
+        Args:
+            dl: the loader.
+            model: not used.
+
+        Returns:
+            The loader.
+
+        Example:
+            >>> accelerator.deepspeed_ulysses_dl_adapter(loader, model) is loader
+            True
+        """
         return dl
 
     def skip_first_batches(
         self, dataloader: DataLoader[Any], num_batches: int = 0
     ) -> DataLoader[Any]:
-        """The loader from batch ``num_batches`` of the epoch on.
+        """Return a loader that begins each epoch at batch ``num_batches``.
+
+        Args:
+            dataloader: the loader, prepared or not.
+            num_batches: batches to skip, 0 or more.
+
+        Returns:
+            The shorter loader. Use ``dataloader`` itself for later epochs.
 
         Raises:
             ConfigError: ``num_batches`` is no whole number from 0 on.
+
+        Example:
+            >>> len(loader), len(accelerator.skip_first_batches(loader, 3))
+            (4, 1)
         """
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget what was prepared, begin windows anew, and free what nobody else holds.
+        """Forget all prepared objects, and free memory that nothing else holds.
 
-        DeepSpeed's engine ends with it.
+        Accumulation begins anew. DeepSpeed's engine ends.
+
+        Args:
+            *objects: prepared objects whose names you assign anew.
 
         Returns:
-            a None for each object, to assign to their names.
+            None for each object.
+
+        Example:
+            >>> model, optimizer = accelerator.free_memory(model, optimizer)
+            >>> model is None
+            True
         """
         self._prepared.clear()
         self._strategy.forget()
@@ -355,12 +478,21 @@ class Accelerator(ProcessInfo):
     def backward(
         self, loss: torch.Tensor, *, learning_rate: float | None = None, **kwargs: Any
     ) -> None:
-        """Compute gradients of the loss, which is divided by the batches of a window.
+        """Compute the gradients of a loss.
+
+        The loss is divided by the number of batches of an accumulation window, and multiplied by
+        the loss scale with fp16.
 
         Args:
-            loss: a tensor of one number.
-            learning_rate: for optimizers that step as they go back (see ``lomo_backward``).
-            **kwargs: for ``loss.backward``.
+            loss: a tensor with one element.
+            learning_rate: for optimizers that step during backward (see ``lomo_backward``).
+            **kwargs: arguments of ``loss.backward``.
+
+        Example:
+            >>> loss = model(torch.ones(2, 8)).sum()
+            >>> accelerator.backward(loss)
+            >>> model.weight.grad.tolist()
+            [[2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]]
         """
         if not self._prepared.models and self.num_processes > 1:
             notice_once(
@@ -376,12 +508,28 @@ class Accelerator(ProcessInfo):
             self.lomo_backward(loss / num_steps, learning_rate)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Backward and step in one, for prepared optimizers that do both (LOMO, AdaLomo).
+        """Run backward and step in one, for optimizers that do both (LOMO, AdaLomo).
 
-        ``backward(loss, learning_rate=...)`` does it with the loss divided by a window's batches.
+        ``backward(loss, learning_rate=...)`` does the same with the loss divided by the number of
+        batches of a window.
+
+        Args:
+            loss: a tensor with one element.
+            learning_rate: the learning rate of this step.
 
         Raises:
-            ConfigError: there is no learning rate, or no such optimizer was prepared.
+            ConfigError: the learning rate is None, or no such optimizer was prepared.
+
+        Source: K. Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
+        Resources" (2023).
+
+        Example:
+            >>> class Fused(torch.optim.SGD):
+            ...     def fused_backward(self, loss, lr):
+            ...         loss.backward()
+            ...         self.step()
+            >>> optimizer = accelerator.prepare(Fused(model.parameters(), lr=0.1))
+            >>> accelerator.lomo_backward(model(torch.ones(2, 8)).sum(), learning_rate=0.1)
         """
         given = [known.optimizer for known in self._prepared.optimizers]
         fused: list[Any] = [one for one in given if hasattr(one, "fused_backward")]
@@ -395,7 +543,15 @@ class Accelerator(ProcessInfo):
             optimizer.fused_backward(loss, learning_rate)
 
     def verify_device_map(self, model: Module) -> bool:
-        """Whether a model, or a part of it, is spread over devices (``device_map``)."""
+        """Return whether a model, or a part of it, is spread over devices by a ``device_map``.
+
+        Args:
+            model: the model.
+
+        Example:
+            >>> accelerator.verify_device_map(model)
+            False
+        """
         return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     def forward_backward(
@@ -405,40 +561,81 @@ class Accelerator(ProcessInfo):
         targets: Any,
         loss_function: Callable[[Any, Any], torch.Tensor],
     ) -> torch.Tensor:
-        """Forward, loss and ``backward`` of one batch in one call, which every strategy can run.
+        """Run forward, loss and backward of one batch in one call.
 
-        A pipeline runs them itself, micro-batch by micro-batch; elsewhere this means
-        ``loss = loss_function(model(inputs), targets)`` and ``backward(loss)``. A loop that
-        calls it is the same under every strategy.
+        Every strategy can run it. A pipeline runs its stages on several micro-batches at once.
+        Elsewhere it is ``loss = loss_function(model(inputs), targets)``, then ``backward(loss)``. A
+        loop that calls it is the same under every strategy.
 
         Args:
-            model: as ``prepare`` gave it.
-            inputs: what it is called with: a tuple or list gives its arguments, a mapping its
-                keywords, anything else is the one argument.
-            targets: the loss function's second argument, first dimension the batch's.
-            loss_function: called with the outputs and the targets; gives a mean over the batch.
+            model: a prepared model.
+            inputs: the model's arguments: a tuple or list, a mapping of keywords, or a single
+                argument. The first dimension of tensors is the batch.
+            targets: second argument of ``loss_function``. The first dimension of tensors is the
+                batch.
+            loss_function: called with the outputs and the targets. It returns the mean over the
+                batch.
 
         Returns:
-            the loss of this rank's batch, without gradient, on every rank.
+            The loss of this rank's batch, on every rank, without a gradient.
+
+        Example:
+            >>> for inputs, targets in loader:
+            ...     loss = accelerator.forward_backward(
+            ...         model, inputs, targets, torch.nn.functional.mse_loss
+            ...     )
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
         """
         return self._strategy.forward_backward(
             model, inputs, targets, loss_function, self._accumulation.num_steps
         )
 
     def accumulate(self, *models: Module | Sequence[Module]) -> Window:
-        """A block for one batch of a window of ``models``, as ``prepare`` gave them (or of lists of
-        them); gradients are exchanged and used at its last."""
+        """Return a block for one batch of an accumulation window.
+
+        Ranks exchange gradients, and prepared optimizers step, with the last batch of a window.
+
+        Args:
+            *models: the prepared models that the block trains, or lists of them.
+
+        Example:
+            >>> accelerator.gradient_accumulation_steps = 2
+            >>> for inputs, targets in loader:
+            ...     with accelerator.accumulate(model):
+            ...         loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            ...         accelerator.backward(loss)
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            >>> optimizer.num_steps
+            6
+        """
         return Window(self._accumulation, models, self._strategy.gradient_sync)
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
-        """A block in which backward exchanges no gradients between ranks."""
+        """Return a block in which backward exchanges no gradients between the ranks.
+
+        Args:
+            model: a prepared model. Its forward belongs into the block too.
+
+        Example:
+            >>> with accelerator.no_sync(model):
+            ...     accelerator.backward(model(torch.ones(2, 8)).sum())
+        """
         return self._strategy.gradient_sync(model, False)
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[Any]:
-        """A block whose backward exchanges gradients though its forward was in ``no_sync``.
+        """Return a block whose backward exchanges gradients though its forward was in ``no_sync``.
 
-        The model is one that this rank's newest ``Accelerator`` prepared.
+        Args:
+            model: a model that this rank's newest ``Accelerator`` prepared.
+
+        Example:
+            >>> with accelerator.no_sync(model):
+            ...     loss = model(torch.ones(2, 8)).sum()
+            >>> with accelerator.trigger_sync_in_backward(model):
+            ...     accelerator.backward(loss)
         """
         strategy: Strategy = current().shared[_STRATEGY]
         return strategy.gradient_sync(model, True)
@@ -446,7 +643,17 @@ class Accelerator(ProcessInfo):
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any, bool | None]:
-        """A block whose operations compute in the mixed precision."""
+        """Return a block whose operations compute in the mixed precision.
+
+        The forward of a prepared model needs no such block. Use it for a loss of your own.
+
+        Args:
+            autocast_handler: settings of this block. None: those of ``kwargs_handlers``.
+
+        Example:
+            >>> with accelerator.autocast():
+            ...     loss = model(torch.ones(2, 8)).pow(2).mean()
+        """
         return self._plan.precision.autocast(autocast_handler)
 
     def maybe_context_parallel(
@@ -455,28 +662,41 @@ class Accelerator(ProcessInfo):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A block for one batch, forward and backward, in which ranks divide its sequences.
+        """Return a block for one batch in which the ranks divide its sequences.
 
-        Under ``ParallelismConfig(cp_size=...)`` each rank has its part of the buffers inside, and
-        ``scaled_dot_product_attention`` attends to whole sequences, which have no padding; a loss
-        is that of the part (``forward_backward`` gives the mean of the parts). Elsewhere the block
-        changes nothing.
+        Under ``ParallelismConfig(cp_size=...)``, each rank has its part of the buffers inside of
+        the block, and ``scaled_dot_product_attention`` attends to whole sequences. The sequences
+        have no padding. The loss is that of the part; ``forward_backward`` returns the mean over
+        the parts. Elsewhere the block changes nothing. Forward and backward belong into the block.
 
         Args:
-            buffers: tensors with a dimension along the sequence, such as inputs, targets and
-                positions; changed in place, and whole again after the block.
-            buffer_seq_dims: that dimension of each.
-            no_restore_buffers: those that may keep their part after the block.
+            buffers: tensors with a sequence dimension, such as inputs, targets and positions. They
+                change in place, and are whole again after the block.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: buffers that may keep their part after the block.
 
         Raises:
-            ConfigError: a sequence's length is no multiple of twice ``cp_size``.
+            ConfigError: the length of a sequence is no multiple of ``2 * cp_size``.
+
+        Example:
+            >>> tokens = torch.ones(2, 8)
+            >>> with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+            ...     accelerator.backward(model(tokens).sum())
         """
         return self._strategy.divide_sequences(
             list(buffers or ()), list(buffer_seq_dims or ()), set(no_restore_buffers or ())
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the gradients of one, several or all prepared optimizers by the loss scale."""
+        """Divide gradients by the loss scale of fp16; without one, do nothing.
+
+        Args:
+            optimizer: a prepared optimizer, or a list of them. None: all of them.
+
+        Example:
+            >>> accelerator.backward(model(torch.ones(2, 8)).sum())
+            >>> accelerator.unscale_gradients()
+        """
         if self._scaling is None:
             return
         given = self._prepared.optimizers if optimizer is None else optimizer
@@ -489,15 +709,24 @@ class Accelerator(ProcessInfo):
         max_norm: float,
         norm_type: float | str = 2.0,
     ) -> torch.Tensor:
-        """Clip the gradients of a complete window to a norm; within one nothing is clipped.
+        """Clip the gradients of a complete accumulation window to a norm.
+
+        Inside of a window, nothing is clipped.
 
         Args:
-            parameters: one weight or several, whose gradients together get the norm.
-            max_norm: the largest one that they may have.
-            norm_type: which norm; "inf" is the largest gradient. DeepSpeed refuses another than 2.
+            parameters: one weight, or several whose gradients together get the norm.
+            max_norm: the largest norm allowed.
+            norm_type: the order of the norm; "inf" is the largest absolute gradient. DeepSpeed
+                refuses all but 2.
 
         Returns:
-            the norm before, a tensor without dimensions.
+            The norm before clipping, a tensor of shape ().
+
+        Example:
+            >>> accelerator.backward(model(torch.ones(1, 8)).sum())
+            >>> norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            >>> norm.item()
+            3.0
         """
         own, norm = self._ready_to_clip(parameters), float(norm_type)
         if not self.sync_gradients:
@@ -508,8 +737,21 @@ class Accelerator(ProcessInfo):
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
     ) -> None:
-        """Clip each gradient of a complete window to [-clip_value, clip_value]. A ConfigError under
-        DeepSpeed, which clips norms alone."""
+        """Clip each gradient of a complete accumulation window to ``[-clip_value, clip_value]``.
+
+        Args:
+            parameters: one weight or several.
+            clip_value: the largest absolute value allowed.
+
+        Raises:
+            ConfigError: DeepSpeed trains, which clips norms only.
+
+        Example:
+            >>> accelerator.backward(model(torch.ones(2, 8)).sum())
+            >>> accelerator.clip_grad_value_(model.parameters(), 0.5)
+            >>> model.weight.grad.max().item()
+            0.5
+        """
         own = self._ready_to_clip(parameters)
         if self.sync_gradients:
             self._strategy.clip_grad_value(own, clip_value)
@@ -525,43 +767,101 @@ class Accelerator(ProcessInfo):
     # ---- between the ranks ----------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this.
+
+        Example:
+            >>> accelerator.wait_for_everyone()
+        """
         self._strategy.barrier()
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks, of one shape each and in any nesting, in the ranks' order.
+        """Join the tensors of all ranks, in the order of the ranks.
 
-        One of (n, ...) becomes (ranks * n, ...), one without a dimension (ranks,); no gradient
-        flows through it. All ranks call it; those that hold one model together count as one.
+        All ranks call it, with tensors of the same shapes. No gradient flows through it. Ranks that
+        hold one model together (tensor parallelism, pipelines) count as one.
+
+        Args:
+            tensor: a tensor, or lists, tuples and mappings of tensors. A tensor has shape (n, ...)
+                or ().
+
+        Returns:
+            The same structure. Shape (n, ...) becomes (ranks * n, ...), and () becomes (ranks,).
 
         Raises:
-            TypeError: a leaf is not a tensor.
+            TypeError: something in it is not a tensor.
+
+        Example:
+            >>> accelerator.gather(torch.ones(2, 3)).shape
+            torch.Size([2, 3])
         """
         return collectives.gather(tensor, group=self._data_ranks)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What all ranks computed from their batches, each sample counted once.
+        """Join what all ranks computed from their batches, each sample counted once.
 
-        Tensors whose first dimension is the batch's become (num_samples, ...); other tensors are
-        all kept. With ``use_gather_object`` everything is one list of objects a rank, joined.
+        Samples that a loader repeated to fill up its last batches are left out.
+
+        Args:
+            input_data: tensors in any nesting, or any objects. A tensor whose first dimension is
+                the batch has shape (n, ...).
+            use_gather_object: treat the input as a list of objects; the lists are joined.
+
+        Returns:
+            The same structure with shape (num_samples, ...); tensors without a batch dimension are
+            all kept. For objects, one list.
+
+        Example:
+            >>> total = 0
+            >>> for inputs, targets in loader:
+            ...     guesses, truth = accelerator.gather_for_metrics((model(inputs), targets))
+            ...     total += len(truth)
+            >>> total
+            64
         """
         return gather_for_metrics(input_data, use_gather_object, group=self._data_ranks)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The tensors of all ranks combined, in new ones of the same shapes: by "sum", "mean",
-        "max", "min" or "none". ``scale`` has no effect.
+        """Combine the tensors of all ranks, element by element.
+
+        Args:
+            tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all
+                ranks.
+            reduction: "sum", "mean", "max", "min", or "none", which returns the tensor of this
+                rank.
+            scale: without effect.
+
+        Returns:
+            New tensors of the same shapes.
 
         Raises:
-            TypeError: a leaf is not a tensor.
-            ValueError: another ``reduction``.
+            TypeError: something in it is not a tensor.
+            ValueError: ``reduction`` is unknown.
+
+        Example:
+            >>> accelerator.reduce(torch.tensor([1.0, 2.0]), reduction="mean")
+            tensor([1., 2.])
         """
         return collectives.reduce(tensor, reduction, scale, group=self._data_ranks)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """The tensors, padded along ``dim`` to the largest size that a rank has; their other
-        dimensions are equal on all ranks, and one without ``dim`` stays as it is."""
+        """Pad the tensors of all ranks to the largest size that a rank has.
+
+        Args:
+            tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim``
+                are equal on all ranks. A tensor without ``dim`` is returned unchanged.
+            dim: the dimension to pad.
+            pad_index: the value to pad with.
+            pad_first: pad at the start rather than at the end.
+
+        Returns:
+            The same structure with padded tensors.
+
+        Example:
+            >>> accelerator.pad_across_processes(torch.ones(2, 3), dim=1).shape
+            torch.Size([2, 3])
+        """
         return collectives.pad_across_processes(
             tensor, dim, pad_index, pad_first, group=self._data_ranks
         )
@@ -569,22 +869,40 @@ class Accelerator(ProcessInfo):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """A block in which ranks may have different numbers of batches.
+        """Return a block in which the ranks may have different numbers of batches.
 
         Args:
-            joinables: the prepared models, under DistributedDataParallel; others change nothing.
-            even_batches: what holds for prepared loaders within the block.
+            joinables: the prepared models. It works for ``DistributedDataParallel``; other models
+                are left as they are.
+            even_batches: ``even_batches`` of the prepared loaders inside of the block. None: as
+                they are.
+
+        Example:
+            >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+            ...     for inputs, targets in loader:
+            ...         accelerator.backward(model(inputs).sum())
         """
         if self.num_processes == 1:
             return nullcontext()
         return join_uneven_inputs(joinables, self._prepared.loaders, even_batches)
 
     def set_trigger(self) -> None:
-        """Let the next ``check_trigger`` of all ranks be True."""
+        """Make the next ``check_trigger`` return True on all ranks.
+
+        Example:
+            >>> accelerator.set_trigger()
+        """
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether a rank called ``set_trigger`` since the last check; all ranks call it."""
+        """Return whether a rank called ``set_trigger`` since the last check; all ranks call it.
+
+        Example:
+            >>> if loss.isnan():
+            ...     accelerator.set_trigger()
+            >>> accelerator.check_trigger()
+            False
+        """
         flag = torch.tensor(float(self._triggered), device=self.device)
         self._triggered = False
         return bool(collectives.reduce(flag, "max") > 0)
@@ -592,20 +910,27 @@ class Accelerator(ProcessInfo):
     # ---- checkpoints and weights ----------------------------------------------------------------
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole weights of a model; all ranks call it.
+        """Return the whole weights of a model; all ranks call it.
 
-        Those that are joined of parts are on the host, unless the plugin says otherwise
+        Weights that were joined from parts are on the CPU, unless the plugin says otherwise
         (``FullStateDictConfig(offload_to_cpu=False)``).
 
         Args:
-            model: as ``prepare`` gave it.
-            unwrap: False keeps the names that the wrapper gives; a model that is spread over the
-                ranks has its own names.
+            model: a prepared model.
+            unwrap: remove the wrapper from the names. False keeps its names; a model that is spread
+                over the ranks has its own names in any case.
 
         Returns:
-            tensors by name; nothing on the other ranks where a plugin asks for rank 0 alone
-            (``FullStateDictConfig(rank0_only=True)``), nor, under DeepSpeed's stage 3, on all but
-            the first rank of each machine.
+            Tensors by name. It is empty on the other ranks if a plugin asks for rank 0 alone
+            (``FullStateDictConfig(rank0_only=True)``), and under DeepSpeed's stage 3 on all but the
+            first rank of each machine.
+
+        Raises:
+            ConfigError: weights are on the meta device.
+
+        Example:
+            >>> sorted(accelerator.get_state_dict(model))
+            ['bias', 'weight']
         """
         if not unwrap and not self._strategy.saves_together:
             return model.state_dict()
@@ -622,12 +947,21 @@ class Accelerator(ProcessInfo):
         return self._strategy.state_dict(own, full=True, keeps=keeps)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object once, by rank 0; the file is whole or not there.
+        """Write an object to a file, once, from rank 0.
+
+        A file is complete or not there.
 
         Args:
             obj: the object, such as a state dict.
             f: path or open file.
-            safe_serialization: write a dictionary of tensors as safetensors.
+            safe_serialization: write a mapping of tensors as safetensors.
+
+        Example:
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+            >>> accelerator.save(accelerator.get_state_dict(model), path)
+            >>> sorted(torch.load(path))
+            ['bias', 'weight']
         """
         obj = self._strategy.make_whole(obj)
         if self._writes:
@@ -640,20 +974,27 @@ class Accelerator(ProcessInfo):
         max_shard_size: float | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights, in several files where they are large.
+        """Write the weights of a model to a folder, a large model in several files.
 
-        All ranks call it; rank 0 alone may where each rank has the whole model. The others do not
-        wait until the files are there.
+        All ranks call it. Rank 0 alone may, if each rank has the whole model. The other ranks do
+        not wait for the files.
 
         Args:
-            model: as ``prepare`` gave it, or any other.
-            save_directory: the folder, which is made.
-            max_shard_size: of a file: bytes, or a text such as "10GB" (powers of ten).
-            safe_serialization: safetensors rather than torch's files.
+            model: a model, prepared or not.
+            save_directory: the folder; it is made.
+            max_shard_size: largest size of a file: bytes, or a text such as "10GB" (powers of ten).
+            safe_serialization: write safetensors rather than torch's files.
 
         Raises:
-            ConfigError: the size makes no sense.
-            NotebookAccelError: the weights are spread over the ranks, and some never came.
+            ConfigError: ``max_shard_size`` is no size.
+            NotebookAccelError: the weights are spread over the ranks, and some ranks never came.
+
+        Example:
+            >>> import os, tempfile
+            >>> folder = tempfile.mkdtemp()
+            >>> accelerator.save_model(model, folder)
+            >>> os.listdir(folder)
+            ['model.safetensors']
         """
         self._checkpoints.save_model(
             lambda: self._whole_weights(model, keeps=self._writes),
@@ -676,37 +1017,40 @@ class Accelerator(ProcessInfo):
         async_save: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write a checkpoint of everything prepared and registered.
+        """Write a checkpoint of everything that was prepared and registered; all ranks call it.
 
-        With ``async_save`` the training goes on while it is written, as it was when this was
-        called; the folder appears once it is whole on every rank. The next save waits for it, and
-        so do ``load_state``, ``wait_for_checkpoint``, ``end_training`` and the end of a launched
-        function: they raise if it could not be written.
+        The ranks wait for each other. With ``async_save``, training continues while the checkpoint
+        is written as it was at the call. The folder appears once it is complete on every rank. The
+        next save waits for it, and so do ``load_state``, ``wait_for_checkpoint``, ``end_training``
+        and the end of a launched function. They raise if it could not be written.
 
-        All ranks call it, and wait for each other.
-
-        Within an accumulation window, the checkpoint says where the window began, and has none of
-        its gradients: what resumes reads the window's batches again. ``Start``,
-        ``accelerator.step`` and bars count from its first batch; metrics that its batches have
-        logged are logged again. These batches draw the same random numbers from torch as before,
-        and others from Python's ``random`` and numpy, unless the window is the first of its epoch.
+        Inside of an accumulation window, the checkpoint has the begin of the window and none of its
+        gradients: a resumed training reads the batches of the window again. ``Start``,
+        ``accelerator.step`` and bars count from the first batch of the window, and metrics of its
+        batches are logged again. These batches draw the same random numbers from torch as before.
+        They draw others from Python's ``random`` and numpy, unless the window is the first of its
+        epoch.
 
         Args:
-            output_dir: the folder, replaced in one step if it exists; None takes the next
-                number in ``project_dir/checkpoints``.
-            safe_serialization: weights as safetensors.
+            output_dir: the folder, replaced in one step if it exists. None takes the next number in
+                ``project_dir/checkpoints``.
+            safe_serialization: write weights as safetensors.
             async_save: write in the background.
-            **save_model_func_kwargs: for DeepSpeed's ``save_checkpoint``, where it trains.
+            **save_model_func_kwargs: arguments of DeepSpeed's ``save_checkpoint``, where it trains.
 
         Returns:
-            the folder.
+            The folder.
 
         Raises:
-            ConfigError: no folder was given and checkpoints are not numbered, or a state holds
-                what could not be read again without trusting the file.
-            NotebookAccelError: another rank could not write its part, a machine does not see
-                rank 0's disk, or what an earlier call began in the background could not be
-                written.
+            ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state has an
+                object that could not be read again without trusting the file.
+            NotebookAccelError: another rank could not write its part, a machine does not see the
+                disk of rank 0, or an earlier save in the background failed.
+
+        Example:
+            >>> import tempfile
+            >>> folder = accelerator.save_state(tempfile.mkdtemp())
+            >>> accelerator.load_state(folder)
         """
         return self._checkpoints.save(
             output_dir,
@@ -716,10 +1060,15 @@ class Accelerator(ProcessInfo):
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until what ``save_state(async_save=True)`` began is in its place.
+        """Wait until a checkpoint of ``save_state(async_save=True)`` is complete.
 
         Raises:
             NotebookAccelError: it could not be written.
+
+        Example:
+            >>> import tempfile
+            >>> folder = accelerator.save_state(tempfile.mkdtemp(), async_save=True)
+            >>> accelerator.wait_for_checkpoint()
         """
         self._checkpoints.wait()
 
@@ -731,89 +1080,133 @@ class Accelerator(ProcessInfo):
         strict: bool = True,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Read a checkpoint into everything prepared and registered; all ranks call it.
+        """Read a checkpoint into everything that was prepared and registered; all ranks call it.
 
         Args:
-            input_dir: the folder; None takes the newest number in ``project_dir/checkpoints``.
-            load_kwargs: arguments of ``torch.load`` for what is no safetensors;
-                ``{"weights_only": False}`` trusts the files. ``map_location`` is for the states
-                of optimizers, schedulers and registered objects.
-            strict: whether names of weights must match.
-            **load_model_func_kwargs: for DeepSpeed's ``load_checkpoint``, where it trains and wrote
-                the checkpoint.
+            input_dir: the folder. None takes the newest number in ``project_dir/checkpoints``.
+            load_kwargs: arguments of ``torch.load`` for files that are no safetensors.
+                ``{"weights_only": False}`` trusts the files. ``map_location`` holds for states of
+                optimizers, schedulers and registered objects.
+            strict: whether the names of weights must match.
+            **load_model_func_kwargs: arguments of DeepSpeed's ``load_checkpoint``, where it trains
+                and wrote the checkpoint.
 
         Raises:
-            FileNotFoundError: there is no such checkpoint, or it lacks something.
-            NotebookAccelError: a file is damaged, or names what is not known to be safe.
-            ConfigError: a file is whole, and cannot be read with ``load_kwargs``.
-            RuntimeError, ValueError: it holds another model or optimizer, or states of more
-                registered objects than there are.
+            FileNotFoundError: there is no such checkpoint, or a file is missing.
+            NotebookAccelError: a file is damaged, or names a type that is not known to be safe.
+            ConfigError: a file is complete and cannot be read with ``load_kwargs``.
+            RuntimeError: the checkpoint has another model, or states of more registered objects
+                than there are.
+            ValueError: the checkpoint has another optimizer.
+
+        Example:
+            >>> import tempfile
+            >>> folder = accelerator.save_state(tempfile.mkdtemp())
+            >>> accelerator.load_state(folder)
         """
         self._checkpoints.load(
             input_dir, load_kwargs=load_kwargs, strict=strict, own_options=load_model_func_kwargs
         )
 
     def resume_or_start(self, dir: Path_) -> Start:  # noqa: A002 (a name that users pass)
-        """Go on from the newest checkpoint under a folder, or begin anew; all ranks call it.
+        """Continue from the newest checkpoint of a folder, or start anew; all ranks call it.
 
-        Call it once everything is prepared and registered. The loop is the same the first time
-        and after a crash or a stop, at whatever batch that was::
+        Call it after everything was prepared and registered. The loop is the same for the first run
+        and after a crash or a stop, at any batch. The loader continues at the next batch by itself.
+        ``enumerate(loader, start.batch if epoch == start.epoch else 0)`` numbers its batches. A
+        checkpoint saved with the last batch of an epoch, or after it, continues with the next
+        epoch.
 
-            start = accelerator.resume_or_start("runs/mine")
-            for epoch in range(start.epoch, num_epochs):
-                for inputs, targets in loader:          # goes on at the next batch by itself
-                    with accelerator.accumulate(model):
-                        accelerator.backward(loss_function(model(inputs), targets))
-                        optimizer.step()
-                        optimizer.zero_grad()
-                    if ...:
-                        accelerator.save_state()        # runs/mine/checkpoint_0, then _1, ...
-
-        ``enumerate(loader, start.batch if epoch == start.epoch else 0)`` numbers the batches. A
-        checkpoint saved with the last batch of an epoch, or after it, goes on with the next epoch.
-
-        Looked at are ``dir`` itself, the folders in it and those in ``dir/checkpoints``, the
-        newest first. One that is not whole is passed over, and a line names it and says why.
-        Afterwards ``save_state()`` without a folder numbers on there (in ``dir/checkpoints``
-        where ``dir`` is the project's with automatic naming, or has numbered ones there already).
-        The number of ranks and the strategy may be others than when it was written: the data goes
-        on at the first sample not yet seen.
+        It looks at ``dir``, the folders in it and those in ``dir/checkpoints``, the newest first. A
+        line names each incomplete checkpoint that it passes over. Afterwards, ``save_state()``
+        without a folder continues the numbers there (in ``dir/checkpoints`` if ``dir`` is the
+        project's with automatic naming, or has numbered checkpoints there). The number of ranks and
+        the strategy may differ from those of the checkpoint: the data continues at the first sample
+        not yet seen.
 
         Args:
-            dir: where checkpoints are, or will be.
+            dir: folder of the checkpoints, which need not exist.
 
         Returns:
-            where training stands: the epoch to go on with, the batches of it that are done, the
-            steps and samples so far, and the folder that was loaded (None: begun anew).
+            The place in the training: ``epoch`` to continue with, ``batch`` (batches of that epoch
+            that are done), ``step`` and ``samples`` so far, and the ``folder`` that was loaded
+                (None:
+            started anew).
 
         Raises:
-            RuntimeError, ValueError: the checkpoint is whole and holds another model or optimizer.
-            PermissionError: this user may not read it.
-            NotebookAccelError: checkpoints looked whole, and none could be loaded.
+            RuntimeError: the checkpoint is complete and has another model.
+            ValueError: the checkpoint is complete and has another optimizer.
+            PermissionError: you may not read the checkpoint.
+            NotebookAccelError: there are checkpoints, and none could be loaded.
+
+        Example:
+            >>> import tempfile
+            >>> start = accelerator.resume_or_start(tempfile.mkdtemp())
+            >>> for epoch in range(start.epoch, 2):
+            ...     for inputs, targets in loader:
+            ...         accelerator.backward(model(inputs).sum())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...     folder = accelerator.save_state()
         """
         return self._checkpoints.resume(dir)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Keep the state of more objects in checkpoints.
+        """Keep the state of further objects in checkpoints.
+
+        Args:
+            *objects: objects with ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            ConfigError: one has no ``state_dict`` or no ``load_state_dict``.
+            ConfigError: an object lacks one of these methods.
+
+        Example:
+            >>> average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))
+            >>> accelerator.register_for_checkpointing(average)
         """
         self._checkpoints.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, folder)`` on every rank before weights are written."""
+        """Call a function on every rank before ``save_state`` writes weights.
+
+        Args:
+            hook: called as ``hook(models, weights, folder)``. It may change the list ``weights``,
+                the state dicts of the models.
+
+        Returns:
+            A handle; ``handle.remove()`` removes the hook.
+
+        Example:
+            >>> def hook(models, weights, folder):
+            ...     print(f"saves {len(models)} model")
+            >>> import tempfile
+            >>> handle = accelerator.register_save_state_pre_hook(hook)
+            >>> folder = accelerator.save_state(tempfile.mkdtemp())
+            saves 1 model
+        """
         return self._checkpoints.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, folder)`` on every rank before weights are read."""
+        """Call a function on every rank before ``load_state`` reads weights.
+
+        Args:
+            hook: called as ``hook(models, folder)``. Models that it takes out of the list are not
+                loaded.
+
+        Returns:
+            A handle; ``handle.remove()`` removes the hook.
+
+        Example:
+            >>> handle = accelerator.register_load_state_pre_hook(lambda models, folder: None)
+            >>> handle.remove()
+        """
         return self._checkpoints.add_load_hook(hook)
 
     # ---- what a person sees ---------------------------------------------------------------------
 
     @property
     def log_with(self) -> Sequence[type[GeneralTracker] | GeneralTracker]:
-        """What ``init_trackers`` will make, beside the notebook's own tracker; may be set."""
+        """Trackers that ``init_trackers`` will start, beside the live panel; may be set."""
         return self._tracking.asked
 
     @log_with.setter
@@ -822,8 +1215,11 @@ class Accelerator(ProcessInfo):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Those that this rank feeds, to read and to change: what ``init_trackers`` made, what code
-        has added, and the notebook's own."""
+        """Trackers that this rank feeds; may be set.
+
+        These are the ones that ``init_trackers`` made, those that code has added, and the live
+        panel's. The list is empty on all ranks but rank 0.
+        """
         return self._tracking.trackers if self.is_main_process else []
 
     @trackers.setter
@@ -836,12 +1232,19 @@ class Accelerator(ProcessInfo):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Begin what ``log_with`` asks for, on the main process; the notebook's own needs none.
+        """Start the trackers of ``log_with`` on rank 0; the live panel needs no start.
 
         Args:
-            project_name: of the project or run, as the library calls it.
-            config: the settings of the training.
-            init_kwargs: arguments for the libraries' own start, by the tracker's name.
+            project_name: name of the project or run, as the library calls it.
+            config: settings of the training, for the trackers to show.
+            init_kwargs: arguments of each library's own start, by the name of the tracker.
+
+        Example:
+            >>> import tempfile
+            >>> accelerator = Accelerator(log_with="tensorboard", project_dir=tempfile.mkdtemp())
+            >>> accelerator.init_trackers("digits", config={"lr": 1e-3})
+            >>> accelerator.log({"loss": 0.5}, step=1)
+            >>> accelerator.end_training()
         """
         if self.is_main_process:
             self._tracking.start(project_name, config, init_kwargs or {})
@@ -852,14 +1255,18 @@ class Accelerator(ProcessInfo):
         step: int | None = None,
         log_kwargs: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Give numbers to all trackers, those of rank 0 alone; they are shown live, and kept in
-        ``run.metrics``.
+        """Log metrics to all trackers, from rank 0.
+
+        In a launch, the panel draws the metrics live, and ``run.metrics`` keeps them.
 
         Args:
-            values: Python numbers, tensors and arrays of one number, dictionaries of them, and
-                what else the trackers take.
-            step: of the training.
-            log_kwargs: arguments for the trackers' ``log``, by the tracker's name.
+            values: metrics by name: numbers, tensors and arrays with one element, mappings of
+                these, and what else the trackers accept.
+            step: step of the training. None: the trackers count.
+            log_kwargs: arguments of each tracker's ``log``, by the name of the tracker.
+
+        Example:
+            >>> accelerator.log({"loss": loss, "lr": scheduler.get_last_lr()[0]}, step=4)
         """
         if self.is_main_process and self.log_with and not self._tracking.is_started:
             notice_once(
@@ -871,14 +1278,21 @@ class Accelerator(ProcessInfo):
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Give the tracker of this name; on ranks that don't track, one that keeps nothing.
+        """Return the tracker of a name; on ranks other than 0, a tracker without effect.
 
         Args:
-            name: such as "wandb", or "notebook" for the live one.
-            unwrap: give the library's own object instead.
+            name: such as "wandb", or "notebook" for the live panel.
+            unwrap: return the library's own object instead.
 
         Raises:
             ConfigError: there is no such tracker.
+
+        Example:
+            >>> import tempfile
+            >>> accelerator = Accelerator(log_with="tensorboard", project_dir=tempfile.mkdtemp())
+            >>> accelerator.init_trackers("digits")
+            >>> type(accelerator.get_tracker("tensorboard", unwrap=True)).__name__
+            'SummaryWriter'
         """
         if not self.is_main_process:
             return BlankTracker()
@@ -893,32 +1307,54 @@ class Accelerator(ProcessInfo):
 
     @property
     def should_stop(self) -> bool:
-        """True, on all ranks at the same step, once the run was asked to stop."""
+        """Whether the run was asked to stop; it becomes True on all ranks at the same step."""
         return current().should_stop()
 
     def progress(
         self, iterable: Iterable[_Item], desc: str | None = None, total: float | None = None
     ) -> Iterable[_Item]:
-        """``iterable`` with a progress bar: each rank's in the run's view, one in all elsewhere.
+        """Return ``iterable`` with a progress bar.
 
-        ``desc`` is the bar's name, ``total`` the number of items; None takes ``len(iterable)``.
+        In a launch, each rank has a bar in the panel. Elsewhere, the first rank of each machine
+        draws a tqdm bar.
+
+        Args:
+            iterable: what the loop goes over.
+            desc: name of the bar.
+            total: number of items. None: ``len(iterable)``.
+
+        Example:
+            >>> for inputs, targets in accelerator.progress(loader, "epoch 1"):
+            ...     loss = model(inputs).sum()
         """
         return progress(iterable, desc, total, is_shown=self.is_local_main_process)
 
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[Profiler]:
-        """A block under torch's profiler, by ``profile_handler`` or else that of
-        ``kwargs_handlers``, with a trace a rank if a folder was given for it."""
+        """Return a block that runs under torch's profiler.
+
+        Args:
+            profile_handler: settings of this block. None: those of ``kwargs_handlers``, else
+                torch's own. With a folder for traces, each rank writes one.
+
+        Example:
+            >>> with accelerator.profile() as profiler:
+            ...     loss = model(torch.ones(2, 8)).sum()
+            >>> any("linear" in event.key for event in profiler.key_averages())
+            True
+        """
         options = profile_handler or pick_handler(self._plan.handlers, ProfileKwargs)
         return profile(options, self.process_index)
 
     def end_training(self) -> None:
-        """Finish the trackers and give back what the training made.
+        """Finish the trackers, and free what the training holds.
 
-        Outside the launcher, which ends its own, the process group is closed too; all of it
-        also where a tracker fails to finish. A checkpoint that is still being written is waited
-        for.
+        It waits for a checkpoint that is being written. Outside of a launch, it closes the process
+        group too. All of this is done even if a tracker fails to finish.
+
+        Example:
+            >>> accelerator.end_training()
         """
         with ExitStack() as last_first:
             if not current().launched:
@@ -931,8 +1367,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16; None otherwise. One that is set scales losses from then on, in
-        any precision; None scales none."""
+        """The loss scaler of fp16, else None; may be set.
+
+        A scaler that is set scales losses from then on, in any precision. None scales none.
+        """
         return None if self._scaling is None else self._scaling.scaler
 
     @scaler.setter
@@ -945,7 +1383,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the next step of a prepared optimizer is a real one."""
+        """Whether prepared optimizers step with this batch, the last of its window; may be set."""
         return self._accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -954,7 +1392,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches a window."""
+        """Batches per accumulation window; may be set."""
         return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -964,8 +1402,11 @@ class Accelerator(ProcessInfo):
 
     @property
     def step(self) -> int:
-        """Batches since a loader gave its last one, which closes a window; since the start with
-        ``sync_with_dataloader=False``."""
+        """Number of batches since a loader gave its last one.
+
+        The last batch of a loader closes a window. With ``sync_with_dataloader=False`` it does not,
+        and the number counts from the start.
+        """
         return self._accumulation.step
 
     @step.setter
@@ -974,40 +1415,40 @@ class Accelerator(ProcessInfo):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer left out its last step because a gradient overflowed."""
+        """Whether a prepared optimizer skipped its last step because a gradient overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     # ---- what it was made with, to read and to set ----------------------------------------------
 
     @property
     def state(self) -> AcceleratorState:
-        """Where this rank stands, with the settings of the newest ``Accelerator``."""
+        """Place of this rank, and the settings of its newest ``Accelerator``."""
         return AcceleratorState()
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the training stands in its window and its loader."""
+        """Place in the accumulation window and in the loader."""
         return GradientState(accumulation=self._plan.accumulation)
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the ranks belong together."""
+        """How the ranks train together, such as ``DistributedType.MULTI_CPU``."""
         return self._plan.strategy.distributed_type or super().distributed_type
 
     @property
     def multi_device(self) -> bool:
-        """Whether several ranks compute on accelerators, one each."""
+        """Whether several ranks train, each on an accelerator of its own."""
         alone = (DistributedType.NO, DistributedType.MULTI_CPU)
         return self.num_processes > 1 and self.distributed_type not in alone
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank writes the model's files."""
+        """Whether this rank writes the files of a model."""
         return self.is_main_process
 
     @property
     def mixed_precision(self) -> str:
-        """The precision by its name: "no", "bf16", "fp16" or "fp8"."""
+        """Name of the precision: "no", "bf16", "fp16" or "fp8"."""
         return self._plan.precision.name
 
     @property
@@ -1017,71 +1458,72 @@ class Accelerator(ProcessInfo):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """What computes in 8 bits: "AO" (torchao) in the precision "fp8", else "NO"."""
+        """Library that computes in 8 bits: "AO" (torchao) with "fp8", else "NO"."""
         converts = self._plan.precision.converts_layers
         return FP8BackendType.AO if converts else FP8BackendType.NO
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The DeepSpeed plugin that ``prepare`` uses now; None without DeepSpeed."""
+        """The DeepSpeed plugin in use; None without DeepSpeed."""
         return None if self._plan.deepspeed is None else self._plan.deepspeed.active
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
-        """That plugin's configuration, which ``prepare`` completes; None without DeepSpeed."""
+        """Configuration of DeepSpeed, which ``prepare`` completes; None without DeepSpeed."""
         plugin = self.deepspeed_plugin
         return None if plugin is None else plugin.deepspeed_config
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """What takes DeepSpeed's engine through a step, with ``engine`` inside; None before a model
-        is prepared, and without DeepSpeed."""
+        """Wrapper of DeepSpeed's engine, with the engine as ``engine``.
+
+        None before a model is prepared, and without DeepSpeed.
+        """
         return getattr(self._plan.strategy, "engine", None)
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether weights are sharded: ``fully_shard`` always does it here."""
+        """Whether weights are sharded; this package always shards by ``fully_shard`` (FSDP2)."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many ranks each kind of parallelism has; None where neither the user nor a plugin
-        said so."""
+        """Number of ranks for each kind of parallelism; None if neither you nor a plugin set it."""
         return self._plan.strategy.parallelism
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The ranks, arranged by the kinds of parallelism; None where they are just a row."""
+        """Device mesh of the ranks; None if they have no dimensions."""
         return self._plan.strategy.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the weights are in parts over a mesh."""
+        """Whether the weights are spread over a device mesh."""
         return self._plan.strategy.spreads_weights
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which share of the data this rank reads."""
+        """Index of the share of the data that this rank reads."""
         return self._plan.strategy.data_group.index
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This rank's place among those that shard one copy of the model."""
+        """Index of this rank among those that shard one copy of the model."""
         return self._place_in("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's place among those that compute each layer together."""
+        """Index of this rank among those that compute each layer together."""
         return self._place_in("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This rank's place in the pipeline."""
+        """Index of this rank's stage in the pipeline."""
         return self._place_in("pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This rank's place among those that divide each sequence."""
+        """Index of this rank among those that divide each sequence."""
         return self._place_in("cp")
 
     @property
@@ -1096,7 +1538,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def device_placement(self) -> bool:
-        """Whether ``prepare`` puts models and batches on the device."""
+        """Whether ``prepare`` moves models and batches to the device; may be set."""
         return self._plan.device_placement
 
     @device_placement.setter
@@ -1105,7 +1547,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether prepared schedulers move with their optimizers' steps."""
+        """Whether prepared schedulers move only when their optimizer stepped; may be set."""
         return self._plan.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -1114,7 +1556,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def rng_types(self) -> list[str]:
-        """Random numbers that ranks take from rank 0 as a prepared loader begins."""
+        """Random states that ranks take from rank 0 when a prepared loader begins; may be set."""
         return ["generator"] if self._plan.rng_types is None else list(self._plan.rng_types)
 
     @rng_types.setter
@@ -1123,7 +1565,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def native_amp(self) -> bool:
-        """Whether forwards compute in the mixed precision; False: all in full precision."""
+        """Whether forwards compute in the mixed precision; set it to False for full precision."""
         return self._plan.precision.is_on and self._plan.precision.dtype is not None
 
     @native_amp.setter
@@ -1138,7 +1580,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """How autocast is entered; None: by torch's own settings."""
+        """Settings of autocast; None: torch's own. May be set."""
         return self._handler(AutocastKwargs)
 
     @autocast_handler.setter
@@ -1148,7 +1590,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """How ``prepare`` wraps models; None: by torch's own settings."""
+        """Settings of ``DistributedDataParallel``; None: torch's own. May be set."""
         return self._handler(DistributedDataParallelKwargs)
 
     @ddp_handler.setter
@@ -1157,7 +1599,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """The settings of ``profile`` where it is given none; None: torch's own."""
+        """Settings of ``profile``; None: torch's own. May be set."""
         return self._handler(ProfileKwargs)
 
     @profile_handler.setter
@@ -1173,22 +1615,22 @@ class Accelerator(ProcessInfo):
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """How layers compute in 8 bits; None where they do not."""
+        """Settings of training in 8 bits; None without "fp8"."""
         return self._handler(AORecipeKwargs) or self._plan.precision.recipe
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether there is one."""
+        """Whether there are settings of training in 8 bits."""
         return self.ao_recipe_handler is not None
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """How the loss scaler was made; None: by torch's own settings."""
+        """Settings of the loss scaler; None: torch's own."""
         return self._handler(GradScalerKwargs)
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """How the process group was asked for; None: as the device needs it."""
+        """Settings of the process group; None: those that the device needs."""
         return self._handler(InitProcessGroupKwargs)
 
     def _handler(self, kind: type[_Handler]) -> _Handler | None:
@@ -1205,7 +1647,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How batches are shared out, of the loaders that are prepared from now on."""
+        """How the ranks share batches, for loaders that are prepared from now on; may be set."""
         return self._plan.loaders
 
     @dataloader_config.setter
@@ -1214,19 +1656,23 @@ class Accelerator(ProcessInfo):
 
     @property
     def split_batches(self) -> bool:
-        """Whether each batch of a loader is divided over the ranks."""
+        """Whether the ranks divide each batch of a loader."""
         return self._plan.loaders.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 alone reads the data; None: where the dataset is iterable and its batches
-        are put on the device."""
+        """Whether rank 0 alone reads the data.
+
+        None: it does for iterable datasets whose batches are moved to the device.
+        """
         return self._plan.loaders.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the end of the data is filled up, so that all ranks get the same number of
-        batches."""
+        """Whether samples are repeated at the end so that all ranks get equally many batches.
+
+        May be set.
+        """
         return self._plan.loaders.even_batches
 
     @even_batches.setter
@@ -1235,17 +1681,17 @@ class Accelerator(ProcessInfo):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of an epoch depends on the seed and its number alone."""
+        """Whether the order of an epoch depends only on the seed and the number of the epoch."""
         return self._plan.loaders.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied to the device while the host goes on."""
+        """Whether batches are copied to the device while the CPU continues."""
         return self._plan.loaders.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders are torchdata's too; they always have a state."""
+        """Whether prepared loaders are torchdata's ``StatefulDataLoader`` too; all have a state."""
         return self._plan.loaders.use_stateful_dataloader
 
     @property
@@ -1260,7 +1706,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def save_iteration(self) -> int:
-        """The least number for the next numbered checkpoint."""
+        """Smallest number of the next numbered checkpoint."""
         return self.project_configuration.iteration
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:

@@ -62,7 +62,16 @@ class _SharedState:
 
 
 class PartialState(ProcessInfo):
-    """Which rank this is, where it computes, and what it does together with the others."""
+    """Rank, number of ranks and device of this process, and what it does together with the others.
+
+    All instances show the same state.
+
+    Example:
+        >>> from notebook_accel import PartialState
+        >>> state = PartialState()
+        >>> state.process_index, state.num_processes
+        (0, 1)
+    """
 
     _shared_state = _SharedState(
         topology.is_established,
@@ -87,19 +96,19 @@ class PartialState(ProcessInfo):
 
     @property
     def backend(self) -> str | None:
-        """Backend of the process group for this rank's device, None where there is no group."""
+        """Backend of the process group for this rank's device; None without a group."""
         return topology.topology().backend
 
     @property
     def initialized(self) -> bool:
-        """Whether the state was found out: always so."""
+        """Always True."""
         return True
 
     @property
     def debug(self) -> bool:
-        """Whether collectives compare what the ranks give them (debug mode).
+        """Whether collectives compare what the ranks give them (debug mode); may be set.
 
-        All ranks may set it, at one place of the loop; what the environment says holds before.
+        All ranks set it at the same place of the loop. The environment sets it first.
         """
         return is_debugging()
 
@@ -109,7 +118,7 @@ class PartialState(ProcessInfo):
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that this rank would take unless it is told otherwise."""
+        """Type of the device that a rank takes by default."""
         return devices.default_device()
 
     @property
@@ -118,11 +127,15 @@ class PartialState(ProcessInfo):
         return environment.parse_flag_from_env("FORK_LAUNCHED")
 
     def set_device(self) -> None:
-        """Find out the device of this rank, which was done as the state was made."""
+        """Do nothing: the device was chosen when the state was made."""
         topology.topology()
 
     def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
-        """Leave a process group; None is the default one, unless somebody else made it."""
+        """Leave a process group.
+
+        Args:
+            group: the group. None: the default group, unless other code made it.
+        """
         close_process_group(group)
 
     def __repr__(self) -> str:
@@ -184,7 +197,14 @@ def newest_settings() -> AcceleratorSettings:
 
 
 class AcceleratorState(PartialState):
-    """``PartialState`` with the settings of this rank's newest ``Accelerator``."""
+    """``PartialState`` with the settings of the newest ``Accelerator`` of this rank.
+
+    Example:
+        >>> from notebook_accel import Accelerator, AcceleratorState
+        >>> accelerator = Accelerator(mixed_precision="bf16")
+        >>> AcceleratorState().mixed_precision
+        'bf16'
+    """
 
     _shared_state = _SharedState(
         lambda: _SETTINGS in current().shared,
@@ -209,16 +229,17 @@ class AcceleratorState(PartialState):
         parallelism_config: ParallelismConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        """Show the settings of the newest ``Accelerator``, or ``mixed_precision`` instead of its
-        own; make the process group if there are several ranks and none has been made.
+        """Show the settings of the newest ``Accelerator``; make the process group of several ranks.
 
         Args:
-            mixed_precision: "no", "bf16", "fp16" or "fp8"; None leaves it as it is.
-            cpu: compute on the host whatever else is there.
-            dynamo_plugin: this and the other plugins are an ``Accelerator``'s: they may be given
-                where it has them, too.
-            deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config:
-                the same.
+            mixed_precision: "no", "bf16", "fp16" or "fp8", shown in place of the Accelerator's own.
+            cpu: compute on the CPU even if there is an accelerator.
+            dynamo_plugin: a plugin that the ``Accelerator`` has, and so are the following ones.
+            deepspeed_plugin: as ``dynamo_plugin``.
+            fsdp_plugin: as ``dynamo_plugin``.
+            torch_tp_plugin: as ``dynamo_plugin``.
+            megatron_lm_plugin: as ``dynamo_plugin``.
+            parallelism_config: as ``dynamo_plugin``.
             **kwargs: fields of :class:`InitProcessGroupKwargs`.
 
         Raises:
@@ -246,7 +267,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """Precision of the newest ``Accelerator``: "no", "bf16", "fp16" or "fp8"."""
+        """Name of the newest Accelerator's precision: "no", "bf16", "fp16" or "fp8"."""
         return self._settings.mixed_precision
 
     @property
@@ -255,38 +276,37 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the ranks belong together."""
+        """How the ranks train together, such as ``DistributedType.MULTI_CPU``."""
         return self._settings.distributed_type or super().distributed_type
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The plugin for weights in parts, from the argument or the environment; None without."""
+        """The sharding plugin, from the argument or the environment; None without one."""
         return self._settings.fsdp
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether weights are sharded: ``fully_shard`` always does it here."""
+        """Whether weights are sharded; this package always shards by ``fully_shard`` (FSDP2)."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many ranks each kind of parallelism has; None where neither the user nor a plugin
-        said so."""
+        """Number of ranks for each kind of parallelism; None if neither you nor a plugin set it."""
         return self._settings.parallelism
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The ranks, arranged by the kinds of parallelism; None where they are just a row."""
+        """Device mesh of the ranks; None if they have no dimensions."""
         return self._settings.mesh
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """How models are compiled; its backend is "NO" where they are not."""
+        """Settings of compiling; the backend is "NO" if models are not compiled."""
         return self._settings.dynamo
 
     @property
     def torch_tp_plugin(self) -> None:
-        """Always None: tensor parallelism is asked for by ``parallelism_config``."""
+        """Always None: ``parallelism_config`` asks for tensor parallelism."""
 
     @property
     def megatron_lm_plugin(self) -> None:
@@ -294,27 +314,33 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The plugin that ``prepare`` uses now; None without DeepSpeed."""
+        """The DeepSpeed plugin in use; None without DeepSpeed."""
         return None if self._settings.deepspeed is None else self._settings.deepspeed.active
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
-        """All plugins by name; None without DeepSpeed."""
+        """All DeepSpeed plugins by name; None without DeepSpeed."""
         return None if self._settings.deepspeed is None else self._settings.deepspeed.by_name
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """The plugin of this name.
+        """Return a DeepSpeed plugin.
+
+        Args:
+            name: its name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such plugin.
         """
         return self._some_deepspeed.named(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Let ``prepare`` use the plugin of this name from now on.
+        """Make ``prepare`` use a DeepSpeed plugin from now on.
+
+        Args:
+            name: its name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such plugin.
         """
         self._some_deepspeed.select(name)
 

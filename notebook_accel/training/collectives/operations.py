@@ -39,11 +39,21 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> list[Any]:  # noqa: A002
-    """Objects of all ranks in one list; ranks that hold one model together count as one.
+    """Join the objects of all ranks in one list; all ranks call it.
+
+    Ranks that hold one model together (tensor parallelism, pipelines) count as one.
 
     Args:
-        object: a list or tuple of picklable objects, whose items are joined; anything else (a
-            string too) counts as one object.
+        object: a list or tuple of picklable objects, whose items are joined. Anything else, a
+            string too, counts as one object.
+
+    Returns:
+        The list.
+
+    Example:
+        >>> from notebook_accel import gather_object
+        >>> gather_object(["a", "b"])
+        ['a', 'b']
     """
     return collectives.gather_object(object, group=_data_ranks())
 

@@ -11,10 +11,16 @@ __all__ = ["DataLoaderConfiguration"]
 
 @dataclass
 class DataLoaderConfiguration:
-    """Settings of prepared loaders.
+    """Settings of prepared loaders: how the ranks share batches.
 
     Raises:
-        ConfigError: a setting is of the wrong type.
+        ConfigError: a setting has a wrong type.
+
+    Example:
+        >>> from notebook_accel import Accelerator, DataLoaderConfiguration
+        >>> config = DataLoaderConfiguration(split_batches=True)
+        >>> Accelerator(dataloader_config=config).split_batches
+        True
     """
 
     split_batches: bool = False

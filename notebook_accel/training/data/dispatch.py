@@ -49,25 +49,37 @@ _ALIGNMENT = 16
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A loader that rank 0 reads, and that gives each rank its part, on its device; what
-    ``prepare`` makes of a ``DataLoader`` where ``dispatch_batches`` asks for it.
+    """A loader that rank 0 reads, and that sends each rank its part, to its device.
+
+    ``prepare`` makes it from a ``DataLoader`` if ``dispatch_batches`` asks for it.
 
     Args:
         dataset: as torch's DataLoader.
         split_batches: whether each batch is divided over the ranks.
-        skip_batches: batches at the start of each epoch that are left out.
+        skip_batches: number of batches to skip at the start of each epoch.
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
         _drop_last: as ``drop_last``.
         _non_blocking: copy to the device while the loop computes.
-        slice_fn: takes a rank's part out of what rank 0 has read for all: called with the batch, a
-            slice, and ``process_index`` and ``num_processes``; None takes the rows of the slice.
-        torch_device_mesh: of the ranks, where several of them hold one model together; those get
+        slice_fn: takes the part of one rank from what rank 0 has read for all, called with the
+            batch, a slice, ``process_index`` and ``num_processes``. None takes the rows of the
+            slice.
+        torch_device_mesh: mesh of the ranks, if several of them hold one model together; these get
             the same batches.
         iteration: number of the first epoch.
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
         ConfigError: torchdata's loader is asked for, and torchdata is not installed.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import Accelerator, DataLoaderConfiguration, DataLoaderDispatcher
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(8))
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+        >>> config = DataLoaderConfiguration(dispatch_batches=True)
+        >>> loader = Accelerator(dataloader_config=config).prepare(loader)
+        >>> isinstance(loader, DataLoaderDispatcher), len(loader)
+        (True, 2)
     """
 
     def __init__(

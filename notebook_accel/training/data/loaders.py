@@ -202,8 +202,10 @@ class PreparedLoader(LoaderAround):
 
     @property
     def rng_types(self) -> tuple[str, ...]:
-        """Random states that every rank takes from rank 0 at the start of a pass; if there are any,
-        the generator of the order is synchronized too."""
+        """Random states that every rank takes from rank 0 when an epoch begins.
+
+        If there are any, the generator of the order is synchronized too.
+        """
         return self._options.rng_types
 
     @property
@@ -637,8 +639,10 @@ class PreparedLoader(LoaderAround):
         }
 
     def state_at_step(self) -> dict[str, Any]:
-        """Give the state as an optimizer made its last step in the pass that is under way, or as
-        the pass began; where none is, the present state."""
+        """Return the state at the last step of an optimizer in the running pass, or at its begin.
+
+        Without a running pass, it is the present state.
+        """
         state, position = self.state_dict(), self._progress.position
         if (
             self._progress.restored is not None
@@ -689,8 +693,11 @@ class PreparedLoader(LoaderAround):
         self._progress.restored = restored
 
     def progress(self, state: Mapping[str, Any] | None = None) -> tuple[int, int, int | None]:
-        """The epoch, the batches given in it, and the samples of all ranks over all epochs, by the
-        present state or by another one."""
+        """Return the epoch, its batches so far, and the samples of all ranks over all epochs.
+
+        Args:
+            state: a state of this loader; None for the present one.
+        """
         state, size = state or self.state_dict(), self.total_batch_size
         given, lacking = state["given"], state["lacking"]
         samples = None if size is None else state["samples"] + given * size - lacking
@@ -748,27 +755,36 @@ class PreparedLoader(LoaderAround):
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader that gives each rank its own batches, which the rank itself reads; what
-    ``prepare`` makes of a ``DataLoader``.
+    """A loader of which each rank reads its own batches.
 
-    One that is made by hand divides nothing: each rank gets all that the samplers give.
+    ``prepare`` makes it from a ``DataLoader``. One that you make by hand divides nothing: each rank
+    gets all that the samplers give.
 
     Args:
         dataset: as torch's DataLoader.
-        device: where batches are put; None leaves them where they are.
-        rng_types: random states that every rank takes from rank 0 at the start of a pass.
-        synchronized_generator: the generator that the order comes from.
-        skip_batches: batches at the start of each epoch that are left out.
+        device: device of the batches; None leaves them where they are.
+        rng_types: random states that every rank takes from rank 0 when an epoch begins.
+        synchronized_generator: the generator that gives the order.
+        skip_batches: number of batches to skip at the start of each epoch.
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
         _drop_last: without effect; ``drop_last`` counts.
         _non_blocking: copy to the device while the loop computes.
-        torch_device_mesh: of the ranks, where several of them hold one model together; those read
+        torch_device_mesh: mesh of the ranks, if several of them hold one model together; these read
             the same batches.
         iteration: number of the first epoch.
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
         ConfigError: torchdata's loader is asked for, and torchdata is not installed.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import Accelerator, DataLoaderShard
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(8))
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+        >>> loader = Accelerator().prepare(loader)
+        >>> isinstance(loader, DataLoaderShard), len(loader)
+        (True, 2)
     """
 
     def __init__(

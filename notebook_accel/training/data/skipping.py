@@ -56,19 +56,30 @@ class SkipDataLoader(LoaderAround):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader that begins each epoch at batch ``num_batches``, without loading those before (of a
-    stream they are read, and dropped).
+    """Return a loader that begins each epoch at batch ``num_batches``.
 
-    Use it for the epoch that is resumed, and the loader itself for those after it. The number
-    counts from the start of the epoch, also where the loader was restored in the middle.
+    The batches before are not loaded; those of a stream are read and dropped. Use it for the epoch
+    that is resumed, and the loader itself for later ones. The number counts from the start of the
+    epoch, also if the loader was restored in the middle.
 
     Args:
-        dataloader: prepared or not.
-        num_batches: batches to leave out, 0 or more: of this rank where the loader is prepared,
-            else of the loader as it is, for all ranks together.
+        dataloader: the loader, prepared or not.
+        num_batches: batches to skip, 0 or more: of this rank for a prepared loader, else of the
+            loader as it is, for all ranks together.
+
+    Returns:
+        The shorter loader.
 
     Raises:
-        ConfigError: ``num_batches`` is no such number.
+        ConfigError: ``num_batches`` is no whole number from 0 on.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import skip_first_batches
+        >>> dataset = torch.utils.data.TensorDataset(torch.arange(8))
+        >>> loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+        >>> len(skip_first_batches(loader, 3))
+        1
     """
     num_batches = as_steps("skip_first_batches(num_batches=...)", num_batches, least=0)
     if isinstance(dataloader, PreparedLoader):

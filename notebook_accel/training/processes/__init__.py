@@ -42,12 +42,12 @@ class ProcessInfo:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return topology.topology().device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the ranks belong together."""
+        """How the ranks train together, such as ``DistributedType.MULTI_CPU``."""
         return topology.topology().distributed_type
 
     @property
@@ -71,17 +71,34 @@ class ProcessInfo:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> PartialState().wait_for_everyone()
+        """
         topology.barrier()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block first; the others wait until it is through."""
+        """Run a block on rank 0 first; the other ranks wait until it is done.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> with PartialState().main_process_first():
+            ...     pass  # rank 0 downloads; the others find the files
+        """
         yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first rank of each machine runs the block first; the others wait."""
+        """Run a block on the first rank of each machine first; the other ranks wait.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> with PartialState().local_main_process_first():
+            ...     pass  # one rank of each machine downloads; the others find the files
+        """
         yield from self._first(self.is_local_main_process)
 
     def _first(self, goes_first: bool) -> Iterator[None]:
@@ -99,12 +116,18 @@ class ProcessInfo:
         Ranks that hold one model together (tensor parallelism, pipelines) get the same share.
 
         Args:
-            inputs: list, tuple, tensor or array (along its first dimension), a dataset with
-                ``select``, or a dictionary of such. They stay as they are.
-            apply_padding: repeat the last item until all shares are as long as the longest.
+            inputs: list, tuple, tensor or array (along the first dimension), a dataset with
+                ``select``, or a mapping of these. It does not change.
+            apply_padding: repeat the last item until all shares have the same length.
 
         Raises:
-            ValueError: the values of a dictionary differ in length.
+            ValueError: the values of a mapping differ in length.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> with PartialState().split_between_processes(["a", "b", "c"]) as share:
+            ...     print(share)
+            ['a', 'b', 'c']
         """
         shares = self._data_group
         yield split_between(inputs, shares.size, shares.index, apply_padding)
@@ -116,15 +139,51 @@ class ProcessInfo:
         return shown or DataGroup.of_all_ranks(self.num_processes, self.process_index)
 
     def on_main_process(self, function: _Function) -> _Function:
-        """Decorator: the function runs on rank 0 and gives None elsewhere."""
+        """Decorate a function so that it runs on rank 0 only, and returns None elsewhere.
+
+        Args:
+            function: the function.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> @PartialState().on_main_process
+            ... def report():
+            ...     return "done"
+            >>> report()
+            'done'
+        """
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: _Function) -> _Function:
-        """Decorator: the function runs on the first rank of each machine."""
+        """Decorate a function so that it runs on the first rank of each machine only.
+
+        Args:
+            function: the function. It returns None elsewhere.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> @PartialState().on_local_main_process
+            ... def report():
+            ...     return "done"
+            >>> report()
+            'done'
+        """
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: _Function) -> _Function:
-        """Decorator: the function runs on the last rank."""
+        """Decorate a function so that it runs on the last rank only.
+
+        Args:
+            function: the function. It returns None elsewhere.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> @PartialState().on_last_process
+            ... def report():
+            ...     return "done"
+            >>> report()
+            'done'
+        """
         return self._only(function, lambda: self.is_last_process)
 
     @overload
@@ -134,8 +193,22 @@ class ProcessInfo:
         self, function: None = None, *, process_index: int
     ) -> Callable[[_Function], _Function]: ...
     def on_process(self, function: Any = None, process_index: int = 0) -> Any:
-        """Decorator: the function runs on the rank of this index; where there is one rank alone,
-        on that one, whatever the index is."""
+        """Decorate a function so that it runs on one rank only.
+
+        A single rank always runs it.
+
+        Args:
+            function: the function. It returns None elsewhere. None gives a decorator.
+            process_index: the rank.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> @PartialState().on_process(process_index=0)
+            ... def report():
+            ...     return "done"
+            >>> report()
+            'done'
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(
@@ -149,8 +222,22 @@ class ProcessInfo:
         self, function: None = None, *, local_process_index: int
     ) -> Callable[[_Function], _Function]: ...
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
-        """Decorator: the function runs on the ranks of this index on their machine; where there is
-        one rank alone, on that one, whatever the index is."""
+        """Decorate a function so that it runs on one rank of each machine only.
+
+        A single rank always runs it.
+
+        Args:
+            function: the function. It returns None elsewhere. None gives a decorator.
+            local_process_index: the rank on its machine.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> @PartialState().on_local_process(local_process_index=0)
+            ... def report():
+            ...     return "done"
+            >>> report()
+            'done'
+        """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(
@@ -159,7 +246,17 @@ class ProcessInfo:
         )
 
     def print(self, *values: Any, **options: Any) -> None:
-        """``print`` on the first rank of each machine."""
+        """Print on the first rank of each machine.
+
+        Args:
+            *values: as ``print``.
+            **options: as ``print``.
+
+        Example:
+            >>> from notebook_accel import PartialState
+            >>> PartialState().print("step", 1)
+            step 1
+        """
         if self.is_local_main_process:
             print(*values, **options)  # noqa: T201
 

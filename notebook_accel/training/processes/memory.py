@@ -73,23 +73,33 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Decorate a function so that it is tried with smaller batches while memory does not suffice.
+    """Decorate a function so that it runs again with smaller batches when memory runs out.
 
-    ``function(batch_size, ...)`` is called without its first argument. Later calls begin with the
-    size that was found. Each rank decides for itself, so the ranks of one run have to fail
-    with the same sizes.
+    Call the function without its first argument, the batch size. Later calls begin with the size
+    that fitted. Each rank decides for itself, so all ranks of a run have to fail with the same
+    sizes.
 
     Args:
-        function: takes the batch size first; None (only the arguments below) gives a decorator.
-        starting_batch_size: samples a batch in the first try.
-        reduce_batch_size_fn: gives the next size, from the last one if it needs an argument;
-            None takes nine tenths.
+        function: takes the batch size first. None returns a decorator with the other arguments.
+        starting_batch_size: samples per batch in the first attempt.
+        reduce_batch_size_fn: returns the next size; it is called with the last size if it takes an
+            argument. None takes nine tenths.
 
     Raises:
-        ConfigError: the starting size is no whole number of at least 1, or the next size is not
-            smaller.
-        TypeError: the function does not take a batch size first, or was called with one.
+        ConfigError: ``starting_batch_size`` is no whole number of at least 1, or the next size is
+            not smaller.
+        TypeError: the function takes no batch size first, or was called with one.
         RuntimeError: no size fits.
+
+    Example:
+        >>> from notebook_accel import find_executable_batch_size
+        >>> @find_executable_batch_size(starting_batch_size=128)
+        ... def train(batch_size):
+        ...     if batch_size > 100:
+        ...         raise MemoryError
+        ...     return batch_size
+        >>> train()
+        92
     """
     if type(starting_batch_size) is not int or starting_batch_size < 1:
         raise ConfigError(

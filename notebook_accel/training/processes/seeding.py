@@ -32,8 +32,17 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: a whole number from 0 on, below 2**63.
-        device_specific: add the number of the rank, so that each draws its own.
-        deterministic: make torch take deterministic algorithms (some operations then raise).
+        device_specific: add the rank to the seed, so that each rank draws its own numbers.
+        deterministic: make torch use deterministic algorithms; some operations then raise.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import set_seed
+        >>> set_seed(0)
+        >>> first = torch.rand(2)
+        >>> set_seed(0)
+        >>> torch.equal(first, torch.rand(2))
+        True
     """
     if device_specific:
         seed += this_rank() if num_ranks() > 1 else current().rank
@@ -82,14 +91,18 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[str], generator: torch.Generator | None = None
 ) -> None:
-    """Give every rank the random states of rank 0, as :func:`synchronize_rng_state` does for one.
+    """Give every rank the random states of rank 0; all ranks call it.
 
     Args:
-        rng_types: such as ["torch", "generator"].
-        generator: whose state, where "generator" is among them.
+        rng_types: "torch" (of the CPU), "generator", or device types such as "cuda".
+        generator: whose state, if "generator" is among them.
 
     Raises:
         ValueError: "generator" without a generator, or an unknown type.
+
+    Example:
+        >>> from notebook_accel import synchronize_rng_states
+        >>> synchronize_rng_states(["torch"])
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator=generator)

@@ -213,19 +213,28 @@ _ENTRIES = {name: one for name, one in _OPTIONS.items() if one.entry}
 @documented
 @dataclass
 class DeepSpeedPlugin(DeepSpeedOptions):
-    """Weights, gradients and optimizer states over the ranks by DeepSpeed's ZeRO.
+    """Settings of DeepSpeed's ZeRO: optimizer states, gradients and weights spread over the ranks.
 
-    DeepSpeed does precision, loss scaling, accumulation and clipping itself. What it is to do is a
-    configuration: a file or dictionary (``hf_ds_config``) whose "auto" entries ``prepare`` fills
-    in, or one that is made of the other fields.
+    DeepSpeed does precision, loss scaling, accumulation and clipping itself. Its configuration is a
+    file or mapping (``hf_ds_config``) whose "auto" entries ``prepare`` completes, or is made of the
+    other fields.
 
     Attributes:
-        deepspeed_config: the configuration, as a dictionary; ``prepare`` completes it in place.
+        deepspeed_config: the configuration, a mapping that ``prepare`` completes in place.
         selected: whether ``prepare`` uses this plugin, of several.
-        dschf: what Transformers was told; None where it was told nothing.
+        dschf: what Transformers was told; None if nothing.
 
     Raises:
-        ConfigError: a field has a value that is not known, or another one than the configuration.
+        ConfigError: a field has an unknown value, or differs from the configuration.
+
+    Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models" (2020).
+
+    Example:
+        >>> from notebook_accel import DeepSpeedPlugin
+        >>> plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0)
+        >>> plugin.deepspeed_config["zero_optimization"]["stage"]
+        2
     """
 
     def __post_init__(self) -> None:
@@ -297,11 +306,13 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Let DeepSpeed compute in "fp16", "bf16" or "no", where the configuration says nothing;
-        "fp8" is "bf16" to it.
+        """Make DeepSpeed compute in a precision, if its configuration has none.
+
+        Args:
+            mixed_precision: "fp16", "bf16" or "no"; "fp8" is "bf16" to DeepSpeed.
 
         Raises:
-            ConfigError: the configuration says another one.
+            ConfigError: the configuration has another precision.
         """
         wanted = "bf16" if mixed_precision == "fp8" else mixed_precision
         self.resolve_precision(wanted)

@@ -42,14 +42,24 @@ _BY_OTHER_FIELDS = ("reshard_after_forward", "state_dict_type")
 @documented
 @dataclass
 class FullyShardedDataParallelPlugin(FsdpOptions):
-    """Weights, gradients and optimizer states in parts, one a rank (torch's ``fully_shard``).
+    """Settings of sharding: each rank has a part of weights, gradients and optimizer states.
 
-    Version 1 and 2 are accepted, and both train by ``fully_shard`` (FSDP2): what version 1 has
-    beyond it (``use_orig_params``, ``limit_all_gathers``, prefetching) is accepted and without
-    effect.
+    Torch's ``fully_shard`` (FSDP2) does it, for ``fsdp_version`` 1 and 2. What only version 1 has
+    (``use_orig_params``, ``limit_all_gathers``, prefetching) is accepted without effect.
 
     Raises:
-        ConfigError: a field has a value that is not known.
+        ConfigError: a field has an unknown value.
+
+    Example:
+        >>> from notebook_accel import (
+        ...     Accelerator, FullyShardedDataParallelPlugin, notebook_launcher
+        ... )
+        >>> def train():
+        ...     plugin = FullyShardedDataParallelPlugin(cpu_offload=False)
+        ...     return Accelerator(fsdp_plugin=plugin).distributed_type == "FSDP"
+        >>> run = notebook_launcher(train, num_processes=2)
+        >>> run.results
+        [True, True]
     """
 
     def __post_init__(self) -> None:
@@ -261,8 +271,11 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             )
 
     def precision_policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-        """In which types weights are gathered and gradients reduced; ``dtype`` is that of the
-        Accelerator's ``mixed_precision``."""
+        """Return the types in which weights are gathered and gradients reduced.
+
+        Args:
+            dtype: the type of the Accelerator's ``mixed_precision``; None for full precision.
+        """
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
         given = self.mixed_precision_policy

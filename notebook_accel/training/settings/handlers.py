@@ -55,12 +55,18 @@ class TextEnum(str, Enum, metaclass=_Texts):
 
     @classmethod
     def list(cls) -> list[str]:
-        """The texts of all members."""
+        """Return the texts of all members."""
         return [str(member) for member in cls]
 
 
 class DistributedType(TextEnum):
-    """How the ranks of a training belong together; users compare against the members."""
+    """How the ranks of a training work together; compare ``accelerator.distributed_type`` with it.
+
+    Example:
+        >>> from notebook_accel import Accelerator, DistributedType
+        >>> Accelerator().distributed_type == DistributedType.MULTI_GPU
+        False
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -80,7 +86,16 @@ class DistributedType(TextEnum):
 
 
 class DDPCommunicationHookType(TextEnum):
-    """How gradients are compressed on their way between ranks."""
+    """How ranks compress gradients before they exchange them (torch's DDP communication hooks).
+
+    Source of "power_sgd": T. Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization" (2019).
+
+    Example:
+        >>> from notebook_accel import DDPCommunicationHookType
+        >>> DDPCommunicationHookType.BF16 == "bf16"
+        True
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -143,11 +158,11 @@ class KwargsHandler:
     """Arguments for something of torch that the Accelerator makes."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name."""
+        """Return all fields by name."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         default = type(self)()
         return {
             name: value for name, value in self.to_dict().items() if getattr(default, name) != value
@@ -156,7 +171,14 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How ``torch.autocast`` is entered."""
+    """Settings of ``torch.autocast``, for ``kwargs_handlers`` or ``accelerator.autocast``.
+
+    Example:
+        >>> from notebook_accel import Accelerator, AutocastKwargs
+        >>> accelerator = Accelerator(mixed_precision="bf16")
+        >>> with accelerator.autocast(AutocastKwargs(enabled=False)):
+        ...     pass  # computes in float32
+    """
 
     enabled: bool = True
     """Whether to cast at all."""
@@ -166,7 +188,16 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """How fp16's loss is scaled (``torch.amp.GradScaler``)."""
+    """Settings of fp16's loss scaling (``torch.amp.GradScaler``).
+
+    Example:
+        >>> from notebook_accel import Accelerator, GradScalerKwargs
+        >>> accelerator = Accelerator(
+        ...     mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]
+        ... )
+        >>> accelerator.scaler.get_scale()
+        1024.0
+    """
 
     init_scale: float = 65536.0
     """The first scale."""
@@ -182,10 +213,15 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How models are wrapped by ``torch.nn.parallel.DistributedDataParallel``.
+    """Settings of ``torch.nn.parallel.DistributedDataParallel``, which wraps models.
 
     Raises:
-        ConfigError: ``comm_hook`` or ``comm_wrapper`` is no such hook.
+        ConfigError: ``comm_hook`` or ``comm_wrapper`` is unknown.
+
+    Example:
+        >>> from notebook_accel import Accelerator, DistributedDataParallelKwargs
+        >>> options = DistributedDataParallelKwargs(find_unused_parameters=True)
+        >>> accelerator = Accelerator(kwargs_handlers=[options])
     """
 
     dim: int = 0
@@ -253,7 +289,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the process group is made (``torch.distributed.init_process_group``)."""
+    """Settings of the process group (``torch.distributed.init_process_group``).
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from notebook_accel import Accelerator, InitProcessGroupKwargs
+        >>> options = InitProcessGroupKwargs(timeout=timedelta(minutes=5))
+        >>> accelerator = Accelerator(kwargs_handlers=[options])
+    """
 
     backend: str | None = None
     """Such as "gloo"; None takes the device's own."""
@@ -265,7 +308,13 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """How ``accelerator.profile`` looks at a stretch of code (``torch.profiler.profile``)."""
+    """Settings of ``accelerator.profile`` (``torch.profiler.profile``).
+
+    Example:
+        >>> from notebook_accel import Accelerator, ProfileKwargs
+        >>> with Accelerator().profile(ProfileKwargs(record_shapes=True)) as profiler:
+        ...     pass
+    """
 
     activities: list[str] | None = None
     """Such as ["cpu", "cuda"]; None takes all that there are."""
@@ -322,10 +371,16 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are summed over several batches before a step.
+    """Settings of gradient accumulation: gradients of several batches are summed for one step.
 
     Raises:
         ConfigError: ``num_steps`` is no whole number of at least 1.
+
+    Example:
+        >>> from notebook_accel import Accelerator, GradientAccumulationPlugin
+        >>> plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        >>> Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps
+        4
     """
 
     num_steps: int = 1
@@ -345,10 +400,20 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where a project's files are, and how its checkpoints are named.
+    """Where the files of a project are, and how its checkpoints are named.
 
     Raises:
         ConfigError: ``total_limit`` is no whole number of at least 1.
+
+    Example:
+        >>> import tempfile
+        >>> from notebook_accel import Accelerator, ProjectConfiguration
+        >>> project = ProjectConfiguration(
+        ...     tempfile.mkdtemp(), automatic_checkpoint_naming=True, total_limit=3
+        ... )
+        >>> folder = Accelerator(project_config=project).save_state()
+        >>> folder.endswith("checkpoints/checkpoint_0")
+        True
     """
 
     project_dir: str | None = None

@@ -60,17 +60,25 @@ class TorchContextParallelConfig:
 @documented
 @dataclass
 class ParallelismConfig(MeshOptions):
-    """How many ranks each kind of parallelism gets; their product is the number of ranks.
+    """Number of ranks for each kind of parallelism; their product is the number of all ranks.
 
-    The ranks form a mesh in this order, the innermost last: pipeline, replicas, shards, context,
-    tensor. Ranks with the same place among replicas and shards read the same samples.
+    The ranks form a device mesh in this order, the innermost last: pipeline, replicas, shards,
+    context, tensor. Ranks with the same index among replicas and shards read the same samples.
 
     Attributes:
-        device_mesh: the ranks in this order, once an ``Accelerator`` or ``get_device_mesh`` made
-            it.
+        device_mesh: the mesh, once an ``Accelerator`` or ``get_device_mesh`` made it.
 
     Raises:
-        ConfigError: a size is no whole number of at least 1, or something is not known.
+        ConfigError: a size is no whole number of at least 1, or a value is unknown.
+
+    Example:
+        >>> from notebook_accel import Accelerator, ParallelismConfig, notebook_launcher
+        >>> def train():
+        ...     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
+        ...     return accelerator.data_parallel_shard_rank
+        >>> run = notebook_launcher(train, num_processes=2)
+        >>> run.results
+        [0, 1]
     """
 
     def __post_init__(self) -> None:

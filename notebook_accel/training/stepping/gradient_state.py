@@ -25,14 +25,21 @@ _XLA_SYNCED = "gradients were reduced on XLA"
 
 
 class GradientState:
-    """Where the training stands in its window of batches, and in the loader that it reads.
+    """Place of the training in its accumulation window, and in the loader that it reads.
 
-    An ``Accelerator`` and what it has prepared show its own windows; one that code makes itself
-    shows those of the newest ``Accelerator``.
+    An ``Accelerator`` and what it prepared show its own windows. An instance that you make shows
+    those of the newest ``Accelerator``.
 
     Args:
-        gradient_accumulation_plugin: begins windows of these settings; None shows those there are.
-        accumulation: the windows to show; None: the newest.
+        gradient_accumulation_plugin: begins windows with these settings; None shows the current
+            ones.
+        accumulation: the windows to show; None for the newest.
+
+    Example:
+        >>> from notebook_accel import Accelerator, GradientState
+        >>> accelerator = Accelerator(gradient_accumulation_steps=4)
+        >>> GradientState().num_steps
+        4
     """
 
     def __init__(
@@ -51,12 +58,12 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Batches a window."""
+        """Batches per window."""
         return self._accumulation.num_steps
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the next step of a prepared optimizer is a real one."""
+        """Whether prepared optimizers step with this batch, the last of its window; may be set."""
         return self._accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -69,7 +76,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """The plugin's field of this name; without effect, as in Accelerate."""
+        """Field of the plugin; without effect, as in Accelerate."""
         return self._accumulation.plugin.adjust_scheduler
 
     @property
@@ -79,13 +86,16 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The plugin's fields: those of the windows, to read and to set."""
+        """Fields of the plugin, to read and to set."""
         return vars(self._accumulation.plugin)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients were reduced since the last step, for code that does so on XLA itself
-        and sets this; always so where ``ACCELERATE_USE_FSDP`` asks for sharded weights."""
+        """Whether gradients were reduced since the last step, on XLA; may be set.
+
+        Code that reduces them itself sets it. It is always True if ``ACCELERATE_USE_FSDP`` asks for
+        sharded weights.
+        """
         found: bool = current().shared.get(_XLA_SYNCED, False)
         return found or environment.parse_flag_from_env("ACCELERATE_USE_FSDP")
 
@@ -95,7 +105,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Whether there is a state: always so."""
+        """Always True."""
         return True
 
     @property
@@ -105,7 +115,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """The prepared loader that gave a batch last; None outside of loops."""
+        """The prepared loader that gave the last batch; None outside of loops."""
         return active_loaders().active_dataloader
 
     @property
@@ -120,8 +130,10 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last round, without repeated ones; 0 where it lacks none, -1
-        where that is not known."""
+        """Number of samples of all ranks in the last round, without repeated ones.
+
+        0 means that the round is full, -1 that the number is not known.
+        """
         return active_loaders().remainder
 
     def __repr__(self) -> str:

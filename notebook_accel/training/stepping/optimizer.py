@@ -39,19 +39,35 @@ __all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer; schedulers and other code see an optimizer like any other.
+    """Wraps an optimizer so that it steps at the end of an accumulation window.
 
-    ``prepare`` makes it. One that is made by hand steps in the windows of the newest
-    ``Accelerator``, and by ``scaler`` where one is given.
+    ``prepare`` makes it. It is a ``torch.optim.Optimizer`` for schedulers and other code. One that
+    you make by hand steps in the windows of the newest ``Accelerator``. Inside of a window,
+    ``step`` does nothing, and ``zero_grad`` clears only gradients that a step has used, or that the
+    loop drops.
 
-    Within a window of gradient accumulation ``step`` does nothing until the window ends, and
-    ``zero_grad`` clears only gradients that a step has used, or that the loop drops.
+    Args:
+        optimizer: the optimizer.
+        device_placement: whether its states are moved to the device of their weights.
+        scaler: loss scaler of fp16, or None.
+        accumulation: for ``prepare``: the windows.
+        scaling: for ``prepare``: the loss scaling.
+        device_memory: for ``prepare``: returns the memory in use, in bytes.
+        drop_unreduced: for ``prepare``: drops gradients that no weight shows yet.
 
     Attributes:
-        optimizer: the optimizer that it wraps.
-        num_steps: steps so far, those of the checkpoint that was loaded included; overflows of
-            fp16 do not count.
-        scaling: the loss scaling by which it steps; None for none.
+        optimizer: the optimizer inside.
+        num_steps: number of steps, those of a loaded checkpoint too, without overflows of fp16.
+        scaling: the loss scaling, or None.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import AcceleratedOptimizer, Accelerator
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = Accelerator().prepare(model, optimizer)
+        >>> isinstance(optimizer, AcceleratedOptimizer), type(optimizer.optimizer).__name__
+        (True, 'SGD')
     """
 
     _notebook_accel_stays_home = "make it inside the function"
@@ -101,7 +117,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
+        """Parameter groups of the optimizer inside."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -110,7 +126,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's."""
+        """State of the optimizer inside."""
         return self.optimizer.state
 
     @state.setter
@@ -119,7 +135,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Defaults of the optimizer inside."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -128,12 +144,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last real step was left out because a gradient overflowed."""
+        """Whether the last step was skipped because a gradient overflowed."""
         return self._is_overflow
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16 by which it steps; None otherwise."""
+        """The loss scaler of fp16, else None; may be set."""
         return None if self.scaling is None else self.scaling.scaler
 
     @scaler.setter
@@ -144,7 +160,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the training stands in its window and its loader."""
+        """Place in the accumulation window and in the loader."""
         return GradientState(accumulation=self._accumulation)
 
     @property
@@ -154,7 +170,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return not self._used and any(weight.grad is not None for weight in weights)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step at the end of a window; nothing before it."""
+        """Step at the end of a window; do nothing inside of it.
+
+        Args:
+            closure: computes the loss anew, for optimizers that need it.
+        """
         if not self._accumulation.sync_gradients:
             return None
         # One that wraps another steps it inside, which is no step of an unprepared one.
@@ -176,7 +196,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, those that a later step is to use aside (see the module)."""
+        """Clear the gradients, but for those that a later step will use.
+
+        Args:
+            set_to_none: set them to None rather than to 0.
+        """
         is_open = not self._used and self._accumulation.keeps_gradients
         if is_open and not self._has_new_gradients():
             self._was_held_back = True
@@ -199,8 +223,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.scaling.forget(self.optimizer)
 
     def begin_last_batch(self) -> None:
-        """Note the gradients that there are as the last batch of a window begins, by which those of
-        that batch are recognised."""
+        """Note the gradients that there are before the last batch of a window.
+
+        Those of that batch are recognised by them.
+        """
         self._at_start = gradient_marks(self.optimizer)
         self._was_held_back = False
 

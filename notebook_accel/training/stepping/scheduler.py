@@ -29,16 +29,35 @@ _NOTHING = 1e-9
 class AcceleratedScheduler:
     """Wraps a scheduler so that its length counts batches of the loader before ``prepare``.
 
-    An optimizer's step of P ranks uses P such batches, so the schedule moves P steps with it;
-    none while gradients are accumulated or when the step was skipped. A scheduler that is given
-    a metric (``ReduceLROnPlateau``) moves once a call. ``prepare`` makes it; one that is made by
-    hand moves with the windows of the newest ``Accelerator``.
+    ``prepare`` makes it. A step of the optimizer uses one batch on each of P ranks, so the schedule
+    moves P steps with it. It does not move while gradients are accumulated, or if the step was
+    skipped. A scheduler that takes a metric (``ReduceLROnPlateau``) moves once per call. One that
+    you make by hand moves with the windows of the newest ``Accelerator``.
+
+    Args:
+        scheduler: the scheduler.
+        optimizers: the prepared optimizers whose rates it sets.
+        step_with_optimizer: whether it moves only when the optimizers stepped.
+        split_batches: True moves one step per step of the optimizer.
+        accumulation: for ``prepare``: the windows.
+        num_steps: for ``prepare``: steps of the schedule per step of the optimizer.
+        num_shares: for ``prepare``: into how many shares the data is divided.
 
     Attributes:
-        scheduler: the scheduler that it wraps.
+        scheduler: the scheduler inside.
         optimizers: the prepared optimizers whose rates it sets.
-        num_steps: steps of the schedule for one of an optimizer.
-        step_with_optimizer: False moves the schedule at each call, whatever the optimizers do.
+        num_steps: steps of the schedule per step of the optimizer.
+        step_with_optimizer: whether it moves only when the optimizers stepped.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import AcceleratedScheduler, Accelerator
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        >>> model, optimizer, scheduler = Accelerator().prepare(model, optimizer, scheduler)
+        >>> isinstance(scheduler, AcceleratedScheduler), scheduler.get_last_lr()
+        (True, [0.1])
     """
 
     _notebook_accel_stays_home = "make it inside the function"
@@ -68,7 +87,7 @@ class AcceleratedScheduler:
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the training stands in its window and its loader."""
+        """Place in the accumulation window and in the loader."""
         return GradientState(accumulation=self._accumulation)
 
     @property
@@ -135,11 +154,11 @@ class AcceleratedScheduler:
             )
 
     def get_last_lr(self) -> list[float]:
-        """Give the rates that the optimizers use now, one a parameter group."""
+        """Return the learning rates in use, one per parameter group."""
         return [float(rate) for rate in self.scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the wrapped scheduler's state."""
+        """Return the state of the scheduler inside."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

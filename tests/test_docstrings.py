@@ -1,0 +1,135 @@
+"""The docstrings of all public names: one line first, each argument named, examples that run.
+
+The examples of a class's methods go on from the example of the class, as a notebook's cells would.
+"""
+
+from __future__ import annotations
+
+import doctest
+import enum
+import inspect
+import re
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import notebook_accel
+from tests.kernel.notebooks import Notebook, open_notebook
+from tests.public import public_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Names of Accelerate itself (``.compat.``) have its own docstrings.
+OURS = sorted(name for name, module in public_names().items() if ".compat." not in module)
+# Whose methods name their arguments, and whose have an example each.
+WITH_ARGUMENTS = ("Accelerator", "AcceleratorState", "ConfigPicker", "LaunchConfig", "Run")
+WITH_EXAMPLES = ("Accelerator", "Run")
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties of a class that this package defines."""
+    for owner in reversed(kind.__mro__):
+        if owner.__module__.startswith("notebook_accel"):
+            for name, member in vars(owner).items():
+                plain = getattr(member, "__func__", member)
+                if not name.startswith("_") and isinstance(plain, (FunctionType, property)):
+                    yield name, plain
+
+
+DOCUMENTED: dict[str, Any] = {name: getattr(notebook_accel, name) for name in OURS}
+for each in OURS:
+    if inspect.isclass(DOCUMENTED[each]):
+        DOCUMENTED |= {f"{each}.{name}": found for name, found in _members(DOCUMENTED[each])}
+
+
+def _examples(documented: object) -> list[doctest.Example]:
+    # Its own, and not those of torch's class, whose docstring a method without one has.
+    text = inspect.cleandoc(documented.__doc__ or "")
+    return doctest.DocTestParser().get_examples(text)
+
+
+def test_a_docstring_begins_with_one_line() -> None:
+    wrong = []
+    for name, documented in DOCUMENTED.items():
+        first, *rest = (inspect.getdoc(documented) or "").split("\n")
+        if not re.fullmatch(r"""["A-Z`].*[.]""", first) or rest[:1] not in ([], [""]):
+            wrong.append(f"{name}: {first}")
+    assert wrong == []
+
+
+def _arguments(documented: Any) -> set[str]:
+    """Those of a function; those of a class that are no fields, which have a text below each."""
+    if isinstance(documented, (property, enum.EnumMeta)):
+        return set()
+    fields = {*getattr(documented, "__dataclass_fields__", ())}
+    if documented is notebook_accel.Run:  # which nobody but a launch makes
+        return set()
+    call = documented.__init__ if inspect.isclass(documented) else documented
+    return {*inspect.signature(call).parameters} - {"self", "cls", "args", "kwargs"} - fields
+
+
+def test_a_docstring_names_each_argument() -> None:
+    missing = []
+    for name, documented in DOCUMENTED.items():
+        text = inspect.getdoc(documented) or ""
+        if inspect.isclass(documented):
+            text += inspect.getdoc(documented.__init__) or ""
+        if "." not in name or name.split(".")[0] in WITH_ARGUMENTS:
+            missing += [
+                f"{name}({argument})"
+                for argument in sorted(_arguments(documented))
+                if not re.search(rf"^ +\*{{0,2}}{argument}: ", text, re.MULTILINE)
+            ]
+    assert missing == []
+
+
+def test_a_docstring_has_an_example() -> None:
+    missing = [
+        name
+        for name, documented in DOCUMENTED.items()
+        if "." not in name
+        or (name.split(".")[0] in WITH_EXAMPLES and isinstance(documented, FunctionType))
+        if not _examples(documented)
+    ]
+    assert missing == []
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    with open_notebook() as notebook:
+        yield notebook
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, documented in DOCUMENTED.items() if _examples(documented)]
+)
+def test_an_example_runs(name: str, notebook: Notebook) -> None:
+    kind, *_ = name.split(".")
+    notebook.run("%reset -f")
+    if kind != name:
+        notebook.run("".join(example.source for example in _examples(DOCUMENTED[kind])))
+    cell = ""
+    for example in _examples(DOCUMENTED[name]):
+        if not example.want:
+            cell += example.source
+            continue
+        notebook.run(cell)
+        cell = ""
+        _check(example, notebook)
+    notebook.run(cell)
+
+
+def _check(example: doctest.Example, notebook: Notebook) -> None:
+    """Run an example as a cell, which shows or raises what stands below it."""
+    reply = notebook.finish(notebook.start(example.source))
+    if example.exc_msg:
+        assert example.exc_msg.strip() in "".join(reply.traceback)
+        return
+    assert reply.status == "ok", "\n".join(reply.traceback)
+    shown = reply.text + "".join(
+        f"{output['data'].get('text/plain', '')}\n" for output in reply.outputs
+    )
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(example.want, shown, options), shown
