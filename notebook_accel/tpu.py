@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTOLOAD",
     "DEVICE_VARIABLES",
+    "INSTALL",
     "LEFTOVERS",
     "Library",
     "backends",
@@ -33,6 +34,7 @@ __all__ = [
     "launch_variables",
     "library",
     "load_backends",
+    "summary",
 ]
 
 _PCI = Path("/sys/bus/pci/devices")
@@ -51,6 +53,7 @@ LEFTOVERS = (
     "PJRT_LOCAL_PROCESS_RANK",
     "PJRT_LOCAL_PROCESS_COUNT",
 )
+INSTALL = "pip install 'notebook-accel[tpu]', and restart the kernel"
 DEVICE_VARIABLES = "PJRT_DEVICE and CPU_NUM_DEVICES"
 # Torch imports libraries for other kinds of devices by itself, unless this is "0".
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -127,21 +130,23 @@ def launch_variables(environment: Mapping[str, str], num_ranks: int) -> dict[str
         LaunchError: torch_tpu finds no TPU, or fails.
     """
     asked = [sys.executable, "-c", _ASK_TORCH_TPU, str(num_ranks)]
-    done = subprocess.run(
-        asked,
-        env={**environment, AUTOLOAD: "0"},
-        capture_output=True,
-        text=True,
-        timeout=_ASK_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    try:
+        told = subprocess.run(
+            asked,
+            env={**environment, AUTOLOAD: "0"},
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            check=True,
+        ).stdout
+    except subprocess.SubprocessError as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+        last = (said.strip().splitlines() or [str(error)])[-1]
         raise LaunchError(
             f"torch_tpu could not prepare {num_ranks} ranks: {last}. Choose a runtime with a TPU "
             "that nobody else uses, or launch with devices='cpu'"
-        )
-    found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+        ) from None
+    found: dict[str, str] = json.loads(told.strip().splitlines()[-1])
     return found
 
 
@@ -177,6 +182,17 @@ def count_devices(environment: Mapping[str, str]) -> tuple[str, int]:
     if platform == "TPU":
         return platform, sum(_DEVICES_OF_CHIP[kind] * number for kind, number in chips.items())
     return platform, 0
+
+
+def summary() -> str:
+    """One line on this machine's TPU and the library for it; "" where there is no TPU."""
+    platform, count = count_devices(os.environ)
+    if platform != "TPU" or not count:
+        return ""
+    found = library()
+    if found is None:
+        return f"TPU (devices: {count}), and no library for it: {INSTALL}"
+    return found.problem or f"TPU (devices: {count}) by {found.name} {found.version}"
 
 
 def is_torch_xlas(environment: Mapping[str, str] | None = None) -> bool:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from html import unescape
 from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel import ConfigError, LaunchConfig, LaunchError, notebook_launcher, tpu
+from notebook_accel import (
+    ConfigError,
+    LaunchConfig,
+    LaunchError,
+    config_picker,
+    notebook_launcher,
+    tpu,
+)
 from notebook_accel.launch import doctor
-from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines import engine_for, local
+from notebook_accel.launch.engines.base import StartRequest
 from notebook_accel.launch.engines.local import LocalEngine
 from notebook_accel.launch.engines.xla import XlaEngine
+from notebook_accel.launch.machine import machine_with
+from notebook_accel.launch.view import View
+from notebook_accel.launch.wire import Devices
+from notebook_accel.notebook.picker import devices_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +76,7 @@ def test_a_pair_that_does_not_fit(chips: Path, monkeypatch: pytest.MonkeyPatch) 
     found = tpu.library()
     assert found is not None
     assert "'torch==2.9.*' 'torch_xla==2.9.*'" in found.problem
-    assert type(engine_named("auto")) is LocalEngine
+    assert type(engine_for(LaunchConfig())) is LocalEngine
     with pytest.raises(LaunchError, match=r"built for torch 2\.9, and torch 2\.13"):
         notebook_launcher(print, engine="xla")
     (finding,) = doctor._tpus(None)  # type: ignore[arg-type]
@@ -71,15 +86,17 @@ def test_a_pair_that_does_not_fit(chips: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_one_that_fits_is_chosen(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(chips, V5E)
     install(monkeypatch, torch="2.9.1", torch_xla="2.9.0")
-    assert type(engine_named("auto")) is XlaEngine
+    assert type(engine_for(LaunchConfig())) is XlaEngine
     (finding,) = doctor._tpus(None)  # type: ignore[arg-type]
     assert (finding.level, finding.found) == (doctor.FINE, "devices of TPU: 1; torch_xla 2.9.0")
+    assert "TPU (devices: 1) by torch_xla 2.9.0" in devices_line(machine_with(Devices(kind="cpu")))
+    assert type(engine_for(LaunchConfig(devices="cpu"))) is LocalEngine
 
 
 def test_torch_tpu_needs_no_engine(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(chips, V5E)
     install(monkeypatch, torch="2.13.0", torch_tpu="0.2.0")
-    assert type(engine_named("auto")) is LocalEngine
+    assert type(engine_for(LaunchConfig())) is LocalEngine
     with pytest.raises(LaunchError, match="leave engine= out"):
         notebook_launcher(print, engine="xla")
 
@@ -103,14 +120,85 @@ def test_a_number_that_torch_xla_does_not_know(
         notebook_launcher(print, engine="xla")
 
 
+def test_the_form_says_where_xla_cannot_run(chips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(chips, V5E)
+    install(monkeypatch, torch="2.9.0")
+    picker = config_picker({"engine": "xla"})
+    row = picker._rows["engine"]
+    assert "needs torch_xla, which is not installed" in unescape(row._note.value)
+    install(monkeypatch, torch="2.9.0", torch_xla="2.9.0")
+    row.value = None
+    row.value = "xla"
+    assert "na-wrong" not in row._note.value
+    picker._rows["num_processes"].value = 4
+    assert "1 rank or one for each of the 1 devices" in picker._rows["num_processes"]._note.value
+    monkeypatch.setattr(tpu, "_PCI", chips / "empty")
+    picker._rows["num_processes"].value = None
+    assert "found no TPU" in row._note.value
+
+
 def test_what_torch_tpu_says_without_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "_ASK_TORCH_TPU", "raise ValueError('no TPU devices found')")
     with pytest.raises(LaunchError, match="2 ranks: ValueError: no TPU devices found"):
         tpu.launch_variables({}, 2)
 
 
+def test_torch_tpu_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu, "_ASK_TORCH_TPU", "import time; time.sleep(600)")
+    monkeypatch.setattr(tpu, "_ASK_SECONDS", 0.2)
+    with pytest.raises(LaunchError, match=r"prepare 2 ranks: .*timed out"):
+        tpu.launch_variables({}, 2)
+
+
 def test_what_torch_tpu_decides_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     told = "import json; print('noise'); print(json.dumps({'TORCH_TPU_TOPOLOGY': '2,2,1'}))"
     monkeypatch.setattr(tpu, "_ASK_TORCH_TPU", told)
-    assert tpu.launch_variables({}, 2) == {"TORCH_TPU_TOPOLOGY": "2,2,1"}
-    assert "torch_xla" not in sys.modules
+    found = Devices(kind="tpu", names=("TPU v6e", "TPU v6e"))
+    monkeypatch.setattr(local, "ask_template", lambda *_: found)
+    request = StartRequest(name="train", config=LaunchConfig(), environment={}, view=View())
+    plan = LocalEngine().plan_ranks(request)
+    assert plan.world_size == 2
+    assert plan.environment == {"TORCH_TPU_TOPOLOGY": "2,2,1"}
+
+
+# Like torch_tpu, it is loaded with `import torch`, and it says in which process.
+STAND_IN = """
+import os
+with open(os.environ["LOADED_IN"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+def load():
+    pass
+"""
+KERNEL = """
+import os, sys
+from notebook_accel import notebook_launcher
+from notebook_accel.launch.template.handle import template
+
+def train():
+    return os.getpid()
+
+pids = notebook_launcher(train, num_processes=2, view="none").results
+print(os.getpid(), template().pid, "torch_tpu" in sys.modules)
+"""
+
+
+def test_neither_kernel_nor_template_loads_torch_tpu(tmp_path: Path) -> None:
+    (tmp_path / "torch_tpu.py").write_text(STAND_IN)
+    about = tmp_path / "torch_tpu-0.2.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_tpu\nVersion: 0.2.0\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_tpu = torch_tpu:load\n")
+    loaded = tmp_path / "loaded"
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    told = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        env={**os.environ, "PYTHONPATH": path, "LOADED_IN": str(loaded)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.split()
+    seen = loaded.read_text().split()
+    assert len(seen) == 1, "the child that was asked for devices"
+    assert not {*told} & {*seen}
+    assert told[-1] == "False"

@@ -36,7 +36,7 @@ from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
 from notebook_accel.launch.control.run_folder import RunFolder, runs_folder
 from notebook_accel.launch.control.state import Failure, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
-from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.base import sendable
 from notebook_accel.launch.payload import Packed, Registry, unpack_exception
 from notebook_accel.launch.payload.notebook_state import capture
@@ -79,7 +79,7 @@ def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
             "detach=True with block=True: a detached run goes on without its cell. Pass "
             "block=False, too; run.wait() waits for it"
         )
-    engine = engine_named(config.engine)
+    engine = engine_for(config)
     if not engine.can_detach:
         raise ConfigError(
             f"detach=True: runs of {engine.description} end with the kernel. Take engine='local', "

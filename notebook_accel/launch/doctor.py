@@ -126,7 +126,7 @@ def _tpus(_machine: Machine) -> Iterator[Finding]:
             level=HURTS,
             subject="TPU",
             found=f"devices of {platform}: {count}, and no library for them",
-            remedy="pip install 'notebook-accel[tpu]', and restart the kernel",
+            remedy=tpu.INSTALL,
         )
     elif found is not None:
         what = f"devices of {platform}: {count}" if count else "none found"

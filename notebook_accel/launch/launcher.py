@@ -23,7 +23,7 @@ from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, start_keeper
-from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.base import (
     CallRequest,
     NewRun,
@@ -164,7 +164,7 @@ class Session:
             environment=rank_environment(config),
             view=GuardedView(view or View()),
         )
-        engine = engine_named(config.engine)
+        engine = engine_for(config)
         plan = _plan(engine, self._request)
         self._registry = Registry()
         self.newest_call: Run | None = None
@@ -346,7 +346,7 @@ def check_ranks(config: LaunchConfig) -> None:
     request = StartRequest(
         name="", config=config, environment=rank_environment(config), view=GuardedView(View())
     )
-    engine = engine_named(config.engine)
+    engine = engine_for(config)
     engine.warm_up(request)
     preflight.check_files_of_ranks(engine.num_ranks_here(request))
 
@@ -399,7 +399,7 @@ def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Ru
         A function that starts the ranks, sends them the call and gives the run, which goes on; an
         inline run has ended by then.
     """
-    engine = engine_named(request.config.engine)
+    engine = engine_for(request.config)
     packed = None
     if engine.needs_payload:
         preflight.check_platform()
@@ -421,7 +421,7 @@ def _begin_here(
     request: CallRequest, packed: PackedCall | None, notices: Sequence[str]
 ) -> Callable[[], Run]:
     """Plan the ranks of a run that this process conducts; gives what begins it."""
-    engine = engine_named(request.config.engine)
+    engine = engine_for(request.config)
     plan = _plan(engine, request)
 
     def begin() -> Run:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from notebook_accel import tpu
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.environment import num_cores, rank_environment
@@ -47,6 +48,7 @@ class Machine:
         versions: of torch and of what carries the accelerators.
         problem: why torch can use none, where it says so.
         error: why the accelerators could not be counted; "" where they could.
+        tpu: one line on its TPU and the library for it; "" where there is none.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
     error: str = ""
+    tpu: str = ""
 
 
 def look_at_machine() -> Machine:
@@ -85,4 +88,5 @@ def machine_with(found: Devices) -> Machine:
         versions=found.versions,
         problem=found.problem,
         error=found.error,
+        tpu=tpu.summary(),
     )

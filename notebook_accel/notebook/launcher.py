@@ -13,7 +13,7 @@ from IPython.core.getipython import get_ipython
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.config.checks import as_count
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.clicks import find_kernel
@@ -315,7 +315,7 @@ def check_leaves_notebook_free(config: LaunchConfig) -> None:
     Raises:
         ConfigError: it does.
     """
-    if "block" in engine_named(config.engine).unused:
+    if "block" in engine_for(config).unused:
         raise ConfigError(
             f"engine={config.engine!r} runs the function in the cell that launches it, and a click "
             "has none: copy the code into a cell"
@@ -346,7 +346,7 @@ def _launch(
         "notices": notices,
         "name": name,
     }
-    keeps_ranks = block and shell is not None and engine_named(config.engine).keeps_ranks
+    keeps_ranks = block and shell is not None and engine_for(config).keeps_ranks
     if asks_debugger and keeps_ranks:
         return launch_for_debugger(function, args, kwargs, **given)
     return launch(function, args, kwargs, block=block, detach=detach, **given)
@@ -428,7 +428,7 @@ def _as_port(text: str) -> int:
 
 def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
     """One line about the arguments and settings for which the engine has no use."""
-    chosen = engine_named(config.engine)
+    chosen = engine_for(config)
     names = [name for name in {**given, **config.to_dict()} if name in chosen.unused]
     if not names:
         return []

@@ -39,6 +39,8 @@ from notebook_accel.config import (
 )
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch.control.environment import rank_environment
+from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.notebook.clicks import clicks_for
@@ -222,6 +224,8 @@ def devices_line(machine: Machine | None) -> Markup:
         lines: list[str] = [element("span", machine.error, class_="na-wrong"), host]
     elif not machine.devices:
         lines = [f"No accelerator: ranks train on the CPU ({host})"]
+        if machine.tpu:
+            lines = [machine.tpu, host]
     else:
         named = [
             join([element("b", str(device.index)), f" {device.name}{_memory(device.memory)}"])
@@ -594,6 +598,8 @@ class ConfigPicker:
             row = self._rows["num_processes"]
             try:
                 check_leaves_notebook_free(self._config)
+                engine = engine_for(self._config)
+                engine.check_here(self._config, rank_environment(self._config))
                 if self._machine is not None:
                     check_fits(self._config, self._machine)
                     row.say(crowding(self._config, self._machine) or None, "na-warn")

@@ -16,9 +16,10 @@ from notebook_accel.launch.engines.ray import RayEngine
 from notebook_accel.launch.engines.xla import XlaEngine
 
 if TYPE_CHECKING:
+    from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.base import Engine
 
-__all__ = ["ENGINES", "engine_named"]
+__all__ = ["ENGINES", "engine_for"]
 
 ENGINES: dict[str, type[Engine]] = {
     "auto": LocalEngine,
@@ -30,8 +31,8 @@ ENGINES: dict[str, type[Engine]] = {
 }
 
 
-def engine_named(name: str) -> Engine:
-    """A new engine of that name; "auto" is the one that fits."""
-    if name == "auto" and tpu.is_torch_xlas():
+def engine_for(config: LaunchConfig) -> Engine:
+    """A new engine of the name in the settings; "auto" is the one that fits."""
+    if config.engine == "auto" and config.devices is None and tpu.is_torch_xlas():
         return XlaEngine()
-    return ENGINES[name]()
+    return ENGINES[config.engine]()

@@ -252,6 +252,19 @@ class Engine(ABC):
         """
         return
 
+    def check_here(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
+        """Refuse what this machine cannot do, as far as that is known without starting anything.
+
+        Args:
+            config: of the launch.
+            environment: of its ranks.
+
+        Raises:
+            ConfigError: the settings do not fit this machine.
+            LaunchError: something that the engine needs is missing here.
+        """
+        return
+
     @abstractmethod
     def plan_ranks(self, request: StartRequest) -> RankPlan:
         """How many ranks the launch gets, behind which agents, and the variables that they get.

@@ -14,6 +14,9 @@ from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.base import StartRequest
 
 __all__ = ["XlaEngine"]
@@ -25,34 +28,40 @@ class XlaEngine(LocalEngine):
     description = "engine='xla', whose ranks are on this machine's TPU"
     start_method = "xla"
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def check_here(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
         _check_library()
-        platform, count = tpu.count_devices(request.environment)
+        platform, count = tpu.count_devices(environment)
         if not count:
             raise LaunchError(
                 f"engine='xla' found no TPU (PJRT_DEVICE={platform or 'not set'}): choose a "
                 "runtime with one, or another engine. PJRT_DEVICE=CPU tries the same code on the "
                 "CPU, slowly"
             )
-        wanted = request.config.num_processes
+        wanted = config.num_processes
         if wanted not in (None, 1, count):
             raise ConfigError(
                 f"num_processes={wanted}, and torch_xla starts 1 rank or one for each of the "
                 f"{count} devices of the {platform}: leave it out for all {count}, or say 1"
             )
+        if config.devices is not None:
+            raise ConfigError(
+                f"devices={config.devices!r}, and engine='xla' takes all devices of the "
+                f"{platform}, or with num_processes=1 the first: leave devices out, or engine"
+            )
+
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
+        self.check_here(request.config, request.environment)
+        platform, count = tpu.count_devices(request.environment)
         environment = {"PJRT_DEVICE": platform, "ACCELERATE_USE_CPU": "false"}
-        return RankPlan.of_sizes(wanted or count, environment=environment)
+        return RankPlan.of_sizes(request.config.num_processes or count, environment=environment)
 
 
 def _check_library() -> None:
     found = tpu.library()
     if found is None:
-        raise LaunchError(
-            "engine='xla' needs torch_xla, which is not installed: pip install "
-            "'notebook-accel[tpu]', which brings a torch that fits, and restart the kernel"
-        )
+        raise LaunchError(f"engine='xla' needs torch_xla, which is not installed: {tpu.INSTALL}")
     if found.problem:
-        raise LaunchError(found.problem)
+        raise LaunchError(f"engine='xla' cannot start: {found.problem}")
     if found.name == "torch_tpu":
         raise LaunchError(
             f"engine='xla' is for torch_xla, and torch_tpu {found.version} is installed: leave "
