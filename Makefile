@@ -18,7 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage docs test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-ray \
-  test-soak test-tpu test-wheel test-without-browser bench demo dist lab env browser clean
+  test-soak test-torch-tpu test-tpu test-wheel test-without-browser bench demo dist lab env browser \
+  clean
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
@@ -41,6 +42,7 @@ help:
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
 	@echo 'make test-ray        trains on a cluster of Ray of two nodes, which it gets'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
+	@echo 'make test-torch-tpu  asks torch_tpu, which it gets, for what only it can say'
 	@echo 'make test-tpu        trains by torch_xla on its CPU device, which it gets: 7 GB'
 	@echo 'make test-wheel      make dist; a launch from a kernel that has the wheel alone, on each Python'
 	@echo 'make dist            build and check what is published: dist/'
@@ -151,7 +153,7 @@ test-tpu:
 	@grep -v '^torch==' constraints.txt >build/tpu/constraints.txt
 	build/tpu/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --constraint build/tpu/constraints.txt --constraint constraints-tpu.txt --editable . \
-	  torch_xla jupyter-client pytest pytest-timeout
+	  torch_xla jupyter-client pytest pytest-timeout transformers
 	build/tpu/bin/python -m pytest tests/xla $(ARGS)
 
 # The wheel alone, in an environment of its own for each Python; $(PYTEST) drives a kernel there.
@@ -169,6 +171,10 @@ test-wheel: $(READY) dist
 	    failed="$$failed $$python"; \
 	done; \
 	[ -z "$$failed" ] || { echo "Failed:$$failed"; exit 1; }
+
+test-torch-tpu: $(READY)
+	$(call on_top,torch-tpu,--constraint constraints.txt torch_tpu==0.2.0)
+	build/torch-tpu/bin/python -m pytest tests/test_torch_tpu.py $(ARGS)
 
 test-without-browser: $(READY)
 ifeq ($(strip $(ARGS)),)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
+from transformers import BertConfig, BertForSequenceClassification, get_scheduler
 
 from notebook_accel import Accelerator
 from tests.training.harness import run_ranks
@@ -40,8 +40,6 @@ def sentences(count: int) -> list[dict[str, torch.Tensor]]:
 
 def classifier() -> nn.Module:
     """What ``AutoModelForSequenceClassification.from_pretrained`` gives, without a download."""
-    from transformers import BertConfig, BertForSequenceClassification
-
     torch.manual_seed(0)
     return BertForSequenceClassification(
         BertConfig(
@@ -58,8 +56,6 @@ def classifier() -> nn.Module:
 
 def a_full_training() -> dict[str, Any]:
     """A schedule counted with the prepared loader, made after ``prepare`` and stepped bare."""
-    from transformers import get_scheduler
-
     train_dataloader = DataLoader(sentences(8), shuffle=True, batch_size=2)  # type: ignore[arg-type]
     eval_dataloader = DataLoader(sentences(7), batch_size=2)  # type: ignore[arg-type]
     accelerator = Accelerator()
@@ -141,13 +137,13 @@ def regression() -> tuple[nn.Module, TensorDataset]:
     return nn.Linear(3, 1), TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def notes_on_the_library(folder: str) -> dict[str, Any]:
+def notes_on_the_library(folder: str, precision: str) -> dict[str, Any]:
     """Gathering with padding, saving and loading, clipping, autocast, guarded schedules."""
     my_model, data = regression()
     my_optimizer = torch.optim.SGD(my_model.parameters(), lr=0.1)
     my_training_dataloader = DataLoader(data, batch_size=2)
     lr_scheduler = torch.optim.lr_scheduler.StepLR(my_optimizer, 1, gamma=0.9)
-    accelerator = Accelerator(split_batches=True, mixed_precision="fp16")
+    accelerator = Accelerator(split_batches=True, mixed_precision=precision)
     my_model, my_optimizer, my_training_dataloader = accelerator.prepare(
         my_model, my_optimizer, my_training_dataloader
     )
@@ -222,20 +218,31 @@ def everything_prepared() -> dict[str, Any]:
     }
 
 
-def all_loops(folder: str) -> Any:
+def all_loops(folder: str, precision: str) -> dict[str, Any]:
+    """What a rank comes to in each article's loop."""
+    return {
+        "full": a_full_training(),
+        "bare": an_unprepared_optimizer(),
+        "notes": notes_on_the_library(folder, precision),
+        "prepared": everything_prepared(),
+    }
+
+
+def all_loops_on_the_cpu(folder: str) -> dict[str, Any]:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     warnings.simplefilter("error", UserWarning)
-    return SimpleNamespace(
-        full=a_full_training(),
-        bare=an_unprepared_optimizer(),
-        notes=notes_on_the_library(folder),
-        prepared=everything_prepared(),
-    ).__dict__
+    return all_loops(folder, "fp16")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_loops_of_the_articles_run(ranks: int, tmp_path: Path) -> None:
-    found = run_ranks(all_loops, ranks, str(tmp_path))
+    found = run_ranks(all_loops_on_the_cpu, ranks, str(tmp_path))
+    assert_trained(found, "scaler.pt")
+
+
+def assert_trained(found: list[dict[str, Any]], *more_files: str) -> None:
+    """What the ranks of :func:`all_loops` come to is right."""
+    ranks = len(found)
     files = ["custom_checkpoint_0.pkl", "loader.bin", "model.safetensors", "optimizer.bin"]
     files += [f"random_states_{rank}.pkl" for rank in range(ranks)]
     for one in found:
@@ -245,7 +252,7 @@ def test_the_loops_of_the_articles_run(ranks: int, tmp_path: Path) -> None:
             "gathered": [[2 * ranks, ranks]] * 2,
             "steps": (True, 8),
             "batches": 8,
-            "files": [*files, "scaler.pt"],
+            "files": [*files, *more_files],
         }
         assert one["prepared"]["steps"] == 8 // ranks
         assert abs(one["prepared"]["rate"]) < 1e-9, "its length counts batches before prepare"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.xla.plain import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,13 +44,14 @@ print("tied", inner.first.weight is inner.last.weight, inner.first.weight.device
 start = inner.first.weight.detach().cpu()
 
 def epoch():
-    for inputs, targets in loader:
+    for inputs, targets in accelerator.progress(loader, "batches"):
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        accelerator.log({"loss": loss})
 
 epoch()
 print("gathered", len(accelerator.gather_for_metrics(torch.arange(5))))
@@ -86,22 +86,42 @@ def test_all_of_a_loop(tmp_path: Path) -> None:
         "trained True",
         "kept cpu",
     ]
+    assert "batches: 100%" in told.stderr
     assert told.stderr.count("XLA compiled anew in each of the last 8 steps") == 1
+
+
+CHECK = ("test", "--engine", "xla")
+REFUSED = """
+from notebook_accel import Accelerator, ConfigError, FullyShardedDataParallelPlugin
+for asked in ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, {"mixed_precision": "fp16"}):
+    try:
+        Accelerator(**asked)
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To torch_xla each would be alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(AssertionError, match="WORLD_SIZE=2, and xla connects 1"):
+        run("from notebook_accel import Accelerator; Accelerator()")
+
+
+@pytest.mark.timeout(300)
+def test_the_check_of_the_command_line() -> None:
+    told = run("import sys; from notebook_accel.cli import main; main(sys.argv[1:])", *CHECK)
+    assert "all checks passed" in told.stdout
+
+
+@pytest.mark.timeout(300)
+def test_what_torch_xla_does_not_do_says_what_there_is() -> None:
+    sharding, precision = run(REFUSED).stdout.splitlines()
+    assert "sharding is there by SPMD alone, which excludes xmp.spawn" in sharding
+    assert 'use "bf16"' in precision
 
 
 def test_importing_the_package_imports_no_torch_xla() -> None:
     told = run("import sys, notebook_accel.notebook.launcher; print('torch_xla' in sys.modules)")
     assert told.stdout.strip() == "False"
-
-
-def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *args],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ},
-    )
-    assert done.returncode == 0, done.stderr
-    return done

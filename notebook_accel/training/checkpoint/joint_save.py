@@ -7,10 +7,10 @@
 
 A rank that fails leaves a note, which ends the waits of all others.
 
-The ranks leave notes in the store of the process group, and make no collective: the last part of a
-save in the background runs in a thread, beside the collectives of the training; and where a rank
-does not come to a save, the collective of another would meet whatever that rank calls next. Notes
-are no pickles: torch's store has no secret, and other users of the machine reach it.
+The ranks leave notes in a store, mostly that of the process group, and make no collective: the last
+part of a save in the background runs in a thread, beside the collectives of the training; and where
+a rank does not come to a save, the collective of another would meet whatever that rank calls next.
+Notes are no pickles: torch's store has no secret, and other users of the machine reach it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.rank import current
 from notebook_accel.training.checkpoint.folders import is_ours
+from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.files.atomic import Partial
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class JointSave:
         self._is_alone = here.num_processes == 1
         self._heard: NotebookAccelError | None = None  # why another rank could not write
         if not self._is_alone:
-            store = distributed_c10d._get_default_store()
+            store = exchange().store()
             # All ranks call it equally often, and a group that is made anew begins at 1.
             number = store.add(f"notebook_accel/saves of rank {self._own}", 1)
             self._store = distributed_c10d.PrefixStore(f"notebook_accel/save {number}", store)

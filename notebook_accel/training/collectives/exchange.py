@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import distributed_c10d
+
 from notebook_accel.launch.rank import current
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["Exchange", "exchange"]
 
@@ -51,6 +54,10 @@ class Exchange:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
+
+    def store(self) -> Store:
+        """Where ranks leave notes for each other: the store of the process group."""
+        return distributed_c10d._get_default_store()
 
     def show(self) -> None:
         """Make this what this rank exchanges by."""

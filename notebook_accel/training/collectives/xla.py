@@ -6,14 +6,24 @@ A graph is compiled for each shape, so that what has no fixed size travels in a 
 from __future__ import annotations
 
 import pickle
-from typing import Any
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from notebook_accel.launch.group_store import store_of_next_group
+from notebook_accel.launch.rank import StorePort
 from notebook_accel.training.collectives.exchange import Exchange
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["XlaExchange"]
 
+# All ranks of a launch are on one machine.
+_LOOPBACK = "127.0.0.1"
+_STORE_TIMEOUT = timedelta(minutes=5)
 _SMALLEST_BYTES = 1024
 
 
@@ -33,6 +43,8 @@ class XlaExchange(Exchange):
         self.local_rank = int(xr.local_ordinal())
         self.local_size = int(xr.local_process_count() * xr.addressable_runtime_device_count())
         self.device: torch.device = torch_xla.device()
+        # Made while every rank is here: whoever uses it waits for nobody.
+        self._store = self._new_store() if self.size > 1 else None
 
     def gather(self, leaf: torch.Tensor) -> torch.Tensor:
         gathered = self._xm.all_gather(_countable(self._sent(leaf)), dim=0)
@@ -60,6 +72,18 @@ class XlaExchange(Exchange):
         return [
             pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)
         ]
+
+    def store(self) -> Store:
+        assert self._store is not None, "a rank alone leaves no notes"
+        return self._store
+
+    def _new_store(self) -> Store:
+        """A store that rank 0 serves; the others learn its port."""
+        listener = socket.create_server((_LOOPBACK, 0)) if self.rank == 0 else None
+        (port, *_) = self.gather_object(listener and listener.getsockname()[1])
+        at = StorePort(_LOOPBACK, port, listener)
+        store: Store = store_of_next_group(self.rank, _STORE_TIMEOUT, at)
+        return store
 
     def barrier(self) -> None:
         self.reduce(torch.zeros(1), "sum")  # on the host: it is waited for

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import RankContext, current, has_context, has_process_group
 from notebook_accel.training.collectives.exchange import exchange
 from notebook_accel.training.processes import devices
@@ -147,6 +148,12 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
         devices.set_numa_affinity(device.index)
     connected = devices.connect(device)
     if connected is not None:
+        if context.world_size not in (1, connected.size):  # as torchrun starts them
+            raise ConfigError(
+                f"WORLD_SIZE={context.world_size}, and {connected.backend} connects "
+                f"{connected.size}: each rank would train alone. Start them by notebook_launcher, "
+                "or by xmp.spawn"
+            )
         connected.show()
         current().note_group()
         context = RankContext(

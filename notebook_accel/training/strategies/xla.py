@@ -18,7 +18,8 @@ from torch.optim.optimizer import (
 )
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.collectives.nested import recursively_apply
+from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
+from notebook_accel.training.models import RemovableForward, forward_of, replaced_forwards
 from notebook_accel.training.processes import xla
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
@@ -64,6 +65,7 @@ class XlaParallel(Strategy):
     def place(self, given: ModelToPrepare) -> Module:
         if given.device is not None:
             _move(given.model, given.device)
+            _MovingForward.install(given.model, given.device)
         if self.topology.num_processes > 1:
             self._xm.broadcast_master_param(given.model)
         if given.training:
@@ -154,6 +156,30 @@ class XlaParallel(Strategy):
                 "compiles so far), which takes longer than to compute: give every batch the same "
                 "shape (pad to one length, drop_last=True), and what changes in tensors",
             )
+
+
+class _MovingForward(RemovableForward):
+    """The forward of a model, whose inputs are moved to its device, as under DDP on GPUs.
+
+    A pickled model comes back with its plain forward.
+    """
+
+    def __init__(self, module: Module, device: torch.device) -> None:
+        super().__init__(module)
+        self._device = device
+
+    @classmethod
+    def install(cls, module: Module, device: torch.device) -> None:
+        """Put this forward in the place of the module's own, once."""
+        if not any(isinstance(each, cls) for each in replaced_forwards(module)):
+            module.__dict__["forward"] = cls(module, device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        moved_args, moved_kwargs = send_to_device((args, kwargs), self._device)
+        return self.plain(*moved_args, **moved_kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (forward_of, (self.module, self.replaced))
 
 
 def _refuse_others(request: Request) -> None:

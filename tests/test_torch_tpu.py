@@ -1,0 +1,68 @@
+"""torch_tpu itself, where it is installed (``make test-torch-tpu``), without a TPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from notebook_accel import LaunchError, tpu
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("torch_tpu") is None, reason="torch_tpu: make test-torch-tpu"),
+    pytest.mark.timeout(300),
+]
+
+# Loaded as a rank loads it.
+NAMES = """
+import inspect
+from notebook_accel import tpu
+import torch
+assert not hasattr(torch, "tpu")
+tpu.load_backends()
+ask = torch.tpu.distributed.set_tpu_launch_env
+print("nproc_per_node" in inspect.signature(ask).parameters, hasattr(ask, "__deprecated__"))
+print(torch.device("tpu").type, torch.distributed.get_default_backend_for_device("tpu"))
+print(torch.accelerator.is_available())
+"""
+KERNEL = """
+import sys
+from notebook_accel import Accelerator, notebook_launcher
+
+def train():
+    accelerator = Accelerator()
+    return str(accelerator.device), accelerator.num_processes
+
+print(notebook_launcher(train, num_processes=2, view="none").results)
+print("torch_tpu" in sys.modules)
+"""
+
+
+def run(script: str, **variables: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_what_the_package_uses_is_there() -> None:
+    assert run(NAMES, **{tpu.AUTOLOAD: "0"}) == ["True False", "tpu tpu_dist", "False"]
+
+
+def test_the_error_without_a_tpu() -> None:
+    with pytest.raises(LaunchError, match=r"could not prepare 2 ranks: ValueError: .*TPU"):
+        tpu.launch_variables(os.environ, 2)
+
+
+def test_ranks_train_on_the_cpu_where_there_is_no_tpu() -> None:
+    told = run(KERNEL)
+    assert told[-2:] == ["[('cpu', 2), ('cpu', 2)]", "False"]

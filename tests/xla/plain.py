@@ -1,0 +1,23 @@
+"""Scripts in plain Python, without a launcher: one rank on torch_xla's CPU device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+__all__ = ["run"]
+
+
+def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """What a script says, which must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ},
+    )
+    assert done.returncode == 0, done.stderr
+    return done

@@ -1,0 +1,47 @@
+"""The articles' loops on torch_xla, with nothing changed but the import."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
+from tests.training.test_seeds import all_loops, assert_trained
+from tests.xla.plain import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# fp16 is for GPUs, and refused here.
+SCRIPT = """
+import json, sys
+from notebook_accel import Accelerator
+from tests.training.test_seeds import all_loops
+assert Accelerator().device.type == "xla"
+print(json.dumps(all_loops(sys.argv[1], "bf16")))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_in_plain_python(tmp_path: Path) -> None:
+    told = run(SCRIPT, str(tmp_path)).stdout.splitlines()
+    found = json.loads(told[-1])
+    found["full"]["evaluated"] = int(found["full"]["evaluated"])
+    found["notes"]["steps"] = tuple(found["notes"]["steps"])
+    assert_trained([found])
+
+
+@pytest.mark.timeout(600)
+def test_on_two_ranks(two_ranks: int, tmp_path: Path) -> None:
+    def train() -> dict[str, object]:
+        return all_loops(str(tmp_path), "bf16")
+
+    run = launch(train, (), config=LaunchConfig(engine="xla"), view=View())
+    assert len(run.results) == two_ranks
+    assert_trained(run.results)
+    bars = {(bar.rank, bar.n, bar.total) for bar in run.progress}
+    assert {(0, 6, 6), (1, 6, 6)} <= bars, "those of the full training"
