@@ -1,21 +1,26 @@
-"""What Slurm says of the step in which this process runs: which node of how many.
+"""What Slurm says of the job in which this process runs, and what it starts for a launch.
 
 ``srun --ntasks-per-node=1 COMMAND`` starts the command once on each node of the job; the variables
-that it sets there are what a launch over these nodes needs.
+that it sets there are what a launch over these nodes needs (``slurm_step``). A notebook runs on one
+node of its job: its launch has ``srun`` start what joins it on others (``OtherNodes``).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["SlurmStep", "slurm_step"]
+__all__ = ["OtherNodes", "SlurmStep", "has_other_nodes", "slurm_step"]
 
 # Where no port is given, all nodes of a job choose the same one, and jobs that share a machine
 # most likely different ones: above what Slurm itself uses, below what systems give out.
@@ -63,6 +68,57 @@ def slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
         master_addr=_first_host(nodes),
         port=_FIRST_PORT + int(environment["SLURM_JOB_ID"]) % _NUM_PORTS,
     )
+
+
+class OtherNodes:
+    """A command that ``srun`` runs on other nodes of the job of this process.
+
+    Attributes:
+        said: what it wrote to stderr; None while it runs.
+    """
+
+    def __init__(
+        self, command: Sequence[str], num_nodes: int, variables: Mapping[str, str]
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: what each node runs, once.
+            num_nodes: of the others.
+            variables: for the command, beside those of this process.
+        """
+        environment = {**os.environ, **variables}
+        # The job's own numbers count all nodes, and would be taken for those of the step.
+        options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+        # Since Slurm 22.05 a step has one core a task, unless it asks.
+        if cores := environment.get("SLURM_CPUS_PER_TASK"):
+            options.append(f"--cpus-per-task={cores}")
+        here = environment["SLURMD_NODENAME"]
+        self.said: str | None = None
+        self._process = subprocess.Popen(
+            ["srun", "--overlap", "--export=ALL", f"--exclude={here}", *options, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # an interrupt of the kernel is not for it
+        )
+        threading.Thread(target=self._listen, name="srun", daemon=True).start()
+
+    def _listen(self) -> None:
+        _, self.said = self._process.communicate()
+
+    def end(self) -> None:
+        """End the command on all nodes."""
+        self._process.terminate()
+
+
+def has_other_nodes(environment: Mapping[str, str], num_nodes: int) -> bool:
+    """Whether this process is on a node of a job that has so many others, and can use them."""
+    is_on_node = "SLURMD_NODENAME" in environment and shutil.which("srun") is not None
+    return is_on_node and int(environment.get("SLURM_JOB_NUM_NODES", "1")) > num_nodes
 
 
 def _first_host(nodes: str) -> str:

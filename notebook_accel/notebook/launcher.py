@@ -126,7 +126,8 @@ def notebook_launcher(
             with the ``join_token`` that the notebook shows. The call returns None there, once the
             run has ended.
         num_nodes: number of machines. The others join by the command that is shown
-            (``notebook-accel join``), and the call waits for them before the run begins.
+            (``notebook-accel join``), and the call waits for them before the run begins. On a node
+            of a Slurm job, ``srun`` has other nodes of the job join.
         rdzv_backend: not used.
         rdzv_endpoint: ``HOST:PORT``, in place of ``master_addr`` and ``use_port``.
         rdzv_conf: not used.
@@ -151,7 +152,8 @@ def notebook_launcher(
             into its frames. They end with the next launch, or with ``%accelerate stop``. Torch's
             own mode (TORCH_DISTRIBUTED_DEBUG=DETAIL) is left out: it kills ranks that train by DDP
             on CPUs.
-        join_token: token of the launch that this machine joins (``node_rank``).
+        join_token: token of the launch that this machine joins (``node_rank``). It admits the
+            machines that the launch waits for, and none once they are there.
         block: wait for the end of the run. False returns at once; ``run.wait()`` or ``run[0]``
             wait.
         detach: with ``block=False``, the run continues when the kernel ends or restarts, until the

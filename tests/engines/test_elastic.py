@@ -9,8 +9,8 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,11 +23,11 @@ from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
 from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
+from tests.engines.slurm import in_job
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from notebook_accel.launch.run import Run
 
@@ -153,8 +153,24 @@ def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
     assert other.process.communicate(timeout=BUSY)[0] == "None\n"
 
 
+@pytest.fixture
+def files_of_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files of the other machine."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def left(folder: Path) -> list[str]:
+    """What is there, torch's own cache aside."""
+    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_machine_that_is_lost_ends_the_run(number: signal.Signals, other: OtherMachine) -> None:
+def test_a_machine_that_is_lost_ends_the_run(
+    number: signal.Signals, other: OtherMachine, files_of_other: Path
+) -> None:
     def train() -> None:
         _join_group()
         time.sleep(600)
@@ -168,6 +184,19 @@ def test_a_machine_that_is_lost_ends_the_run(number: signal.Signals, other: Othe
     other.process.wait(BUSY)
     assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
     assert f"on {socket.gethostname()} (127.0.0.1) was lost" in str(caught.value)
+    eventually(lambda: not left(files_of_other), within=BUSY, what="it keeps nothing")
+
+
+def test_an_agent_that_is_killed_leaves_no_file(other: OtherMachine, files_of_other: Path) -> None:
+    def train() -> None:
+        if os.environ["RANK"] == "1":
+            assert left(Path(os.environ["TMPDIR"])) != []
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        on_two(train, other=other)
+    eventually(lambda: not left(files_of_other), within=BUSY, what="it keeps nothing")
 
 
 def test_a_stop_ends_both_sides(other: OtherMachine) -> None:
@@ -237,6 +266,31 @@ def test_a_lost_machine_leaves_the_run_to_the_others(other: OtherMachine) -> Non
     assert (run.world_size, run.status) == (1, "succeeded")
 
 
+# ---- a job of Slurm ------------------------------------------------------------------------
+
+
+def test_srun_has_the_other_nodes_of_a_job_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = in_job(tmp_path, monkeypatch)
+    view = Waits(lambda *_: None)
+    view.waits_for_machines = view.texts.append  # type: ignore[method-assign]
+    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu")
+    run = launch(lambda: os.environ.get("OF_SRUN"), config=config, view=view)
+    assert run.results == [None, "yes"]
+    assert "waits for 1 more machine, which srun starts" in view.texts[0]
+    options, _, command = said.read_text().partition(" -- ")
+    assert {"--overlap", "--nodes=1", "--ntasks=1", "--exclude=localhost"} <= {*options.split()}
+    assert "token" not in command, "other users see it"
+
+
+def test_what_srun_says_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_job(tmp_path, monkeypatch, command="echo 'srun: error: nodes are busy' >&2; exit 1")
+    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu")
+    with pytest.raises(LaunchError, match=r"had joined\. It wrote:\nsrun: error"):
+        launch(lambda: 1, config=config, view=View())
+
+
 # ---- who is let in -------------------------------------------------------------------------
 
 
@@ -257,10 +311,11 @@ def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
         with anybody.wrap_socket(socket.create_connection(at)) as guess:
             guess.sendall(b"notebook-accel 008" + bytes(16) + bytes(1000))
             assert guess.recv(1) == b""
-        wrong = ("A" if token[-1] != "A" else "B") + token[1:-2] + "AA"
-        with pytest.raises(LaunchError) as caught:
-            join(address, wrong, tell=seen.append)
-        seen.append(str(caught.value))
+        start = "A" if token[0] != "A" else "B"
+        for wrong in (token[:-2] + "AA", start + token[1:]):
+            with pytest.raises(LaunchError) as caught:
+                join(address, wrong, tell=lambda _: None)
+            seen.append(str(caught.value))
         other.join(address, token)
 
     config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
@@ -268,37 +323,41 @@ def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
     run = launch(lambda: 1, config=config, view=Waits(disturb))
     assert run.results == [1, 1]
     assert "is not the launch that this token is of" in seen[0]
+    assert "its token is not the one of this launch" in seen[1]
 
 
-def test_a_third_machine_is_refused(other: OtherMachine) -> None:
-    go = threading.Event()
-    refused: list[BaseException] = []
+def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(
+    other: OtherMachine, tmp_path: Path
+) -> None:
+    given: list[tuple[str, str]] = []
 
-    def both(address: str, token: str) -> None:
+    def show(address: str, token: str) -> None:
+        given.append((address, token))
         other.join(address, token)
 
-        def later() -> None:
-            go.wait(100)
-            try:
-                join(address, token, tell=lambda _: None)
-            except LaunchError as error:
-                refused.append(error)
+    def train(go: Path) -> str:
+        while not go.exists():
+            time.sleep(0.01)
+        return os.environ["WORLD_SIZE"]
 
-        threading.Thread(target=later, daemon=True).start()
-
-    def train() -> None:
-        time.sleep(600)
+    def runs_on(size: int) -> None:
+        eventually(
+            lambda: (run.world_size, run.status) == (size, "running"), within=BUSY, what="it runs"
+        )
+        with pytest.raises(LaunchError, match="no notebook waits at"):
+            join(*given[0], tell=lambda _: None)
 
     config = LaunchConfig(
         num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1", max_restarts=1
     )
-    run = launch(train, config=config, view=Waits(both), block=False)
-    try:
-        go.set()
-        eventually(lambda: refused, within=BUSY, what="the third one is refused")
-        assert "all machines of the launch have joined" in str(refused[0])
-    finally:
-        run.kill()
+    go = tmp_path / "go"
+    run = launch(train, (go,), config=config, view=Waits(show), block=False)
+    runs_on(2)
+    assert other.process is not None
+    other.process.kill()
+    runs_on(1)
+    go.touch()
+    assert run.wait(BUSY).results == ["1"]
 
 
 def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Pa
         files = [str(path) for path in (*locks, run.log_dir, *run.log_dir.iterdir())]
         assert len(files) >= 6
         files += [f"/proc/{pid}/{name}" for pid in processes for name in ("environ", "fd", "mem")]
-        files += [str(path) for path in Path(tempfile.gettempdir()).glob(f"na-{run.id[-6:]}*")]
+        files += [str(path) for path in Path(tempfile.gettempdir()).glob(f"na-{run.id[-4:]}*")]
         assert as_nobody(lambda: readable(files)) == []
         assert as_nobody(lambda: taken(port)) == []
         assert as_nobody(lambda: readable([str(shared)])) != [], "the intruder is awake"

@@ -140,6 +140,7 @@ def main(
     message, _ = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")
+    scratch.use(message.run)
     agent = Agent(channel, kernel, message)
     try:
         agent.start(unneeded)
@@ -184,7 +185,6 @@ class Agent:
 
     def start(self, unneeded: Sequence[int]) -> None:
         """Fork the rank processes and tell the kernel their pids."""
-        scratch.use(self._launch.run)
         start_ranks = _START_METHODS[self._launch.start_method]()
         self._ranks.extend(
             start_ranks(
@@ -587,6 +587,6 @@ class Agent:
     def close(self) -> None:
         """End what is still there of the ranks, and remove their scratch files."""
         processes.kill_tree(rank.pid for rank in self._ranks if rank.alive)
-        scratch.remove(self._launch.run, used_by=[*self._reaped, *processes.kill_descendants()])
-        self._logs.close()
+        used_by = [*self._reaped, *processes.kill_descendants()]
+        scratch.remove(self._launch.run, os.getpid(), used_by=used_by)
         self._channel.close()

@@ -1,4 +1,4 @@
-"""Where the ranks' output lies: in the run's folder, or here until the kernel has it.
+"""Where the ranks' output lies: in the run's folder, or in the agent's until the kernel has it.
 
     rank --descriptors 1 and 2--> file --FileTail--> the newest lines, as messages
                                     |
@@ -10,13 +10,12 @@ Either way the kernel finds the whole output of each rank in its run's folder.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.system import scratch
 from notebook_accel.launch.system.log_files import log_path, open_log
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
@@ -50,9 +49,6 @@ class RankLogs(ABC):
     def end(self, rank: int) -> None:  # noqa: B027 - most have nothing to do
         """Called when a rank's process has ended: nobody writes to its file any more."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Called when the agent ends."""
-
 
 class _LogsOfRun(RankLogs):
     """Files in the run's own folder, which the kernel reads."""
@@ -62,10 +58,12 @@ class _LogsOfRun(RankLogs):
 
 
 class _LogsSent(RankLogs):
-    """Files in a folder of the agent's, whose bytes the kernel gets as it asks for them."""
+    """Files in the agent's scratch folder, whose bytes the kernel gets as it asks for them."""
 
     def __init__(self, channel: FramedChannel, run: str) -> None:
-        super().__init__(Path(tempfile.mkdtemp(prefix="notebook-accel-")))
+        folder = scratch.folder(run, os.getpid()) / "logs"
+        folder.mkdir(mode=0o700, parents=True)
+        super().__init__(folder)
         self._channel = channel
         self._run = run
         self._streams: dict[int, int] = {}
@@ -80,9 +78,6 @@ class _LogsSent(RankLogs):
 
     def end(self, rank: int) -> None:
         self._channel.end(self._streams[rank])
-
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def rank_logs(launch: wire.Launch, channel: Channel) -> RankLogs:

@@ -45,6 +45,7 @@ from notebook_accel.launch.engines.machines import (
     outward_address,
     torchelastic_variables,
 )
+from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.machine_link import (
@@ -130,8 +131,28 @@ class ElasticEngine(MachinesEngine):
         Raises:
             LaunchError: they do not come.
         """
-        host = request.config.master_addr or outward_address()
-        command = f"notebook-accel join {host}:{server.port} --token {server.token}"
+        host = request.config.master_addr
+        if not has_other_nodes(os.environ, wanted):
+            host = host or outward_address()
+            command = f"notebook-accel join {host}:{server.port} --token {server.token}"
+            return self._await(server, request, wanted, f". Run there:\n    {command}")
+        address = f"{host or os.environ['SLURMD_NODENAME']}:{server.port}"
+        join_it = [sys.executable, "-m", "notebook_accel", "join", address]
+        nodes = OtherNodes(join_it, wanted, {"NOTEBOOK_ACCEL_JOIN_TOKEN": str(server.token)})
+        try:
+            return self._await(server, request, wanted, ", which srun starts", nodes)
+        except BaseException:
+            nodes.end()
+            raise
+
+    def _await(
+        self,
+        server: MachineServer,
+        request: StartRequest,
+        wanted: int,
+        how: str,
+        nodes: OtherNodes | None = None,
+    ) -> list[JoinedMachine]:
         said = None
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(machines := list(server.machines)) < wanted:
@@ -140,8 +161,11 @@ class ElasticEngine(MachinesEngine):
                 said = state
                 more = f"{state[0]} more machine{'s' * (state[0] > 1)}"
                 refused = f"\n({server.refused})" if server.refused else ""
-                request.view.waits_for_machines(
-                    f"{request.name}: waits for {more}. Run there:\n    {command}{refused}"
+                request.view.waits_for_machines(f"{request.name}: waits for {more}{how}{refused}")
+            if nodes is not None and nodes.said is not None:
+                raise LaunchError(
+                    f"srun ended before {wanted} other nodes of the job had joined. It wrote:\n"
+                    f"{nodes.said.strip()[-2000:]}"
                 )
             if time.monotonic() >= deadline:
                 raise LaunchError(

@@ -160,7 +160,7 @@ def _end(source: Template, pid: int, run: str) -> None:
         # Only once it is dead can its session be told from that of a later process of its number.
         processes.await_exit(pid, _KILLED_SECONDS)
     killed = processes.kill_leftovers(session=pid, variable=("NOTEBOOK_ACCEL_RUN", run))
-    scratch.remove(run, used_by=killed)
+    scratch.remove(run, pid, used_by=killed)
 
 
 def _check_chosen(devices: object, available: int) -> None:

@@ -200,7 +200,7 @@ class MachineServer:
 
     Attributes:
         machines: those that are connected, in the order in which they joined.
-        token: what they need beside the address.
+        token: what they need beside the address. It lets in as many as are wanted, once.
         refused: why the last one was refused; "" where none was.
     """
 
@@ -241,6 +241,10 @@ class MachineServer:
         """Where it listens."""
         return int(self._server.sockets[0].getsockname()[1])
 
+    def admit_no_more(self) -> None:
+        """Listen no more: the token is used up, also where a machine is lost later."""
+        in_background().call_soon_threadsafe(self._server.close)
+
     def close(self) -> None:
         """Listen no more, and let go of the machines, each once its agent has ended."""
         in_background().call_soon_threadsafe(self._close)
@@ -260,6 +264,7 @@ class MachineServer:
         link = MachineLink(reader, writer)
         if problem:
             self._refuse(link, problem)
+            return
         machine: JoinedMachine | None = None
 
         def take(message: wire.Message) -> None:
@@ -318,7 +323,7 @@ class MachinesEngine(AgentEngine):
         """Plan the ranks of these machines, which are those of the run from then on."""
 
     def plan_again(self, request: StartRequest) -> RankPlan:
-        """On the machines that are left, and those that have joined meanwhile."""
+        """On the machines that are left."""
         if self._server is None:
             return super().plan_again(request)
         machines = [machine for machine in self._server.machines if machine.is_open]
@@ -341,6 +346,8 @@ class MachinesEngine(AgentEngine):
         except BaseException:
             abandon(links)
             raise
+        if self._server is not None:
+            self._server.admit_no_more()
         if not request.config.max_restarts:
             self.close()
         return links

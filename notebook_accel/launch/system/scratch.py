@@ -1,12 +1,12 @@
-"""What multiprocessing puts on disk while a run works, and who removes it.
+"""What an agent and its ranks put on disk beside the run's folder, and who removes it.
 
 A DataLoader worker hands its batches over through a socket that has a name, in a folder that the
 process removes when it ends; its queues have semaphores, and its tensors shared memory, whose
-names it removes at once. One that is killed removes nothing. So all processes of a run share one
+names it removes at once. One that is killed removes nothing. So all processes of an agent share one
 folder and one prefix for names, and whoever sees them end removes what is left: the agent, its
-template, or the kernel. The folder is not beside the logs, since not every file system has sockets;
-its name is no longer than the one that Python would take, since the path of a socket may have about
-100 bytes.
+template, or the kernel. A run may have several agents on one machine, which end one by one. The
+folder is not beside the logs, since not every file system has sockets; its name is no longer than
+the one that Python would take, since the path of a socket may have about 100 bytes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,33 @@ from notebook_accel.launch.system import processes
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["remove", "use"]
+__all__ = ["folder", "remove", "use"]
 
-# Of a run's name, from its end: the microsecond in which it was made, and a random digit.
-_NUM_CHARACTERS = 6
+# Of a run's name, from its end: digits of the microsecond in which it was made, and a random one.
+_NUM_CHARACTERS = 4
 _SHARED = Path("/dev/shm")
 
 
 def use(run: str) -> None:
-    """Have this process, and those that it starts, take the names of ``run``."""
+    """Have this process, an agent of ``run``, and those that it starts take names of its own."""
+    agent = os.getpid()
     # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    config["semprefix"] = f"/{_name(run)}"
+    config["semprefix"] = f"/{_name(run, agent)}"
     with contextlib.suppress(OSError):
-        os.mkdir(_folder(run), 0o700)
-        config["tempdir"] = str(_folder(run))
+        os.mkdir(folder(run, agent), 0o700)
+        config["tempdir"] = str(folder(run, agent))
 
 
-def remove(run: str, *, used_by: Collection[int]) -> None:
-    """Remove what is left of ``run``, whose processes ``used_by`` have ended."""
-    shutil.rmtree(_folder(run), ignore_errors=True)
-    for path in _SHARED.glob(f"sem.{_name(run)}-*"):
+def folder(run: str, agent: int) -> Path:
+    """The folder of an agent of ``run``, by the agent's pid."""
+    return Path(tempfile.gettempdir()) / _name(run, agent)
+
+
+def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
+    """Remove what is left of an agent of ``run``, whose processes ``used_by`` have ended."""
+    shutil.rmtree(folder(run, agent), ignore_errors=True)
+    for path in _SHARED.glob(f"sem.{_name(run, agent)}-*"):
         with contextlib.suppress(OSError):
             path.unlink()
     _remove_tensors(used_by)
@@ -61,9 +67,5 @@ def _remove_tensors(pids: Collection[int]) -> None:
                     (_SHARED / name).unlink()
 
 
-def _folder(run: str) -> Path:
-    return Path(tempfile.gettempdir()) / _name(run)
-
-
-def _name(run: str) -> str:
-    return f"na-{run[-_NUM_CHARACTERS:]}"
+def _name(run: str, agent: int) -> str:
+    return f"na-{run[-_NUM_CHARACTERS:]}{agent:x}"

@@ -34,7 +34,7 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import accept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping
 
 __all__ = ["serve"]
 
@@ -95,11 +95,11 @@ def serve(fd: int, kernel_pid: int) -> None:
     _Server(channel, kernel).run()
 
 
-def _end_everything(runs: Iterable[str] = ()) -> None:
-    """The kernel's process ended: nobody wants this one."""
+def _end_everything(runs: Mapping[int, str] | None = None) -> None:
+    """The kernel's process ended: nobody wants this one, nor the agents of these runs."""
     reaped = processes.kill_descendants()
-    for run in runs:
-        scratch.remove(run, used_by=reaped)
+    for agent, run in (runs or {}).items():
+        scratch.remove(run, agent, used_by=reaped)
     os._exit(0)
 
 
@@ -124,7 +124,7 @@ class _Server:
                 key.data()
 
     def _end_everything(self) -> None:
-        _end_everything(self._runs.values())
+        _end_everything(self._runs)
 
     def _from_kernel(self) -> None:
         try:
@@ -181,7 +181,7 @@ class _Server:
         _, status = os.waitpid(pid, 0)
         # What the agent would have ended itself, had it not been killed.
         reaped = processes.kill_descendants(keep=self._agents)
-        scratch.remove(self._runs.pop(pid), used_by=reaped)
+        scratch.remove(self._runs.pop(pid), pid, used_by=reaped)
         text = _read_and_close(self._errors.pop(pid))
         exitcode = os.waitstatus_to_exitcode(status)
         self._tell(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))

@@ -241,12 +241,15 @@ async def check_proof(reader: asyncio.StreamReader, token: Token) -> str:
         Why it is refused; "" where it is not.
 
     Raises:
-        EOFError: it does not know the secret, or said nothing.
+        EOFError: it said nothing, or is none of ours: it gets no answer.
     """
     proof = await reader.readexactly(len(_MAGIC) + _SECRET)
+    is_of_version = proof[: len(_MAGIC)] == _MAGIC
     if not hmac.compare_digest(proof[len(_MAGIC) :], token.secret):
+        if is_of_version:
+            return "its token is not the one of this launch: copy the whole command that is shown"
         raise EOFError("the secret is wrong")
-    if proof[: len(_MAGIC)] != _MAGIC:
+    if not is_of_version:
         return "the notebook has another version of notebook_accel: install one version on both"
     return ""
 

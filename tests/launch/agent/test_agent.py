@@ -415,13 +415,13 @@ def test_only_living_ranks_are_killed_when_the_kernel_goes(monkeypatch: pytest.M
     cleaned_up: list[int] = []
     monkeypatch.setattr(processes, "kill_tree", killed.extend)
     monkeypatch.setattr(processes, "kill_descendants", list)
-    monkeypatch.setattr(scratch, "remove", lambda _, used_by: cleaned_up.extend(used_by))
+    monkeypatch.setattr(scratch, "remove", lambda *_, used_by: cleaned_up.extend(used_by))
     monkeypatch.setattr(os, "_exit", lambda _: None)
     of_two: Any = object.__new__(Agent)
     of_two._ranks = [SimpleNamespace(pid=11, alive=False), SimpleNamespace(pid=12, alive=True)]
     of_two._reaped = [11]
     of_two._launch = SimpleNamespace(run="r")
-    of_two._logs = of_two._channel = SimpleNamespace(close=lambda: None)
+    of_two._channel = SimpleNamespace(close=lambda: None)
     of_two._kernel_gone()
     assert (killed, cleaned_up) == ([12], [11])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.logs import rank_logs
+from notebook_accel.launch.system import scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
 
@@ -23,6 +25,7 @@ SOON = 10.0
 
 def launch(log_dir: Path | None) -> wire.Launch:
     return wire.Launch(
+        run="r",
         world_size=1,
         ranks=(wire.RankSpec(rank=0, local_rank=0),),
         environment={},
@@ -49,14 +52,16 @@ def test_an_agent_that_sees_the_runs_folder_writes_there(
     os.write(fd, b"printed\n")
     os.close(fd)
     logs.end(0)
-    logs.close()
     assert (tmp_path / "rank-0.log").read_bytes() == b"printed\n"
     assert logs.path(0) == tmp_path / "rank-0.log"
 
 
-def test_an_agent_that_does_not_sends_what_is_printed_and_keeps_nothing(
-    tmp_path: Path, sockets: tuple[socket.socket, socket.socket]
+def test_an_agent_that_does_not_sends_what_is_printed(
+    tmp_path: Path,
+    sockets: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     agent, kernel = map(FramedChannel, sockets)
     logs = rank_logs(launch(None), agent)
     fd = logs.open(0)
@@ -75,8 +80,7 @@ def test_an_agent_that_does_not_sends_what_is_printed_and_keeps_nothing(
         agent.drain()
         kernel.drain()
     assert copy.read_bytes() == b"printed\n"
-    logs.close()
-    assert not logs.path(0).parent.exists()
+    assert logs.path(0).is_relative_to(scratch.folder("r", os.getpid()))
     agent.close()
     kernel.close()
 

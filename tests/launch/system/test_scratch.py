@@ -55,10 +55,12 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         # One that lives has got the number of one that is dead.
         of_another = Path(f"/dev/shm/torch_{os.getpid()}_1_0")
         of_another.touch()
-        scratch.remove(_RUN, used_by=[process.pid, os.getpid()])
+        of_another_agent = scratch.folder(_RUN, os.getpid())
+        of_another_agent.mkdir()
+        scratch.remove(_RUN, process.pid, used_by=[process.pid, os.getpid()])
         assert not any(path.exists() for path in left)
         assert of_another.exists()
         of_another.unlink()
         for path in stubborn:
             path.rmdir()
-        assert os.listdir(folder) == []
+        assert os.listdir(folder) == [of_another_agent.name]
