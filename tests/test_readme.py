@@ -51,7 +51,7 @@ def test_the_commands_of_shell_blocks_exist() -> None:
 
 
 def test_each_extra_link_and_benchmark_that_is_named_exists() -> None:
-    extras = re.findall(r"`([\w-]+)`", README.split("adds an extra:")[1].split(". ")[0])
+    extras = re.findall(r"`([\w-]+)`", README.split("add an extra:")[1].split(". ")[0])
     assert {*extras} == {*metadata("notebook-accel").get_all("Provides-Extra", [])} - OUR_OWN
     scripts = re.findall(r"`(\w+\.py)[^`]*` \|$", README + FIGURES, flags=re.MULTILINE)
     files = [*re.findall(r"\]\(([\w./-]+)", README), *(f"benchmarks/{name}" for name in scripts)]

@@ -35,7 +35,7 @@ def train(folder):
     from notebook_accel import Accelerator
     accelerator = Accelerator()
     print("begins on", accelerator.process_index)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10**9), batch_size=1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(10**9), batch_size=1))
     for number, batch in enumerate(loader):
         print("batch", number)
         accelerator.print()
