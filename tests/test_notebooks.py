@@ -16,23 +16,26 @@ from packaging.requirements import Requirement
 from traitlets import Integer
 
 from notebooks.execute import execute, export, last_text, printed
+from tests.kernel.notebooks import open_notebook
 from tests.public import PACKAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 # Those with a number; tpu_colab.ipynb needs torch_xla (tests/xla).
-EXAMPLES = sorted((PACKAGE.parent / "notebooks").glob("0*.ipynb"))
+NOTEBOOKS = PACKAGE.parent / "notebooks"
+EXAMPLES = sorted(NOTEBOOKS.glob("0*.ipynb"))
+COLAB = "https://colab.research.google.com/"
 
 
 @pytest.mark.timeout(240)
 def test_the_quickstart_trains_and_its_page_shows_the_run(tmp_path: Path) -> None:
-    notebook = execute(PACKAGE.parent / "notebooks" / "01_quickstart.ipynb")
+    notebook = execute(NOTEBOOKS / "01_quickstart.ipynb")
     found = re.search(r"saw: ([\d.]+)%", last_text(notebook))
     assert found, last_text(notebook)
     assert float(found[1]) > 95
     _, page = export(notebook, tmp_path, "quickstart")
-    text = page.read_text()
+    text = page.read_text().replace(COLAB, "")
     assert "process 1 gets" in text
     assert "<svg" in text or "data:image/svg" in text, "the page has no plot of the metrics"
     assert not re.search(r'(src|href)="https?://', text), "the page loads from elsewhere"
@@ -99,9 +102,8 @@ for GLUE in ("mrpc", "sst2"):
 
 @pytest.mark.timeout(240)
 def test_the_classifier_learns_without_the_hub_and_runs_with_it(tmp_path: Path) -> None:
-    folder = PACKAGE.parent / "notebooks"
-    copytree(folder / "data", tmp_path / "data")
-    given = nbformat.read(folder / "02_text_classification.ipynb", as_version=4)
+    copytree(NOTEBOOKS / "data", tmp_path / "data")
+    given = nbformat.read(NOTEBOOKS / "02_text_classification.ipynb", as_version=4)
     given.cells.append(nbformat.v4.new_code_cell(HUB))
     nbformat.write(given, tmp_path / "02.ipynb")
     notebook = execute(tmp_path / "02.ipynb")
@@ -116,11 +118,17 @@ def test_the_classifier_learns_without_the_hub_and_runs_with_it(tmp_path: Path) 
         assert f"{task} BertForSequenceClassification {columns} True\n" in hub
 
 
+def _is_better(losses: str) -> bool:
+    before, after = map(float, losses.split(" before, "))
+    return after < before - 0.1
+
+
 # What the last cell says, and what has to hold of it.
 RESULTS = {
     "03_strategies": (r"never more than (\S+) apart", lambda found: float(found) < 1e-3),
     "04_checkpoints": (r"losses equal: (\w+)", lambda found: found == "True"),
     "06_dashboard": (r"stuck: (\w+)", lambda found: found == "stopped"),
+    "07_lora": (r": (\S+ before, \S+) with", _is_better),
 }
 
 
@@ -138,7 +146,7 @@ class Hasty(NotebookClient):
 @pytest.mark.parametrize("name", RESULTS)
 def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("notebooks.execute.NotebookClient", Hasty)
-    path = PACKAGE.parent / "notebooks" / f"{name}.ipynb"
+    path = NOTEBOOKS / f"{name}.ipynb"
     notebook = execute(path)
     stored = nbformat.read(path, as_version=4)
     assert [bool(cell.get("outputs")) for cell in notebook.cells] == [
@@ -153,11 +161,53 @@ def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.timeout(120)
 def test_the_cells_of_a_session_go_on_where_those_before_stopped() -> None:
-    notebook = execute(PACKAGE.parent / "notebooks" / "05_sessions.ipynb")
+    notebook = execute(NOTEBOOKS / "05_sessions.ipynb")
     assert last_text(notebook) == "the session has ended\n"
     shown = str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
     assert "12 steps, from " in shown
     assert "('Linear', tensor(True))" in shown
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_lesson_says_what_it_teaches_and_what_to_read_next(path: Path) -> None:
+    first, *_, last = nbformat.read(path, as_version=4).cells
+    title, badge, teaches, needs, *_ = first.source.split("\n\n")
+    assert title.startswith("# ")
+    assert badge.startswith("[![Open in Colab](")
+    assert (teaches[:13], needs[:12]) == ("**You learn**", "**You need**")
+    links = re.findall(r"\]\((.+?)\)", last.source.split("## What to read next")[1])
+    assert links
+    assert not [link for link in links if not (NOTEBOOKS / link).exists()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_cell_that_installs_is_the_same_everywhere(path: Path) -> None:
+    assert _install_cell(path) == _install_cell(EXAMPLES[0])
+
+
+def _install_cell(path: Path) -> str:
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    return str(cells[0].source)
+
+
+def test_the_cell_that_installs_does_so_where_the_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = PACKAGE.parent
+    if not (tree / ".git").exists():
+        pytest.skip("no clone of the repository, which the cell would clone")
+    # Resolved and built, and nothing changed: what the tests run in stays as it is.
+    for name in ("DRY_RUN", "NO_DEPS", "NO_INDEX"):
+        monkeypatch.setenv(f"PIP_{name}", "1")
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
+    cell = _install_cell(EXAMPLES[0])
+    with open_notebook() as notebook:
+        notebook.run(f"%cd {tmp_path}")
+        assert notebook.run(cell) == ""
+        notebook.run("import importlib.util\nimportlib.util.find_spec = lambda name: None")
+        notebook.run(f"input = lambda question: {str(tree)!r}")
+        assert "Would install notebook-accel" in notebook.run(cell)
+        assert "data" in notebook.run("!ls")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

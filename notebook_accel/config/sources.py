@@ -62,18 +62,25 @@ def default_config_path() -> Path:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | bool:
-    """Save a config file, unless there is one already.
+    """Write a config file, unless there is one already.
 
     Args:
         mixed_precision: "no", "bf16", "fp16" or "fp8".
-        save_location: the file; None is the default config file, which every launch uses.
+        save_location: the file; None is the default config file, which every launch reads.
 
     Returns:
-        its path; False where there was one, which stays as it is.
+        The path; False if the file existed, which does not change.
 
     Raises:
-        ConfigError: the precision makes no sense.
+        ConfigError: ``mixed_precision`` is unknown.
         OSError: the file cannot be written.
+
+    Example:
+        >>> import os, tempfile
+        >>> from notebook_accel.utils import write_basic_config
+        >>> path = os.path.join(tempfile.mkdtemp(), "config.yaml")
+        >>> write_basic_config("bf16", path).name
+        'config.yaml'
     """
     path = default_config_path() if save_location is None else expanded(save_location)
     config = LaunchConfig(mixed_precision=mixed_precision)

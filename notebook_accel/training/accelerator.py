@@ -302,8 +302,7 @@ class Accelerator(ProcessInfo):
         Args:
             model: the model.
             device_placement: whether it is moved to the device. None: as the Accelerator.
-            evaluation_mode: True leaves out what only training needs, such as
-                ``DistributedDataParallel``.
+            evaluation_mode: True neither wraps nor shards it: it will not be trained.
 
         Returns:
             The prepared model.

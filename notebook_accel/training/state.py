@@ -367,7 +367,10 @@ class AcceleratorState(PartialState):
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
-    """The DeepSpeed plugin that ``prepare`` uses now.
+    """Return the DeepSpeed plugin in use.
+
+    Args:
+        state: the state.
 
     Raises:
         ConfigError: this rank's ``Accelerator`` was made without one.
@@ -376,5 +379,5 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
 
 
 def is_initialized() -> bool:
-    """Whether this rank has made an ``Accelerator`` or an ``AcceleratorState``."""
+    """Return whether this rank has made an ``Accelerator`` or an ``AcceleratorState``."""
     return _SETTINGS in current().shared

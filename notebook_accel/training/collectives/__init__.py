@@ -336,7 +336,21 @@ def _broadcast(leaf: torch.Tensor, source: int, group: dist.ProcessGroup | None)
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Fill a list with the picklable objects of one rank, in place; also returned."""
+    """Fill a list with the picklable objects of one rank, in place; all ranks call it.
+
+    Args:
+        object_list: the list; the same length on all ranks.
+        from_process: the rank whose objects the others get.
+        group: the ranks; None for all.
+
+    Returns:
+        The list.
+
+    Example:
+        >>> from notebook_accel.utils import broadcast_object_list
+        >>> broadcast_object_list([{"seed": 3}])
+        [{'seed': 3}]
+    """
     if not has_process_group():
         if num_ranks() > 1:
             object_list[:] = exchange().gather_object(object_list)[from_process]

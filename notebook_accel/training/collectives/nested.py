@@ -25,17 +25,35 @@ Value = TypeVar("Value")
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """The test that :func:`recursively_apply` makes unless it is given another."""
+    """Return whether a value is a tensor: the default test of :func:`recursively_apply`.
+
+    Args:
+        tensor: the value.
+    """
     return isinstance(tensor, torch.Tensor)
 
 
 def is_namedtuple(data: object) -> bool:
-    """Whether ``data`` is an instance of a named tuple."""
+    """Return whether a value is an instance of a named tuple.
+
+    Args:
+        data: the value.
+    """
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
 def honor_type(obj: Sequence[Any], generator: Iterator[Any]) -> Any:
-    """What ``generator`` gives, as a sequence of the type of ``obj``, named tuples included."""
+    """Return the items of an iterator as a sequence of the type of ``obj``, also a named tuple.
+
+    Args:
+        obj: a sequence of the wanted type.
+        generator: the items.
+
+    Example:
+        >>> from notebook_accel.utils import honor_type
+        >>> honor_type((0, 0), iter([1, 2]))
+        (1, 2)
+    """
     kind: Any = type(obj)
     return kind(*generator) if is_namedtuple(obj) else kind(generator)
 
@@ -48,18 +66,24 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Call ``func(leaf, *args, **kwargs)`` on each leaf of ``data``, and keep the structure.
+    """Call ``func(leaf, *args, **kwargs)`` on each leaf of a structure, and keep the structure.
 
     Args:
-        func: gets each leaf for which ``test_type`` is true.
+        func: called with each leaf for which ``test_type`` is true.
         data: lists, tuples, named tuples and mappings, in any nesting.
         *args: further arguments of ``func``.
-        test_type: which leaves ``func`` gets (tensors).
-        error_on_other_type: refuse other leaves, rather than keep them as they are.
+        test_type: returns whether ``func`` gets a leaf; tensors by default.
+        error_on_other_type: refuse other leaves rather than keep them.
         **kwargs: further arguments of ``func``.
 
     Raises:
-        TypeError: a leaf of another type, with ``error_on_other_type``.
+        TypeError: a leaf has another type, with ``error_on_other_type``.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import recursively_apply
+        >>> recursively_apply(torch.neg, {"x": torch.ones(2), "name": "x"})
+        {'x': tensor([-1., -1.]), 'name': 'x'}
     """
 
     def apply(value: Any) -> Any:
@@ -133,16 +157,22 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Put every tensor of a nested structure on ``device``.
+    """Move all tensors of a structure to a device.
 
-    An object that has a method ``to`` (a tokenizer's batch, a graph) is asked to move itself;
-    any other object stays as it is.
+    An object with a method ``to`` (a tokenizer's batch, a graph) moves itself. Other objects do not
+    change.
 
     Args:
-        tensor: the structure.
-        device: where to put it.
-        non_blocking: don't wait for the copies (from pinned memory).
-        skip_keys: keys of mappings whose values stay where they are.
+        tensor: a tensor, or lists, tuples and mappings of tensors.
+        device: the device.
+        non_blocking: do not wait for the copies (from pinned memory).
+        skip_keys: keys of mappings whose values are not moved.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import send_to_device
+        >>> send_to_device({"x": torch.ones(2)}, "cpu")["x"].device
+        device(type='cpu')
     """
     keep = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
     return _send(tensor, device, non_blocking, keep)
@@ -174,7 +204,17 @@ def _move_itself(value: Any, device: Any, non_blocking: bool) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Size of the first dimension of the first tensor that has one; None where there is none."""
+    """Return the size of the first dimension of the first tensor that has one, else None.
+
+    Args:
+        data: a tensor, or lists, tuples and mappings of tensors.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import find_batch_size
+        >>> find_batch_size({"inputs": torch.ones(8, 3)})
+        8
+    """
     for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return leaf.shape[0]
@@ -182,7 +222,17 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Every float16 and bfloat16 tensor as float32."""
+    """Return every float16 and bfloat16 tensor as float32.
+
+    Args:
+        tensor: a tensor, or lists, tuples and mappings of tensors.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import convert_to_fp32
+        >>> convert_to_fp32(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
 
     def is_half(value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)

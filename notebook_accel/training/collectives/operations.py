@@ -24,16 +24,24 @@ def _data_ranks() -> dist.ProcessGroup | None:
 
 
 def gather(tensor: Any) -> Any:
-    """The tensors of all ranks, joined along the first dimension, in any nesting.
+    """Join the tensors of all ranks, in the order of the ranks; all ranks call it.
 
-    A tensor of shape ``(n, ...)`` becomes ``(num_ranks * n, ...)``, one without a dimension
-    ``(num_ranks,)``. Ranks that hold one model together count as one.
+    Ranks that hold one model together (tensor parallelism, pipelines) count as one.
 
     Args:
-        tensor: tensors of the same shapes on every rank.
+        tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all ranks.
+
+    Returns:
+        The same structure. Shape (n, ...) becomes (ranks * n, ...), and () becomes (ranks,).
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: something in it is not a tensor.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import gather
+        >>> gather(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
     """
     return collectives.gather(tensor, group=_data_ranks())
 
@@ -59,16 +67,25 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine every tensor of a nested structure over the ranks; new tensors, same on all.
+    """Combine the tensors of all ranks, element by element; all ranks call it.
 
     Args:
-        tensor: tensors of the same shapes on every rank.
-        reduction: "sum", "mean", "max", "min", or "none", which gives ``tensor`` as it is.
-        scale: accepted, and without effect, as in Accelerate on everything but XLA.
+        tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all ranks.
+        reduction: "sum", "mean", "max", "min", or "none", which returns ``tensor`` unchanged.
+        scale: accepted without effect, as in Accelerate on everything but XLA.
+
+    Returns:
+        New tensors of the same shapes.
 
     Raises:
-        TypeError: a leaf is not a tensor.
-        ValueError: an unknown reduction.
+        TypeError: something in it is not a tensor.
+        ValueError: ``reduction`` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import reduce
+        >>> reduce(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
     """
     return collectives.reduce(tensor, reduction, scale, group=_data_ranks())
 
@@ -76,16 +93,22 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
-    """Pad every tensor of a nested structure to the largest size that a rank has on ``dim``.
+    """Pad the tensors of all ranks to the largest size that a rank has; all ranks call it.
 
     Args:
-        tensor: tensors whose other dimensions are the same on every rank; those that lack
-            ``dim`` stay as they are.
+        tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim`` are
+            equal on all ranks. A tensor without ``dim`` is returned unchanged.
         dim: the dimension to pad.
         pad_index: the value to pad with.
-        pad_first: pad in front rather than behind.
+        pad_first: pad at the start rather than at the end.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: something in it is not a tensor.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import pad_across_processes
+        >>> pad_across_processes(torch.ones(2, 3), dim=1).shape
+        torch.Size([2, 3])
     """
     return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, group=_data_ranks())

@@ -333,7 +333,11 @@ def batch_size_of(loader: DataLoader[Any]) -> int | None:
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler that gives a loader its indices one by one; None where it has none."""
+    """Return the sampler from which a loader takes its indices; None without one.
+
+    Args:
+        dataloader: the loader.
+    """
     return getattr(batch_sampler_of(dataloader), "sampler", None)
 
 
@@ -350,7 +354,12 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches."""
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: gives lists of indices.
+        skip_batches: number of batches to skip.
+    """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler

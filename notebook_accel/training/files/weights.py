@@ -276,13 +276,19 @@ def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
 def save(
     obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write an object once; the file is whole or not there.
+    """Write an object to a file, once; a file is complete or not there.
 
     Args:
         obj: the object, such as a state dict.
         f: path or open file.
-        save_on_each_node: the first rank of each machine writes, instead of rank 0 alone.
-        safe_serialization: write a dictionary of tensors as safetensors.
+        save_on_each_node: the first rank of each machine writes, rather than rank 0 only.
+        safe_serialization: write a mapping of tensors as safetensors.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from notebook_accel.utils import save
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> save({"weight": torch.ones(2)}, path, safe_serialization=True)
     """
     here = topology.topology()
     index = here.local_process_index if save_on_each_node else here.process_index
@@ -291,16 +297,24 @@ def save(
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what torch wrote, without trusting the file.
+    """Read a file of ``torch.save`` without trusting it.
 
     Args:
         f: path or open file.
-        map_location: where tensors are put.
+        map_location: device of the tensors, as in ``torch.load``.
         **kwargs: further arguments of ``torch.load``; ``weights_only=False`` trusts the file.
 
     Raises:
-        NotebookAccelError: the file at a path is empty or broken, or names what is not known to be
+        NotebookAccelError: the file is empty or broken, or names a type that is not known to be
             safe.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from notebook_accel.utils import load, save
+        >>> path = os.path.join(tempfile.mkdtemp(), "state.pt")
+        >>> save({"step": 3}, path)
+        >>> load(path)
+        {'step': 3}
     """
     options = {"map_location": map_location, **kwargs}
     if isinstance(f, (str, os.PathLike)):

@@ -44,26 +44,35 @@ def _kind_of(accelerator: Accelerator) -> str:
 
 
 class LocalSGD:
-    """A block in which gradients stay on their rank, and weights are averaged now and then.
-
-    Call :meth:`step` after each optimizer step::
-
-        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
-            for batch in loader:
-                ...
-                optimizer.step()
-                local_sgd.step()
+    """A block in which ranks train apart, and average their weights every few steps.
 
     When the block ends, weights are averaged once more, unless it ends by an exception.
 
     Args:
-        accelerator: prepared the model.
-        model: as ``prepare`` gave it.
-        local_sgd_steps: steps between two averages.
+        accelerator: the ``Accelerator`` that prepared the model.
+        model: a prepared model.
+        local_sgd_steps: number of steps between two averages.
         enabled: False trains as without the block.
 
     Raises:
         ConfigError: weights are spread over ranks, or the number of steps is not at least 1.
+
+    Source: S. U. Stich, "Local SGD Converges Fast and Communicates Little" (2019).
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import Accelerator
+        >>> from notebook_accel.local_sgd import LocalSGD
+        >>> accelerator = Accelerator()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+        ...     for step in range(16):
+        ...         accelerator.backward(model(torch.ones(4, 2)).sum())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         local_sgd.step()
     """
 
     def __init__(

@@ -252,14 +252,22 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
 
 
 def is_compiled_module(module: Module) -> bool:
-    """Whether ``torch.compile`` made this module."""
+    """Return whether ``torch.compile`` made this module.
+
+    Args:
+        module: the module.
+    """
     # Whoever compiled has imported it; asking torch for it would import it (two seconds).
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def has_compiled_regions(module: Module) -> bool:
-    """Whether ``torch.compile`` made this module or one inside."""
+    """Return whether ``torch.compile`` made this module, or one inside of it.
+
+    Args:
+        module: the module.
+    """
     return any(is_compiled_module(each) for each in module.modules())
 
 

@@ -135,7 +135,19 @@ def convert_model_to_fp8_ao(
 
 
 def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None]:
-    """The names of a model's first and last linear layer; None where it has none."""
+    """Return the names of a model's first and last linear layer; None without one.
+
+    Args:
+        model: the model.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import find_first_last_linear_layers
+        >>> layers = [torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1)]
+        >>> model = torch.nn.Sequential(*layers)
+        >>> find_first_last_linear_layers(model)
+        ('0', '2')
+    """
     linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     return (linear[0], linear[-1]) if linear else (None, None)
 

@@ -390,15 +390,23 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> Module:
-    """The user's model inside the wrappers that ``prepare`` put around it.
+    """Return the model inside the wrappers that ``prepare`` added.
 
     Args:
-        model: as ``prepare`` gave it.
-        keep_fp32_wrapper: leave its forward in the mixed precision; False gives it back the
-            forward that it had, for good.
-        keep_torch_compile: leave it compiled, by ``prepare`` or before; False gives the model
-            that was compiled. One that was spread over ranks is compiled where it is, and stays so.
-        recursive: take wrappers off the modules inside it, too.
+        model: a prepared model.
+        keep_fp32_wrapper: keep the mixed precision of its forward. False restores the original
+            forward, for good.
+        keep_torch_compile: keep it compiled. False returns the model that was compiled. A model
+            that was spread over ranks is compiled in place, and stays compiled.
+        recursive: remove the wrappers of modules inside of it, too.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel import Accelerator
+        >>> from notebook_accel.utils import extract_model_from_parallel
+        >>> model = Accelerator().prepare(torch.nn.Linear(2, 1))
+        >>> type(extract_model_from_parallel(model)).__name__
+        'Linear'
     """
     inner: Any = unwrap(model)
     for module in list(inner.modules()) if recursive else ():

@@ -65,11 +65,20 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of this name; its lines are written by rank 0 unless they say otherwise.
+    """Return a logger whose lines are written by rank 0 only.
+
+    Each call takes ``main_process_only=False`` for lines of all ranks, and ``in_order=True`` for
+    one rank after the other.
 
     Args:
         name: usually ``__name__``.
-        log_level: such as "INFO"; None asks ACCELERATE_LOG_LEVEL, and changes nothing without it.
+        log_level: such as "INFO". None reads ACCELERATE_LOG_LEVEL, else changes nothing.
+
+    Example:
+        >>> from notebook_accel import Accelerator
+        >>> from notebook_accel.logging import get_logger
+        >>> accelerator = Accelerator()
+        >>> get_logger("train").info("begins", main_process_only=False)
     """
     logger = logging.getLogger(name)
     level = log_level or environment.read("LOG_LEVEL")

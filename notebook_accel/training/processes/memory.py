@@ -35,7 +35,16 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an error says that the memory of a device or of the host did not suffice."""
+    """Return whether an error says that the memory of a device or of the machine ran out.
+
+    Args:
+        exception: the error.
+
+    Example:
+        >>> from notebook_accel.utils import should_reduce_batch_size
+        >>> should_reduce_batch_size(MemoryError())
+        True
+    """
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(exception).lower()
@@ -43,11 +52,19 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free what nobody else holds: ``model, optimizer = release_memory(model, optimizer)``.
+    """Free objects that nothing else holds.
+
+    Args:
+        *objects: the objects, whose names you assign anew.
 
     Returns:
-        a None for each object, to assign to their names. What those names held is freed at the
-        latest by the next call.
+        None for each object. Memory that the names held is freed by the next call at the latest.
+
+    Example:
+        >>> import torch
+        >>> from notebook_accel.utils import release_memory
+        >>> model = torch.nn.Linear(2, 1)
+        >>> (model,) = release_memory(model)
     """
     given = len(objects)
     del objects
@@ -56,10 +73,14 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give back to the driver what torch's allocator keeps of the device's memory for later.
+    """Free the device memory that torch's allocator keeps for later.
 
     Args:
-        garbage_collection: free what Python holds in cycles first, which takes a moment.
+        garbage_collection: collect Python's garbage first, which takes a moment.
+
+    Example:
+        >>> from notebook_accel.utils import clear_device_cache
+        >>> clear_device_cache(garbage_collection=True)
     """
     if garbage_collection:
         gc.collect()

@@ -58,15 +58,18 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_state(
     rng_type: str | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Give every rank the random state of rank 0.
+    """Give every rank the random state of rank 0; all ranks call it.
 
     Args:
-        rng_type: "torch" (of the CPU), "generator", or a device type that torch knows, such as
-            "cuda".
-        generator: whose state, where ``rng_type`` is "generator".
+        rng_type: "torch" (of the CPU), "generator", or a device type such as "cuda".
+        generator: whose state, if ``rng_type`` is "generator".
 
     Raises:
         ValueError: "generator" without a generator, or an unknown type.
+
+    Example:
+        >>> from notebook_accel.utils import synchronize_rng_state
+        >>> synchronize_rng_state("torch")
     """
     kind = str(getattr(rng_type, "value", rng_type))
     if kind == "generator":

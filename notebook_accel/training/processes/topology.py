@@ -129,7 +129,7 @@ def forget() -> None:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this."""
     here = topology()
     if not has_process_group():
         exchange().barrier()

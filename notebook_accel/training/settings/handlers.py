@@ -105,7 +105,7 @@ class DDPCommunicationHookType(TextEnum):
 
 
 class LoggerType(TextEnum):
-    """A tracker, by its name."""
+    """Name of a tracker."""
 
     ALL = "all"
     AIM = "aim"
@@ -120,7 +120,7 @@ class LoggerType(TextEnum):
 
 
 class PrecisionType(TextEnum):
-    """A mixed precision, by its name."""
+    """Name of a mixed precision."""
 
     NO = "no"
     FP8 = "fp8"
@@ -129,7 +129,7 @@ class PrecisionType(TextEnum):
 
 
 class FP8BackendType(TextEnum):
-    """What computes in 8 bits: torchao ("AO"), or nothing; the others are Accelerate's."""
+    """Name of a library that computes in 8 bits: "AO" (torchao), "NO", or one of Accelerate's."""
 
     NO = "NO"
     TE = "TE"
@@ -138,7 +138,7 @@ class FP8BackendType(TextEnum):
 
 
 class RNGType(TextEnum):
-    """A source of random numbers that ranks can take from rank 0: ``rng_types``."""
+    """Name of a random state that ranks can take from rank 0 (``rng_types``)."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -155,7 +155,7 @@ class RNGType(TextEnum):
 
 @dataclass
 class KwargsHandler:
-    """Arguments for something of torch that the Accelerator makes."""
+    """Base class of settings for ``kwargs_handlers``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name."""

@@ -113,9 +113,14 @@ class DeepSpeedEngineWrapper:
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """A prepared optimizer that steps by DeepSpeed's engine.
 
+    Args:
+        optimizer: the optimizer that DeepSpeed steps.
+        engine: the wrapper of the engine.
+        accumulation: the accumulation windows.
+        device_memory: returns the memory in use, in bytes.
+
     Attributes:
-        optimizer: the optimizer that DeepSpeed steps: the user's own, with this rank's parts of the
-            weights.
+        optimizer: the optimizer inside, with this rank's parts of the weights.
     """
 
     def __init__(

@@ -38,16 +38,31 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 class GeneralTracker:
-    """Base of all trackers, users' own included.
+    """Base class of all trackers, also of your own.
 
-    A class of one's own gives ``name``, ``requires_logging_directory`` and ``tracker`` (an
-    attribute or a property), and overrides ``log`` and whatever else it keeps.
+    A subclass has ``name``, ``requires_logging_directory`` and ``tracker`` (an attribute or a
+    property). It overrides ``log`` and whatever else it keeps.
 
     Attributes:
-        name: by which ``log_with`` and ``get_tracker`` find it.
-        requires_logging_directory: whether it writes files; a class that does is made with the
-            folder as its second argument.
-        main_process_only: whether methods under ``on_main_process`` are rank 0's alone.
+        name: name by which ``log_with`` and ``get_tracker`` find it.
+        requires_logging_directory: whether it writes files. If so, it is made with the folder as
+            its second argument.
+        main_process_only: whether methods under ``on_main_process`` run on rank 0 only.
+
+    Example:
+        >>> from notebook_accel import Accelerator
+        >>> from notebook_accel.tracking import GeneralTracker, on_main_process
+        >>> class Printer(GeneralTracker):
+        ...     name = "printer"
+        ...     requires_logging_directory = False
+        ...     tracker = None
+        ...     @on_main_process
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> accelerator = Accelerator(log_with=Printer())
+        >>> accelerator.init_trackers("demo")
+        >>> accelerator.log({"loss": 0.5}, step=1)
+        1 {'loss': 0.5}
     """
 
     name: str
@@ -61,10 +76,13 @@ class GeneralTracker:
             """The library's own object behind it."""
 
     def __init__(self, _blank: bool = False) -> None:
-        """Check that the class says what it must.
+        """Check that the class has what it needs.
+
+        Args:
+            _blank: for the tracker of ranks that do not track.
 
         Raises:
-            NotImplementedError: it lacks one of the three attributes.
+            NotImplementedError: one of the three attributes is missing.
         """
         needed = ("name", "requires_logging_directory", "tracker")
         # dir() and not hasattr(): a property may only work once the tracker has started.
@@ -155,7 +173,11 @@ class LibraryTracker(GeneralTracker):
 
 
 def on_main_process(function: _Function) -> _Function:
-    """Let a tracker's method do nothing on other ranks, if it is ``main_process_only``."""
+    """Decorate a tracker's method so that it does nothing on ranks other than 0.
+
+    Args:
+        function: the method; a tracker with ``main_process_only = False`` runs it on all ranks.
+    """
 
     @functools.wraps(function)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:

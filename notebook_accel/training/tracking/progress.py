@@ -37,14 +37,20 @@ def progress(
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm[Any]:
-    """tqdm's own bar, shown by the first rank of each machine alone.
+    """A tqdm bar that only the first rank of each machine shows.
 
     Args:
-        args, kwargs: what tqdm takes.
+        *args: as tqdm.
         main_process_only: False shows a bar of every rank.
+        **kwargs: as tqdm.
 
     Raises:
-        ConfigError: it is given by position, as in old releases of Accelerate.
+        ConfigError: ``main_process_only`` is given by position, as in old releases of Accelerate.
+
+    Example:
+        >>> from notebook_accel.utils import tqdm
+        >>> sum(tqdm(range(3), disable=True))
+        3
     """
     if args and isinstance(args[0], bool):
         raise ConfigError(

@@ -28,7 +28,10 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` find a class of one's own by its name, in this process.
+    """Make ``log_with`` find a tracker of your own by its name, in this process.
+
+    Args:
+        tracker_class: a subclass of ``GeneralTracker``.
 
     Raises:
         ConfigError: it is no such class, or lacks ``name`` or ``requires_logging_directory``.
@@ -48,7 +51,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The trackers whose library is installed."""
+    """Return the trackers whose library is installed."""
     return [
         LoggerType(name)
         for name, kind in LOGGER_TYPE_TO_CLASS.items()

@@ -27,8 +27,13 @@ _PLAIN = (bool, int, float, str)
 
 
 class TensorBoardTracker(LibraryTracker):
-    """Writes by ``torch.utils.tensorboard.SummaryWriter``, which takes ``init_kwargs``; where
-    tensorboard is not installed, by that of tensorboardX."""
+    """Writes by TensorBoard's ``SummaryWriter``, of torch or, without tensorboard, of tensorboardX.
+
+    Args:
+        run_name: name of the project.
+        logging_dir: folder for its files.
+        **kwargs: ``init_kwargs`` of ``init_trackers``, for the ``SummaryWriter``.
+    """
 
     name = "tensorboard"
     module = "tensorboard"
