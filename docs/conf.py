@@ -6,6 +6,10 @@ import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 from shutil import copytree, ignore_patterns, rmtree
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
 # The package itself is installed; what is beside this file is not.
@@ -33,7 +37,7 @@ templates_path = ["_templates"]
 
 # ---- pages ------------------------------------------------------------------------------------
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 # ---- notebooks: they run when they have changed, in build/ ------------------------------------
@@ -56,7 +60,10 @@ nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json
 autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_class_signature = "mixed"
+autoclass_content = "both"
+python_maximum_signature_line_length = 80
+python_display_short_literal_types = True
+toc_object_entries_show_parents = "hide"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 # References to public names are checked: the inventories of Python and torch need a network.
@@ -70,7 +77,9 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
-html_sidebars = {"index": [], "first-launch": [], "troubleshooting": []}
+html_sidebars = {
+    page: [] for page in ("index", "first-launch", "troubleshooting", "from-accelerate")
+}
 html_theme_options = {
     "logo": {"text": project},
     "navbar_align": "left",
@@ -82,3 +91,16 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
+
+
+def _lead_into_the_site(_app: object, name: str, source: list[str]) -> None:
+    """Have links of a notebook to files of the repository lead to the pages made of them."""
+    if name.startswith("notebooks/"):
+        source[0] = (
+            source[0].replace("](../README.md", "](../index.md").replace("](../docs/", "](../")
+        )
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _lead_into_the_site)

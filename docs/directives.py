@@ -3,6 +3,7 @@
 {command-help} launch      what `notebook-accel launch --help` prints
 {settings}                 the table of LaunchConfig
 {picture} ddp              which part of a training each rank holds (pictures.py)
+{picture} machines.svg     a drawing, which takes the colours of the page
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from docutils import nodes
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 __all__ = ["setup"]
+
+DRAWINGS = Path(__file__).parent / "drawings"
 
 
 class CommandHelp(SphinxDirective):
@@ -64,12 +68,17 @@ def _rows() -> Iterator[str]:
 
 
 class Picture(SphinxDirective):
-    """Which part of a training each rank holds."""
+    """A picture within the page, so that it has the colours of the theme."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        return [nodes.raw("", draw(STRATEGIES[self.arguments[0]]), format="html")]
+        name = self.arguments[0]
+        if name in STRATEGIES:
+            svg = draw(STRATEGIES[name])
+        else:
+            svg = (DRAWINGS / name).read_text(encoding="utf-8")
+        return [nodes.raw("", f'<div class="picture">{svg}</div>', format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

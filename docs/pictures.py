@@ -81,7 +81,7 @@ STRATEGIES = {
 }
 
 # Sizes in the picture's own units.
-_NAME, _BAR, _GAP, _LINE, _HEAD, _HEIGHT = 112, 110, 14, 30, 26, 16
+_NAME, _BAR, _GAP, _LINE, _HEAD, _HEIGHT = 106, 66, 10, 26, 24, 15
 
 
 def draw(holding: Holding) -> str:
@@ -90,7 +90,7 @@ def draw(holding: Holding) -> str:
     width, height = _NAME + number * (_BAR + _GAP), _HEAD + len(holding.rows) * _LINE
     return "".join(
         [
-            f'<svg class="picture" role="img" aria-label="{escape(holding.title)}"',
+            f'<svg role="img" aria-label="{escape(holding.title)}"',
             f' viewBox="0 0 {width} {height}" style="max-width:{width}px">',
             *_heads(number),
             *_bars(holding),
