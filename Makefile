@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage docs test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-ray \
-  test-soak test-torch-tpu test-tpu test-wheel test-without-browser bench demo dist lab env browser \
+  test-soak test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
   clean
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo 'make test-tpu        trains by torch_xla on its CPU device, which it gets: 7 GB'
 	@echo 'make test-wheel      make dist; a launch from a kernel that has the wheel alone, on each Python'
 	@echo 'make dist            build and check what is published: dist/'
+	@echo 'make changelog VERSION=0.2.0   gather changelog.d/ in CHANGELOG.md'
 	@echo 'make bench           the figures of benchmarks/README.md, peers beside us'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
@@ -200,14 +201,20 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/strategies.py --scaling $(ARGS)
 
 # What is published: the wheel is built from the sdist, as it is for whoever has that alone.
+release_tools = test -x build/dist/bin/pip || $(PYTHON) -m venv build/dist; \
+  build/dist/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+  --constraint constraints.txt build==1.6.1 check-wheel-contents==0.6.3 hatchling \
+  towncrier==26.9.0 twine==7.0.0
 dist:
-	@test -x build/dist/bin/pip || $(PYTHON) -m venv build/dist
-	build/dist/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-	  --constraint constraints.txt build==1.6.1 check-wheel-contents==0.6.3 hatchling twine==7.0.0
+	@$(release_tools)
 	rm -rf dist
 	build/dist/bin/python -m build --no-isolation
 	build/dist/bin/twine check --strict dist/*
 	build/dist/bin/check-wheel-contents dist/*.whl
+
+changelog:
+	@$(release_tools)
+	build/dist/bin/towncrier build --version $(VERSION) --yes
 
 demo: $(READY)
 	$(BIN)/python notebooks/execute.py notebooks/01_quickstart.ipynb --out build/demo

@@ -4,7 +4,7 @@ Its wheel brings the scripts by which its users and its continuous integration t
 (``accelerate test``). Here ``accelerate`` is our package and ``accelerate.utils`` our door, and so
 on; ``accelerate.test_utils``, where the scripts are, is the library's. One launch runs them all,
 one after the other, on one CPU rank and then on two. A check that ours does not pass on purpose is
-in ``DIFFERENT`` (CHANGELOG, "Different from Hugging Face Accelerate").
+in ``DIFFERENT`` (docs/from-accelerate.md).
 """
 
 from __future__ import annotations

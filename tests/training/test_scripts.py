@@ -100,8 +100,7 @@ def differences(theirs: Any, ours: Any, path: str = "") -> Any:
         yield path, theirs, ours
 
 
-# Where ours differs from Accelerate on purpose (CHANGELOG, "Different from Hugging Face
-# Accelerate"): compared with what is right.
+# Where ours differs from Accelerate on purpose (docs/from-accelerate.md): compared with what is right.
 
 
 def differ_on_purpose(folder: str) -> dict[str, Any]:
