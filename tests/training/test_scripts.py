@@ -100,7 +100,8 @@ def differences(theirs: Any, ours: Any, path: str = "") -> Any:
         yield path, theirs, ours
 
 
-# Where ours differs from Accelerate on purpose (docs/from-accelerate.md): compared with what is right.
+# Where ours differs from Accelerate on purpose (docs/from-accelerate.md): compared with what
+# is right.
 
 
 def differ_on_purpose(folder: str) -> dict[str, Any]:
