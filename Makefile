@@ -249,4 +249,4 @@ browser:
 	fi
 
 clean:
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .coverage .coverage.*
+	rm -rf build dist docs/notebooks docs/reference/api .mypy_cache .ruff_cache .pytest_cache .coverage .coverage.*
