@@ -237,9 +237,10 @@ class Run:
         - ``models``: the prepared models of the newest ``Accelerator``, unwrapped, whole and on the
           CPU. None stands for a model that cannot be pickled, or was spread over the ranks before
           ``prepare``: make it anew and load its weights.
-        - ``weights``: their whole weights, as state dicts. - ``optimizers``, ``schedulers``: their
-        state dicts. - ``step``: number of steps of this call. - ``missing``: lines that name what
-        could not be rescued.
+        - ``weights``: their whole weights, as state dicts.
+        - ``optimizers``, ``schedulers``: their state dicts.
+        - ``step``: number of steps of this call.
+        - ``missing``: lines that name what could not be rescued.
 
         A function that reads ``should_stop``, or catches the interrupt, returns by itself: its
         result is kept instead. Without the handle of the launch, as after a restart of the kernel,

@@ -1129,8 +1129,7 @@ class Accelerator(ProcessInfo):
         Returns:
             The place in the training: ``epoch`` to continue with, ``batch`` (batches of that epoch
             that are done), ``step`` and ``samples`` so far, and the ``folder`` that was loaded
-                (None:
-            started anew).
+            (None: started anew).
 
         Raises:
             RuntimeError: the checkpoint is complete and has another model.
