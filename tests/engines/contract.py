@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import psutil
@@ -73,8 +73,14 @@ class EngineContract:
 
     engine = "local"
     prelude = ""
-    # Ranks that share the cores of a machine, of two.
+    # Ranks of a launch whose test says no number. The last of them is the one that fails.
+    world_size = 2
+    # Those of them that share the cores of a machine.
     local_world_size = 2
+    # What launches say beside; how far above a rank its agent is; what ACCELERATE_USE_CPU says.
+    settings: ClassVar[dict[str, Any]] = {"devices": "cpu"}
+    agent_above = 1
+    uses_cpu = "true"
 
     # ---- the fixture -----------------------------------------------------------------------
 
@@ -96,11 +102,22 @@ class EngineContract:
         """Agents, ranks and all that they brought about."""
         return [process for process in of_launches(os.getpid()) if process.pid != template().pid]
 
-    def launch(self, function: Any, *args: Any, n: int = 2, **options: Any) -> Run:
-        config = LaunchConfig(
-            engine=self.engine, num_processes=n, devices="cpu", grace=options.pop("grace", 10.0)
+    def config(self, n: int | None = None, **options: Any) -> LaunchConfig:
+        """The settings of a launch of so many ranks."""
+        number = n or self.world_size
+        return LaunchConfig(
+            engine=self.engine, num_processes=number, **{**self.settings, **options}
         )
+
+    def launch(
+        self, function: Any, *args: Any, n: int | None = None, grace: float = 10.0, **options: Any
+    ) -> Run:
+        config = self.config(n, grace=grace)
         return launch(function, args, config=config, **{"view": View(), **options})
+
+    def label(self, rank: int) -> str:
+        """What stands before a rank's line in the output of all."""
+        return f"[rank {rank}] " if self.world_size > 1 else ""
 
     def fails(self, function: Any, *args: Any, **options: Any) -> tuple[WorkerError, float]:
         """The error of a launch, and the seconds from the event (``mark()``) to it."""
@@ -132,7 +149,7 @@ class EngineContract:
             return torch.full((20_000_000,), float(current().rank))
 
         run = self.launch(train)
-        assert [float(tensor[-1]) for tensor in run] == [0.0, 1.0]
+        assert [float(tensor[-1]) for tensor in run] == [*range(self.world_size)]
         run[0].add_(1.0)
         assert float(run[0][0]) == 1.0
 
@@ -161,7 +178,7 @@ class EngineContract:
 
         with pytest.raises(WorkerError, match="generator"):
             self.launch(train)
-        assert self.launch(lambda: 1).results == [1, 1]
+        assert self.launch(lambda: 1).results == [1] * self.world_size
 
     def test_a_world_of_one_and_exit_zero_is_success(self) -> None:
         def train() -> None:
@@ -181,7 +198,7 @@ class EngineContract:
             return random.random(), float(np.random.rand()), float(torch.rand(1))
 
         drawn = [*self.launch(train), *self.launch(train)]
-        assert drawn == [train()] * 4
+        assert drawn == [train()] * 2 * self.world_size
 
     # ---- environment -----------------------------------------------------------------------
 
@@ -206,7 +223,8 @@ class EngineContract:
             )
 
         threads = max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
-        assert self.launch(train)[1] == (41, "here", str(tmp_path), False, threads, "true")
+        told = (41, "here", str(tmp_path), False, threads, self.uses_cpu)
+        assert self.launch(train)[-1] == told
         (tmp_path / "beside_the_notebook.py").write_text("value = 4242\n")
         assert self.launch(train)[0][0] == 4242
 
@@ -238,14 +256,14 @@ class EngineContract:
             subprocess.run(["echo", "child"], check=True)
             print("10%\r20%\r30%")
             display("shown")  # noqa: F821 - notebooks have it
-            if current().rank == 1:
+            if _is_last():
                 ctypes.CDLL(None).printf(b"last words\n")
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with pytest.raises(WorkerError) as caught:
             self.launch(train)
         run: Run = caught.value.run  # type: ignore[assignment]
-        assert run.logs(1).split("\n")[:-2] == [
+        assert run.logs(-1).split("\n")[:-2] == [
             "python",
             "from C",
             "error",
@@ -253,8 +271,8 @@ class EngineContract:
             "30%",
             "'shown'",
         ]
-        assert run.logs(1).split("\n")[-2] == "last words"
-        assert "[rank 1] child" in run.logs()
+        assert run.logs(-1).split("\n")[-2] == "last words"
+        assert f"{self.label(self.world_size - 1)}child" in run.logs()
         assert run.log_dir.is_dir()
 
     def test_a_flood_of_lines_is_whole(self) -> None:
@@ -266,7 +284,7 @@ class EngineContract:
 
         run = self.launch(train)
         expected = [f"line {number}" for number in range(num_lines)]
-        for rank in range(2):
+        for rank in range(self.world_size):
             assert run.logs(rank).splitlines() == expected
 
     def test_bars_and_metrics_become_live_state(self) -> None:
@@ -290,15 +308,18 @@ class EngineContract:
 
         run = self.launch(train)
         bars = [(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress]
-        for number in range(2):
+        for number in range(self.world_size):
             assert [bar[1:] for bar in bars if bar[0] == number] == [
                 ("plain", 3, 3),
                 ("auto", 4, 4),
                 ("book", 5, 5),
                 ("manual", 7, 10),
             ]
-        rows = [(row["rank"], row["step"], row["name"]) for row in run.metrics if row["rank"] == 1]
-        assert rows == [(1, 0, "loss"), (1, 1, "loss"), (1, 2, "loss")]
+        last = self.world_size - 1
+        rows = [
+            (row["rank"], row["step"], row["name"]) for row in run.metrics if row["rank"] == last
+        ]
+        assert rows == [(last, 0, "loss"), (last, 1, "loss"), (last, 2, "loss")]
         assert run.logs() == ""
 
     # ---- failures --------------------------------------------------------------------------
@@ -306,21 +327,22 @@ class EngineContract:
     def test_one_rank_raises(self) -> None:
         def train(marker: str) -> None:
             _join_group()
-            if current().rank == 1:
+            if _is_last():
                 Path(marker).touch()
                 raise ValueError("bad batch")
             _talk_for_ever()
 
         error, seconds = self.fails(train)
-        assert (error.rank, error.ranks, error.exitcode, error.signal) == (1, [1], 1, None)
-        assert "rank 1 failed: ValueError: bad batch" in str(error)
+        last = self.world_size - 1
+        assert (error.rank, error.ranks, error.exitcode, error.signal) == (last, [last], 1, None)
+        assert f"rank {last} failed: ValueError: bad batch" in str(error)
         assert 'raise ValueError("bad batch")' in error.traceback
         assert "reset by peer" not in str(error)
         assert isinstance(error.__cause__, ValueError)
         assert seconds < SOON
         run: Run = error.run  # type: ignore[assignment]
         assert run.status == "failed"
-        assert run.results == [None, None]
+        assert run.results == [None] * self.world_size
 
     def test_all_ranks_raise_alike(self) -> None:
         def train(marker: str) -> None:
@@ -379,14 +401,14 @@ class EngineContract:
     def test_a_rank_dies(self, how: str, exitcode: int | None, name: str | None) -> None:
         def train(marker: str, how: str) -> None:
             _join_group()
-            if current().rank == 1:
+            if _is_last():
                 print("last words")
                 Path(marker).touch()
                 exec(how, {"os": os, "signal": signal, "ctypes": ctypes, "sys": sys})
             _talk_for_ever()
 
         error, seconds = self.fails(train, how)
-        assert (error.rank, error.ranks) == (1, [1])
+        assert (error.rank, error.ranks) == (self.world_size - 1, [self.world_size - 1])
         assert (error.exitcode, error.signal) == (exitcode, name)
         assert "last words" in str(error)
         assert str(exitcode or name) in str(error)
@@ -431,11 +453,11 @@ class EngineContract:
 
     def test_a_rank_that_goes_on_after_it_closed_its_connection(self) -> None:
         def train() -> None:
-            if current().rank == 1:
+            if _is_last():
                 os.closerange(3, 1000)
             time.sleep(600)
 
-        with pytest.raises(WorkerError, match="rank 1 failed: ConnectionError: it closed"):
+        with pytest.raises(WorkerError, match=r"rank \d failed: ConnectionError: it closed"):
             self.launch(train)
 
     @pytest.mark.parametrize("how", ["returns", "raises"])
@@ -449,7 +471,7 @@ class EngineContract:
             return -1
 
         run = self.launch(train, how)
-        assert run.results == [how == "raises"] * 2
+        assert run.results == [how == "raises"] * self.world_size
         assert run.logs(0).count("ValueError: in the child") == (how == "raises")
 
     def test_what_is_left_to_do_after_the_return_is_bounded(self, tmp_path: Path) -> None:
@@ -508,13 +530,13 @@ class EngineContract:
             batches = iter(DataLoader(range(1000), num_workers=2))  # type: ignore[arg-type]
             next(batches)
             subprocess.Popen(["setsid", "sleep", "600"])
-            if current().rank == 1:
+            if _is_last():
                 Path(marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
 
         error, seconds = self.fails(train)
-        assert (error.rank, error.signal) == (1, "SIGKILL")
+        assert (error.rank, error.signal) == (self.world_size - 1, "SIGKILL")
         assert seconds < SOON
 
     def test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own(self) -> None:
@@ -554,6 +576,8 @@ class EngineContract:
         eventually(lambda: gone(daemons), within=CLEAN, what="its daemons are gone")
 
     def test_a_dead_agent(self) -> None:
+        above = self.agent_above
+
         def train(marker: str) -> None:
             import subprocess
 
@@ -561,11 +585,11 @@ class EngineContract:
             if current().rank == 0:
                 time.sleep(0.2)
                 Path(marker).touch()
-                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(_ancestor(above), signal.SIGKILL)
             time.sleep(600)
 
         error, seconds = self.fails(train)
-        assert (error.rank, error.ranks) == (None, [0, 1])
+        assert (error.rank, error.ranks) == (None, [*range(self.world_size)])
         assert "SIGKILL" in str(error)
         assert seconds < SOON
 
@@ -579,7 +603,7 @@ class EngineContract:
         monkeypatch.setattr(RankPool, "_send_to", launch_without_ranks)
         with pytest.raises(WorkerError) as caught:
             self.launch(lambda: 1)
-        assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
+        assert (caught.value.rank, caught.value.ranks) == (None, [*range(self.world_size)])
         # Every agent fails in the same way, so it does not matter which is heard first.
         assert "FileNotFoundError" in str(caught.value)
         assert "Traceback" in caught.value.traceback
@@ -598,8 +622,8 @@ class EngineContract:
         os.kill(before, signal.SIGKILL)
         eventually(lambda: template().pid != before, within=BUSY, what="a new template")
         go.touch()
-        assert run.wait(BUSY).results == [5, 5]
-        assert self.launch(train, str(go)).results == [5, 5]
+        assert run.wait(BUSY).results == [5] * self.world_size
+        assert self.launch(train, str(go)).results == [5] * self.world_size
 
     # ---- ending it -------------------------------------------------------------------------
 
@@ -617,10 +641,9 @@ class EngineContract:
         def train() -> int:
             from notebook_accel.launch import rank
 
-            _join_group()
             step = 0
             while not rank.current().should_stop():
-                _talk()
+                _meet()
                 rank.current().count_step()
                 step += 1
             return step
@@ -637,12 +660,11 @@ class EngineContract:
         def train(folder: str) -> None:
             from notebook_accel.launch import rank
 
-            _join_group()
             step = 0
             try:
                 while True:
                     rank.current().count_batch()
-                    _talk()
+                    _meet()
                     step += 1
             finally:
                 Path(folder, str(current().rank)).write_text(str(step))
@@ -669,8 +691,7 @@ class EngineContract:
 
     def test_kill(self) -> None:
         def train() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _ignore(signal.SIGINT, signal.SIGTERM)
             time.sleep(600)
 
         run = self.running(train)
@@ -680,7 +701,7 @@ class EngineContract:
 
     def test_the_time_out_ends_the_run(self) -> None:
         def train() -> None:
-            if current().rank == 1:
+            if _is_last():
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
 
@@ -721,7 +742,7 @@ class EngineContract:
         run: Run = caught.value.run  # type: ignore[attr-defined]
         assert run.status == "stopped"
         assert "tidied up" in run.logs(0)
-        assert run.results == [None, None]
+        assert run.results == [None] * self.world_size
 
     @pytest.mark.parametrize(
         ("stubborn", "times"), [("swallows everything", 3), ("native code with the GIL", 2)]
@@ -731,7 +752,7 @@ class EngineContract:
             Path(marker).touch()
             if stubborn == "native code with the GIL":
                 _hold_the_gil()
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _ignore(signal.SIGTERM)
             while True:
                 try:
                     time.sleep(600)
@@ -745,9 +766,11 @@ class EngineContract:
     def test_an_interrupt_ends_ranks_whose_agent_is_frozen(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
 
+        above = self.agent_above
+
         def train(marker: str) -> None:
-            if current().rank == 1:
-                os.kill(os.getppid(), signal.SIGSTOP)
+            if _is_last():
+                os.kill(_ancestor(above), signal.SIGSTOP)
                 Path(marker).touch()
             time.sleep(600)
 
@@ -761,8 +784,10 @@ class EngineContract:
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
         monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
 
+        above = self.agent_above
+
         def train() -> None:
-            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(_ancestor(above), signal.SIGSTOP)
             time.sleep(600)
 
         with pytest.raises(TimeoutError):
@@ -772,9 +797,11 @@ class EngineContract:
         monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
         monkeypatch.setattr(pool, "_TELL_SILENCE_SECONDS", 3.0)
 
+        above = self.agent_above
+
         def train() -> str:
             if current().rank == 0:
-                os.kill(os.getppid(), signal.SIGSTOP)
+                os.kill(_ancestor(above), signal.SIGSTOP)
             return "done"
 
         run = self.launch(train, block=False)
@@ -782,7 +809,7 @@ class EngineContract:
         for process in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
-        assert run.wait(BUSY).results == ["done", "done"]
+        assert run.wait(BUSY).results == ["done"] * self.world_size
 
     def test_an_interrupt_goes_on_by_itself_after_the_grace(self) -> None:
         def train(marker: str) -> None:
@@ -803,16 +830,17 @@ class EngineContract:
         run = self.launch(train, tmp_path, block=False)
         try:
             # A run is running as soon as one rank is: the other may not be in the function yet.
-            inside = [tmp_path / str(rank) for rank in range(2)]
-            eventually(lambda: all(map(Path.exists, inside)), within=BUSY, what="both are inside")
+            inside = [tmp_path / str(rank) for rank in range(self.world_size)]
+            eventually(lambda: all(map(Path.exists, inside)), within=BUSY, what="all are inside")
             text = run.stacks()
             assert "rank 0" in text
-            assert text.count("in train") == 2
-            for rank in (1, -1):
-                assert run.stacks(rank).startswith("rank 1\n")
+            assert text.count("in train") == self.world_size
+            last = self.world_size - 1
+            for rank in (last, -1):
+                assert run.stacks(rank).startswith(f"rank {last}\n")
                 assert "in train" in run.stacks(rank)
-            with pytest.raises(IndexError, match="rank 2: this run has the ranks 0 to 1"):
-                run.stacks(2)
+            with pytest.raises(IndexError, match=f"rank {last + 1}: this run has the ranks? 0"):
+                run.stacks(last + 1)
         finally:
             run.kill()
         with pytest.raises(RunStopped):
@@ -842,24 +870,22 @@ class EngineContract:
         thread = threading.Thread(target=lambda: made.append(self.launch(train, block=False)))
         thread.start()
         thread.join()
-        assert made[0].results == [1, 1]
+        assert made[0].results == [1] * self.world_size
 
     def test_runs_beside_each_other(self) -> None:
         def train(number: int) -> int:
-            _join_group()
-            _talk()
+            _meet()
             return number
 
-        both = [self.launch(train, number, block=False) for number in range(3)]
-        assert [run.results for run in both] == [[0, 0], [1, 1], [2, 2]]
+        all_runs = [self.launch(train, number, block=False) for number in range(3)]
+        assert [run.results for run in all_runs] == [[n] * self.world_size for n in range(3)]
 
     # ---- sessions --------------------------------------------------------------------------
 
     @pytest.fixture
     def session(self) -> Iterator[Session]:
-        """Two ranks that stay between calls."""
-        config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu")
-        session = Session(config=config)
+        """Ranks that stay between calls."""
+        session = Session(config=self.config())
         yield session
         session.close()
         assert session.status == "ended"
@@ -895,16 +921,16 @@ class EngineContract:
         before = len(run_folders())
         two = session.call(second, view=View())
         assert len(run_folders()) < before
-        assert [size for _, size in one] == [2, 2]
-        assert [kept for _, kept, _ in two] == [[7], [7]]
-        assert [ranks for _, _, ranks in two] == [[0, 1], [0, 1]]
+        size = self.world_size
+        assert [found for _, found in one] == [size] * size
+        assert [kept for _, kept, _ in two] == [[7]] * size
+        assert [ranks for _, _, ranks in two] == [[*range(size)]] * size
         pids = [pid for pid, _ in one]
         assert pids == [pid for pid, _, _ in two] == one.pids == two.pids
         assert (one.status, two.status, session.status) == ("succeeded", "succeeded", "ready")
-        assert (one.logs(), two.logs()) == (
-            "[rank 0] first\n[rank 1] first\n",
-            "[rank 0] second\n[rank 1] second\n",
-        )
+        labels = [self.label(rank) for rank in range(size)]
+        assert one.logs() == "".join(f"{label}first\n" for label in labels)
+        assert two.logs() == "".join(f"{label}second\n" for label in labels)
 
     def test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one(
         self, session: Session
@@ -915,19 +941,21 @@ class EngineContract:
             from notebook_accel import Accelerator
 
             accelerator = Accelerator()
-            if what == "raise" and accelerator.process_index == 1:
+            if what == "raise" and accelerator.is_last_process:
                 raise ValueError("bad cell")
             total = accelerator.reduce(torch.tensor([accelerator.process_index + 1]))
             return int(total)
 
-        assert session.call(meet, ("go",), view=View()).results == [3, 3]
+        last = self.world_size - 1
+        sums = [sum(range(1, last + 2))] * self.world_size
+        assert session.call(meet, ("go",), view=View()).results == sums
         for _ in range(2):
             with pytest.raises(WorkerError) as caught:
                 session.call(meet, ("raise",), view=View())
-            assert (caught.value.rank, caught.value.ranks) == (1, [1])
+            assert (caught.value.rank, caught.value.ranks) == (last, [last])
             assert isinstance(caught.value.__cause__, ValueError)
             assert session.status == "ready"
-            assert session.call(meet, ("go",), view=View()).results == [3, 3]
+            assert session.call(meet, ("go",), view=View()).results == sums
 
     def test_plain_groups_after_a_call_that_failed(self, session: Session) -> None:
         def meet(raises: bool) -> float:
@@ -942,11 +970,12 @@ class EngineContract:
             dist.all_reduce(total)
             return float(total)
 
-        assert session.call(meet, (False,), view=View()).results == [2.0, 2.0]
+        size = self.world_size
+        assert session.call(meet, (False,), view=View()).results == [size] * size
         with pytest.raises(WorkerError) as caught:
             session.call(meet, (True,), view=View())
         assert caught.value.ranks == [0]
-        assert session.call(meet, (False,), view=View()).results == [2.0, 2.0]
+        assert session.call(meet, (False,), view=View()).results == [size] * size
 
     @pytest.mark.parametrize(
         "where",
@@ -974,11 +1003,11 @@ class EngineContract:
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             Path(folder, str(current().rank)).touch()
             if where in ("in Python", "in another thread") or (
-                where == "in a collective" and accelerator.process_index == 1
+                where == "in a collective" and accelerator.is_last_process
             ):
                 time.sleep(600)
-            if where == "in collectives, for ever":
-                _talk_for_ever()
+            while where == "in collectives, for ever":
+                _meet()
             return int(accelerator.reduce(torch.tensor([1])))
 
         def kept() -> int:
@@ -986,14 +1015,15 @@ class EngineContract:
 
             return __main__.kept  # type: ignore[attr-defined,no-any-return]
 
-        both = [tmp_path / "0", tmp_path / "1"]
+        size = self.world_size
+        inside = [tmp_path / str(rank) for rank in range(size)]
         with pytest.raises(KeyboardInterrupt) as caught:  # noqa: SIM117
-            with _interrupts_when(lambda: all(path.exists() for path in both)):
+            with _interrupts_when(lambda: all(path.exists() for path in inside)):
                 session.call(meet, (where, str(tmp_path)), view=View())
         assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
         assert session.status == "ready"
-        assert session.call(kept, view=View()).results == [5, 5]
-        assert session.call(meet, ("go", str(tmp_path)), view=View()).results == [2, 2]
+        assert session.call(kept, view=View()).results == [5] * size
+        assert session.call(meet, ("go", str(tmp_path)), view=View()).results == [size] * size
 
     @pytest.mark.parametrize("where", ["in the store", "in a collective"])
     def test_ranks_that_wait_for_one_that_failed(self, session: Session, where: str) -> None:
@@ -1045,21 +1075,21 @@ class EngineContract:
 
     def test_a_rank_that_dies_between_calls_is_noticed(self, session: Session) -> None:
         pids = session.call(os.getpid, view=View()).results
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[-1], signal.SIGKILL)
         eventually(lambda: session.status == "broken", within=SOON, what="it is noticed")
-        with pytest.raises(LaunchError, match=r"rank 1 was killed by SIGKILL.*start them again"):
+        with pytest.raises(LaunchError, match=r"rank \d was killed by SIGKILL.*start them again"):
             session.call(os.getpid, view=View())
 
     def test_a_rank_that_dies_in_a_call(self, session: Session) -> None:
         def die() -> None:
             _join_group()
-            if current().rank == 1:
+            if _is_last():
                 os.kill(os.getpid(), signal.SIGKILL)
             _talk_for_ever()
 
         with pytest.raises(WorkerError) as caught:
             session.call(die, view=View())
-        assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
+        assert (caught.value.rank, caught.value.signal) == (self.world_size - 1, "SIGKILL")
         assert session.status == "broken"
 
     def test_a_killed_call_ends_the_session(self, session: Session) -> None:
@@ -1099,7 +1129,7 @@ class EngineContract:
         session.kill() if how == "kill" else session.close(grace=0.1)
         with pytest.raises(RunStopped):
             run.wait(BUSY)
-        assert (run.status, run.results) == ("stopped", [None, None])
+        assert (run.status, run.results) == ("stopped", [None] * self.world_size)
 
     def test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time(
         self, tmp_path: Path
@@ -1119,8 +1149,7 @@ class EngineContract:
             threading.Thread(target=write).start()
             begun.touch()
 
-        config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu", grace=0.5)
-        session = Session(config=config)
+        session = Session(config=self.config(grace=0.5))
         with pytest.raises(WorkerError):
             session.call(work, (str(tmp_path / "kept"),), view=View())
         session.close(grace=BUSY)
@@ -1149,14 +1178,16 @@ class EngineContract:
         with pytest.raises(WorkerError, match="bad batch"):
             session.call(meet, (True,), view=View())
         assert session.status == "ready"
-        assert session.call(meet, (False,), view=View()).results == ["0", "1"]
+        numbers = [str(rank) for rank in range(self.world_size)]
+        assert session.call(meet, (False,), view=View()).results == numbers
 
     def test_stacks_of_a_rank_that_has_died(self, session: Session) -> None:
         pids = session.call(os.getpid, view=View()).results
-        assert "most recent call first" in session.stacks(1)
-        os.kill(pids[1], signal.SIGKILL)
+        last = self.world_size - 1
+        assert "most recent call first" in session.stacks(last)
+        os.kill(pids[-1], signal.SIGKILL)
         eventually(lambda: session.status == "broken", within=SOON, what="it is noticed")
-        assert session.stacks(1) == "rank 1\nthe rank has ended\n"
+        assert session.stacks(last) == f"rank {last}\nthe rank has ended\n"
 
     def test_an_interrupt_while_a_session_starts_leaves_nobody(
         self, monkeypatch: pytest.MonkeyPatch
@@ -1171,7 +1202,7 @@ class EngineContract:
 
         monkeypatch.setattr(pool.RankPool, "start", start)
         with pytest.raises(KeyboardInterrupt):
-            Session(config=LaunchConfig(engine=self.engine, num_processes=2, devices="cpu"))
+            Session(config=self.config())
         eventually(lambda: not self.alive(), within=CLEAN, what="nobody is left")
 
     @pytest.mark.parametrize("what", ["a run", "a session"])
@@ -1193,7 +1224,7 @@ class EngineContract:
             monkeypatch.setattr(threading.Thread, "start", start)
         else:
             monkeypatch.setattr(pool.RankPool, "send_launch", launch)
-        config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu")
+        config = self.config()
         begin: Any = (
             (lambda: self.launch(time.sleep, 600))
             if what == "a run"
@@ -1214,12 +1245,15 @@ class EngineContract:
 
         script = _KERNEL.format(
             prelude=IMPORT_LITTLE + self.prelude,
-            engine=self.engine,
+            config=self.config(),
+            world_size=self.world_size,
             forked=forked,
             folder=str(tmp_path),
         )
         kernel = subprocess.Popen([sys.executable, "-c", script])
-        eventually((tmp_path / "ready").exists, within=30, what="a run and a session are there")
+        eventually(
+            (tmp_path / "ready").exists, within=max(30, BUSY), what="a run and a session are there"
+        )
         ours = [process.pid for process in below(kernel.pid)]
         if forked:
             child = int((tmp_path / "ready").read_text())
@@ -1231,15 +1265,15 @@ class EngineContract:
         finally:
             if forked:
                 os.kill(child, signal.SIGKILL)
-        # The template, and for each an agent, two ranks and what these started.
-        assert len(ours) >= 11
+        # The template, and for each an agent, its ranks and what these started.
+        assert len(ours) >= 1 + 2 * (1 + 2 * self.world_size)
 
     def test_a_stopped_template_is_replaced(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(handle, "_FORK_SECONDS", 2.0)
         source = template()
         source.wait_until_ready()
         os.kill(source.pid, signal.SIGSTOP)
-        assert self.launch(lambda: 1).results == [1, 1]
+        assert self.launch(lambda: 1).results == [1] * self.world_size
         assert template().pid != source.pid
         assert gone([source.pid])
 
@@ -1251,7 +1285,7 @@ class EngineContract:
         killer.start()
         with pytest.raises(LaunchError, match="SIGKILL"):
             self.launch(lambda: 1)
-        assert self.launch(lambda: 1).results == [1, 1]
+        assert self.launch(lambda: 1).results == [1] * self.world_size
 
 
 _KERNEL = """
@@ -1272,11 +1306,11 @@ def train():
     mutex = ctypes.create_string_buffer(128)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-config = LaunchConfig(engine={engine!r}, num_processes=2, devices="cpu")
+config = {config!r}
 run = launch(train, config=config, view=View(), block=False)
 session = Session(config=config)
 session.call(start_a_child, view=View())
-while len(list(folder.glob("rank*"))) < 2:
+while len(list(folder.glob("rank*"))) < {world_size}:
     time.sleep(0.01)
 child = os.fork() if {forked} else 0
 if {forked} and not child:
@@ -1292,6 +1326,28 @@ time.sleep(600)
 
 def _words(path: Path) -> list[str]:
     return path.read_text().split()
+
+
+def _is_last() -> bool:
+    here = current()
+    return here.rank == here.world_size - 1
+
+
+def _ancestor(generations: int) -> int:
+    return psutil.Process().parents()[generations - 1].pid
+
+
+def _ignore(*signals: signal.Signals) -> None:
+    for number in signals:
+        with contextlib.suppress(ValueError):  # in a thread, which none of them reaches
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _meet() -> None:
+    from notebook_accel import Accelerator
+
+    Accelerator().wait_for_everyone()
+    time.sleep(0.001)
 
 
 def _join_group() -> None:
@@ -1322,7 +1378,7 @@ def _hold_the_gil() -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_when(condition: Any, *, times: int = 1) -> Iterator[None]:
+def _interrupts_when(condition: Any, *, times: int = 1, within: float = 30) -> Iterator[None]:
     """Send SIGINT to this process, as a kernel manager does, once ``condition`` holds.
 
     Never after the block: a late one would hit the next test.
@@ -1331,7 +1387,7 @@ def _interrupts_when(condition: Any, *, times: int = 1) -> Iterator[None]:
     is_over = False
 
     def press() -> None:
-        eventually(condition, within=30, what="the ranks are in their function")
+        eventually(condition, within=max(within, BUSY), what="the ranks are in their function")
         for _ in range(times):
             with may_press:
                 if is_over:

@@ -1,86 +1,99 @@
 """What every engine must do, by ranks that ``xmp.spawn`` starts on torch_xla's CPU device.
 
-There the ranks of a launch are threads of one process, as on TPUs whose chips have two cores.
+One rank has its process for itself, as on TPUs whose chips have one core. Two ranks are threads of
+one process there, as on those whose chips have two.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import pytest
 
-from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.view import View
+from tests.engines import contract
 from tests.engines.contract import EngineContract
 
-if TYPE_CHECKING:
-    from notebook_accel.launch.run import Run
+pytestmark = pytest.mark.timeout(400)
 
+SESSION = "sessions are refused where ranks share a process"
+GROUP = "a process has one default group of torch.distributed"
+SHARED = "ranks share what Python and C have once a process"
+TOGETHER = "ranks of one process die together, as tests/xla/test_failures.py has it"
+C_CODE = "no interrupt reaches a thread in C code, as tests/xla/test_failures.py has it for Python"
 
-# Cases that need a process for each rank, or ranks that begin within seconds of the launch: they
-# make groups of torch.distributed (one a process), count on variables and random numbers of their
-# own, fork or break their process, take its parent for the agent, set signals, sleep in C through
-# an interrupt, hold the GIL while others go on, or outlive another. So do sessions. Deaths of ranks
-# that share a process are in tests/xla/test_failures.py.
+# The cases that need a process for each rank, and why.
 NEEDS_A_PROCESS = {
-    "test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one",
-    "test_a_call_that_is_interrupted_is_followed_by_a_good_one",
+    "test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own": TOGETHER,
+    "test_a_killed_kernel_leaves_nobody": SESSION,
+    "test_a_killed_rank_takes_its_loader_workers_and_daemons_along": TOGETHER,
+    "test_a_rank_dies": TOGETHER,
+    "test_a_rank_that_breaks_its_connection": TOGETHER,
+    "test_a_rank_that_goes_on_after_it_closed_its_connection": TOGETHER,
+    "test_a_rank_that_waits_for_one_that_has_returned": GROUP,
+    "test_an_interrupt_reaches_handlers_and_the_cell_ends_with_the_ranks": C_CODE,
+    "test_key_error_while_the_others_sit_in_a_collective": GROUP,
+    "test_one_rank_raises": GROUP,
+    "test_output_is_whole_and_in_order": SHARED,
+    "test_ranks_draw_what_the_notebook_would": SHARED,
+    "test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time": SESSION,
+    "test_stacks_of_a_rank_that_holds_the_gil": SHARED,
+    "test_stacks_of_ranks_that_have_only_just_been_forked": SHARED,
+    "test_the_port_is_held_and_usable": GROUP,
+    "test_what_is_left_to_do_after_the_return_is_bounded": SHARED,
+}
+# The cases that are about several ranks.
+NEEDS_OTHERS = {
     "test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own",
-    "test_a_dead_agent",
-    "test_a_forked_child_that_comes_back_is_no_rank",
-    "test_a_frozen_agent_is_told_and_the_run_goes_on_with_it",
-    "test_a_function_that_never_asks_leaves_at_the_same_batch",
     "test_a_gigabyte_each_way",
-    "test_a_killed_call_ends_the_session",
-    "test_a_killed_kernel_leaves_nobody",
-    "test_a_killed_rank_takes_its_loader_workers_and_daemons_along",
-    "test_a_rank_dies",
-    "test_a_rank_stuck_in_a_collective_of_a_group_that_somebody_keeps",
-    "test_a_rank_that_breaks_its_connection",
-    "test_a_rank_that_dies_between_calls_is_noticed",
-    "test_a_rank_that_dies_in_a_call",
-    "test_a_rank_that_goes_on_after_it_closed_its_connection",
+    "test_a_rank_speaks_for_itself_alone",
     "test_a_rank_that_waits_for_one_that_has_returned",
-    "test_an_interrupt_goes_on_by_itself_after_the_grace",
-    "test_an_interrupt_reaches_handlers_and_the_cell_ends_with_the_ranks",
+    "test_all_ranks_raise_alike",
     "test_key_error_while_the_others_sit_in_a_collective",
-    "test_kill",
-    "test_launch_error_when_the_template_dies_while_forking",
-    "test_one_rank_raises",
-    "test_output_is_whole_and_in_order",
-    "test_plain_groups_after_a_call_that_failed",
-    "test_ranks_draw_what_the_notebook_would",
     "test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time",
     "test_ranks_that_wait_for_one_that_failed",
-    "test_runs_beside_each_other",
+    "test_results_come_back_in_the_order_of_ranks",
     "test_should_stop_is_true_at_the_same_step",
-    "test_stacks_of_a_rank_that_has_died",
-    "test_stacks_of_a_rank_that_holds_the_gil",
     "test_stacks_of_ranks_that_have_only_just_been_forked",
-    "test_the_notebooks_surroundings",
     "test_the_port_is_held_and_usable",
-    "test_three_interrupts_end_anything",
     "test_what_is_left_to_do_after_the_return_is_bounded",
 }
 
 
-class TestXla(EngineContract):
+class OnXla(EngineContract):
     engine = "xla"
-
-    @pytest.fixture(autouse=True)
-    def _skips(self, request: pytest.FixtureRequest) -> None:
-        uses_session = "session" in request.fixturenames
-        if uses_session or request.node.originalname in NEEDS_A_PROCESS:
-            pytest.skip("needs a process a rank")
+    settings: ClassVar[dict[str, Any]] = {}
+    uses_cpu = "false"
 
     @pytest.fixture(autouse=True)
     def _devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NOTEBOOK_ACCEL_XLA_MODULES", "tests.xla.stand_in")
-        monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+        monkeypatch.setenv("CPU_NUM_DEVICES", str(self.world_size))
+        # Every launch imports torch_xla: seconds, and on a busy machine many.
+        for name in ("SOON", "CLEAN", "BUSY"):
+            monkeypatch.setattr(contract, name, 100.0)
         self._set = monkeypatch.setenv
 
-    def launch(self, function: Any, *args: Any, n: int = 2, **options: Any) -> Run:
-        self._set("CPU_NUM_DEVICES", str(n))
-        config = LaunchConfig(engine=self.engine, grace=options.pop("grace", 10.0))
-        return launch(function, args, config=config, **{"view": View(), **options})
+    def config(self, n: int | None = None, **options: Any) -> Any:
+        self._set("CPU_NUM_DEVICES", str(n or self.world_size))
+        return super().config(n, **options)
+
+
+class TestOneRank(OnXla):
+    world_size = local_world_size = 1
+
+    @pytest.fixture(autouse=True)
+    def _skips(self, request: pytest.FixtureRequest) -> None:
+        if request.node.originalname in NEEDS_OTHERS:
+            pytest.skip("about several ranks")
+
+
+class TestTwoRanks(OnXla):
+    # Between them is the leader, whose child has the ranks.
+    agent_above = 2
+
+    @pytest.fixture(autouse=True)
+    def _skips(self, request: pytest.FixtureRequest) -> None:
+        if "session" in request.fixturenames:
+            pytest.skip(SESSION)
+        if request.node.originalname in NEEDS_A_PROCESS:
+            pytest.skip(NEEDS_A_PROCESS[request.node.originalname])

@@ -17,7 +17,9 @@ from notebook_accel import RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.rank import current
+from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
+from tests.engines.contract import _interrupts_when
 from tests.engines.processes import gone
 from tests.waiting import eventually
 
@@ -47,6 +49,21 @@ def test_a_rank_that_raises() -> None:
     error = fails(raise_on_one)
     assert (error.rank, error.ranks) == (1, [1])
     assert "no such batch" in error.traceback
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_a_rank_that_raises_while_another_waits_for_it() -> None:
+    def meet() -> None:
+        from notebook_accel import Accelerator
+
+        accelerator = Accelerator()
+        accelerator.wait_for_everyone()
+        if accelerator.is_last_process:
+            raise ValueError("no such batch")
+        accelerator.wait_for_everyone()
+
+    error = fails(meet)
+    assert (error.rank, error.ranks) == (1, [1])
     assert isinstance(error.__cause__, ValueError)
 
 
@@ -89,7 +106,7 @@ def train_for_ever() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     print("begins")
     while True:
-        for (inputs,) in loader:
+        for (inputs,) in accelerator.progress(loader, "for ever"):
             accelerator.backward(model(inputs).sum())
             optimizer.step()
             optimizer.zero_grad()
@@ -97,12 +114,32 @@ def train_for_ever() -> None:
 
 def test_stop_between_steps() -> None:
     run = begun(train_for_ever)
+    eventually(lambda: has_moved(run), within=100, what="the bars of both ranks move")
     run.stop()
     with pytest.raises(RunStopped):
         run.wait(100)
     assert run.status == "stopped"
     (model,) = run.rescued.models
     assert model.weight.device.type == "cpu"
+    assert gone(set(run.pids))
+
+
+def has_moved(run: Run) -> bool:
+    """Whether both ranks' bars are seen to go on, while the run does."""
+    return {bar.rank for bar in run.progress if bar.name == "for ever" and bar.n > 3} == {0, 1}
+
+
+def test_an_interrupt_between_steps() -> None:
+    before = {run.id for run in runs()}
+
+    def is_training() -> bool:
+        return any(run.id not in before and has_moved(run) for run in runs())
+
+    with pytest.raises(KeyboardInterrupt) as caught, _interrupts_when(is_training, within=150):
+        launch(train_for_ever, (), config=XLA, view=View())
+    run: Run = caught.value.run  # type: ignore[attr-defined]
+    assert run.status == "stopped"
+    assert len(run.rescued.models) == 1
     assert gone(set(run.pids))
 
 

@@ -27,7 +27,7 @@ def train(lr):
     dataset = torch.utils.data.TensorDataset(features, labels)
     loader = torch.utils.data.DataLoader(dataset, batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for inputs, targets in loader:
+    for inputs, targets in accelerator.progress(loader, "batches"):
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)
         optimizer.step()
@@ -39,6 +39,7 @@ ASK = """
 import sys
 print([rank[:2] for rank in run], torch.equal(run[0][2], run[1][2]), run[0][2].device)
 print(len(run.metrics) > 0, "torch_xla" in sys.modules)
+print([(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress])
 """
 
 
@@ -73,6 +74,17 @@ def test_a_function_of_a_cell_twice(kernel: Any) -> None:
         told = execute(kernel, ASK)
         assert "[(0, 'xla:0'), (1, 'xla:1')] True cpu" in told
         assert "True False" in told
+        assert "[(0, 'batches', 4, 4), (1, 'batches', 4, 4)]" in told
+
+
+@pytest.mark.timeout(600)
+def test_an_error_names_the_line_of_the_cell(kernel: Any) -> None:
+    execute(kernel, "from notebook_accel import notebook_launcher")
+    execute(kernel, "def fail(lr):\n    missing = {}\n    return missing[lr]")
+    with pytest.raises(AssertionError) as caught:
+        execute(kernel, 'notebook_launcher(fail, (0.1,), engine="xla", view="text")')
+    assert "KeyError: 0.1" in str(caught.value)
+    assert re.search(r"Cell In\[2\], line 3, in fail", str(caught.value))
 
 
 @pytest.mark.timeout(600)

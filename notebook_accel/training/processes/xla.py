@@ -64,7 +64,11 @@ def connect() -> Exchange:
 
 
 def begin_batch() -> None:
-    """Run what was recorded since the last batch: until then operations are only noted."""
+    """Run what was recorded since the last batch: until then operations are only noted.
+
+    So does torch_xla's MpDeviceLoader at each batch. That one reads two dozen ahead, in threads:
+    nobody knows then which one the loop has, so where to resume, or whether it is the last.
+    """
     import torch_xla
 
     current().shared[_HAS_BATCHES] = True
