@@ -898,7 +898,7 @@ def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
     assert (
         "    grace: float = 10.0\n |          Seconds that ranks get to leave: after Stop" in start
     )
-    assert "How a run is launched" in text
+    assert "Settings of a launch, checked at construction" in text
 
 
 def test_a_new_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
