@@ -142,6 +142,11 @@ class Hasty(NotebookClient):
         return super().process_message(*message)
 
 
+def has_output(cell: nbformat.NotebookNode) -> bool:
+    """Whether a cell shows something, beside what libraries say on stderr in some environments."""
+    return any(output.get("name") != "stderr" for output in cell.get("outputs", []))
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", RESULTS)
 def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +154,7 @@ def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.Monk
     path = NOTEBOOKS / f"{name}.ipynb"
     notebook = execute(path)
     stored = nbformat.read(path, as_version=4)
-    assert [bool(cell.get("outputs")) for cell in notebook.cells] == [
-        bool(cell.get("outputs")) for cell in stored.cells
-    ]
+    assert list(map(has_output, notebook.cells)) == list(map(has_output, stored.cells))
     pattern, holds = RESULTS[name]
     text = last_text(notebook)
     found = re.search(pattern, text)

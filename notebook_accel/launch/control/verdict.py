@@ -129,9 +129,11 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
         log_dir: where the ranks' whole output is.
     """
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
-    # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave:
-    # agents interrupt ranks one by one, so that one may lose the other.
-    has_left = is_stopped and any(_left_as_asked(rank) for rank in state.ranks)
+    # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave
+    # or killed: agents end ranks one by one, so that one may lose the other.
+    has_left = is_stopped and any(
+        _left_as_asked(rank) or rank.ended_by_agent for rank in state.ranks
+    )
     if failed and not ((lost or has_left) and min(map(_kind, failed)) == _Kind.LOST_PEER):
         returned = [rank.rank for rank in state.ranks if rank.returned]
         return Verdict(status="failed", failure=_rank_failure(failed, returned, log_dir))

@@ -356,6 +356,12 @@ def test_an_agent_that_died_after_a_failure() -> None:
     assert "the reason" in told.message
 
 
+def test_a_peer_that_was_killed_for_a_stop_was_not_lost_by_a_failure() -> None:
+    state = run(2, *ended_by_agent(0), raised(1, kind="lost peer", type_name="RuntimeError"))
+    assert verdict(state, is_stopped=True).status == "stopped"
+    assert verdict(state).status == "failed"
+
+
 def test_an_agent_that_was_killed_for_a_stop() -> None:
     state = run(2, *ended_by_agent(0, 1))
     assert verdict(state, is_stopped=True, lost=[LOST]).status == "stopped"
