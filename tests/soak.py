@@ -25,8 +25,8 @@ import psutil
 
 from notebook_accel import WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
+from tests.launches import launch
 
 __all__ = ["Traces", "look", "soak"]
 

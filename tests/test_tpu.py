@@ -20,11 +20,10 @@ from notebook_accel import (
 )
 from notebook_accel.launch import doctor
 from notebook_accel.launch.engines import engine_for, local
-from notebook_accel.launch.engines.base import StartRequest
 from notebook_accel.launch.engines.local import LocalEngine
 from notebook_accel.launch.engines.xla import XlaEngine
 from notebook_accel.launch.machine import machine_with
-from notebook_accel.launch.view import View
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.wire import Devices
 from notebook_accel.notebook.picker import devices_line
 
@@ -155,7 +154,7 @@ def test_what_torch_tpu_decides_reaches_the_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tpu, "_ASK_TORCH_TPU", told)
     found = Devices(kind="tpu", names=("TPU v6e", "TPU v6e"))
     monkeypatch.setattr(local, "ask_template", lambda *_: found)
-    request = StartRequest(name="train", config=LaunchConfig(), environment={}, view=View())
+    request = LaunchRequest(name="train", config=LaunchConfig())
     plan = LocalEngine().plan_ranks(request)
     assert plan.world_size == 2
     assert plan.environment == {"TORCH_TPU_TOPOLOGY": "2,2,1"}

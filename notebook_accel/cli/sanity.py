@@ -51,9 +51,14 @@ def test(arguments: Sequence[str]) -> int:
 def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
     """Launch the same as ``notebook_launcher`` would."""
     from notebook_accel.launch.launcher import launch
+    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.view.plain import PlainView
 
-    run = launch(check_training, config=config, view=PlainView(), notices=notices)
+    run = launch(
+        LaunchRequest(
+            function=check_training, config=config, view=PlainView(), notices=tuple(notices)
+        )
+    )
     return 0 if all(run.results) else 1
 
 

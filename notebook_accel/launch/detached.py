@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.base import CallRequest
     from notebook_accel.launch.payload import PackedCall
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = ["attach", "check_can_detach", "start_keeper"]
 
@@ -88,7 +88,7 @@ def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
 
 
 def start_keeper(
-    request: CallRequest,
+    request: LaunchRequest,
     packed: PackedCall,
     *,
     notebook_file: str,
@@ -111,10 +111,7 @@ def start_keeper(
         ConfigError, LaunchError: the keeper, or the ranks, could not be started.
     """
     asked = replace(
-        request,
-        function=_in_the_payload,
-        args=(),
-        kwargs={},
+        request.without_function(),
         view=GuardedView(View()),
         notebook=pickle.dumps(capture(request.config.seed)),
     )
@@ -162,10 +159,6 @@ def start_keeper(
         return _attached(channel, first, folder, request.config, request.view, source)
 
     return begin
-
-
-def _in_the_payload() -> None:
-    """In the place of the person's function, which travels beside the request."""
 
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig
@@ -24,14 +25,9 @@ from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, start_keeper
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.engines.base import (
-    CallRequest,
-    NewRun,
-    StartRequest,
-    begin_call,
-    sendable,
-)
+from notebook_accel.launch.engines.base import NewRun, begin_call, sendable
 from notebook_accel.launch.payload import Registry, pack_call
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
@@ -40,12 +36,12 @@ from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from notebook_accel.launch.control.state import ProcessState
     from notebook_accel.launch.engines.base import Engine, RankPlan
-    from notebook_accel.launch.payload import CellSource, PackedCall
+    from notebook_accel.launch.payload import PackedCall
 
 __all__ = ["Session", "check_ranks", "launch", "launch_packed", "notebook_file"]
 
@@ -58,72 +54,32 @@ _CALLS_BETWEEN_REMOVALS = 25
 _MAX_NAME = _MAX_ARGUMENTS = 60
 
 
-def launch(
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    config: LaunchConfig,
-    view: View,
-    sources: Sequence[CellSource] = (),
-    block: bool = True,
-    timeout: float | None = None,
-    notices: Sequence[str] = (),
-    advise: bool = True,
-    name: str | None = None,
-    detach: bool = False,
-) -> Run:
-    """Call ``function(*args, **kwargs)`` on every rank of a new run.
-
-    Args:
-        function: what each rank calls.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        config: how to launch.
-        view: shows the run.
-        sources: the cells from which code comes.
-        block: wait for the end, and raise the run's error.
-        timeout: seconds after which the run is ended.
-        notices: lines for the person that are known already.
-        advise: say at the end what a training function seems to have forgotten.
-        name: what the person calls the run; None: as the function.
-        detach: the run goes on when this process ends (detached.py).
+def launch(request: LaunchRequest) -> Run:
+    """Call a function on every rank of a new run; the handle of it.
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
         LaunchError: the run could not start.
-        WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
+        WorkerError, RunStopped, TimeoutError: as ``Run.wait``, where the request blocks.
     """
-    request = _checked_request(
-        function,
-        args,
-        kwargs,
-        config=config,
-        view=view,
-        sources=sources,
-        block=block,
-        timeout=timeout,
-        advise=advise,
-        name=name,
-    )
-    if detach:
-        check_can_detach(request.config, block=block)
-        request = replace(request, detached=True)
+    request = _checked(request)
+    if request.detach:
+        check_can_detach(request.config, block=request.block)
     try:
-        begin = _prepare_launch(request, list(notices))
+        begin = _prepare_launch(request)
     except BaseException:
         request.view.launch_failed()
         raise
-    return _begin_and_wait(begin, block=block)
+    return _begin_and_wait(begin, block=request.block)
 
 
-def launch_packed(request: CallRequest, packed: PackedCall) -> Run:
+def launch_packed(request: LaunchRequest, packed: PackedCall) -> Run:
     """Launch what another process has checked and packed, in the background.
 
     Raises:
         ConfigError, LaunchError: as :func:`launch`.
     """
-    return _begin_and_wait(_begin_here(request, packed, packed.notices), block=False)
+    return _begin_and_wait(_begin_here(request, packed), block=False)
 
 
 class Session:
@@ -133,24 +89,18 @@ class Session:
     every rank the ranks destroy their process group; the next one makes it anew.
 
     Attributes:
+        request: what the ranks were asked for. A call is the same with a function, its arguments
+            and a view.
         newest_call: the run of the call that was sent last, :meth:`ask` included, whoever waits
             for it; without results. None before the first.
         notices: lines for the person about the choice of ranks (``RankPlan.notices``).
     """
 
-    def __init__(
-        self,
-        *,
-        config: LaunchConfig,
-        view: View | None = None,
-        name: str = "session",
-    ) -> None:
+    def __init__(self, request: LaunchRequest) -> None:
         """Start the ranks. Calls may be sent at once; they begin when the ranks are ready.
 
         Args:
-            config: how to launch.
-            view: shows that the ranks come, if that takes long; each call has a view of its own.
-            name: what the person calls the session.
+            request: how to launch; its view shows that the ranks come, if that takes long.
 
         Raises:
             ConfigError: the engine has no ranks that could stay, or there are more ranks than
@@ -158,14 +108,15 @@ class Session:
             LaunchError: the ranks could not be started.
         """
         preflight.check_platform()
-        self._request = StartRequest(
-            name=name,
-            config=config,
-            environment=rank_environment(config),
-            view=GuardedView(view or View()),
+        request = _checked(request)
+        self.request = LaunchRequest(
+            config=request.config,
+            environment=request.environment,
+            advise=False,
+            brings_globals=False,
         )
-        engine = engine_for(config)
-        plan = _plan(engine, self._request)
+        engine = engine_for(request.config)
+        plan = _plan(engine, request)
         self._registry = Registry()
         self.newest_call: Run | None = None
         self.notices = plan.notices
@@ -177,68 +128,27 @@ class Session:
                 undo.callback(self._folder.remove)
                 self._folder.make_logs(plan.world_size)
                 self._pool = engine.start_ranks(
-                    self._request, plan, run=self._folder.id, log_dir=self._folder.path
+                    request, plan, run=self._folder.id, log_dir=self._folder.path
                 )
                 undo.callback(self.kill)
                 self._pool.start()
             undo.pop_all()
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        view: View,
-        sources: Sequence[CellSource] = (),
-        block: bool = True,
-        timeout: float | None = None,
-        notices: Sequence[str] = (),
-        advise: bool = False,
-        name: str | None = None,
-        asked: frozenset[int] | None = None,
-        brings_globals: bool = False,
-        keeps_error: bool = False,
-    ) -> Run:
-        """Call ``function(*args, **kwargs)`` on every rank.
-
-        The arguments are those of :func:`launch`, and these:
-
-        Args:
-            asked: the ranks on which it does its work, as views show it; None for all.
-            brings_globals: whether the globals of a function of the notebook travel along, as in a
-                launch; otherwise it uses what the ranks have under these names.
-            keeps_error: whether a rank keeps what the call raises, for a debugger.
+    def call(self, request: LaunchRequest) -> Run:
+        """Call a function on every rank: :attr:`request` with the function in it.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
-            WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
+            WorkerError, RunStopped, TimeoutError: as ``Run.wait``, where the request blocks.
         """
-        request = _checked_request(
-            function,
-            args,
-            kwargs,
-            config=self._request.config,
-            view=view,
-            sources=sources,
-            block=block,
-            timeout=timeout,
-            environment=self._request.environment,
-            advise=advise,
-            name=name,
-            keeps_error=keeps_error,
-        )
-        if not brings_globals:
-            # What is called is a request of the notebook; names that it pushes are no arguments.
-            called_with = getattr(function, "args", ()), getattr(function, "kwargs", {})
-            request = replace(request, arguments=_as_text(*called_with))
+        request = _checked(replace(request, environment=self.request.environment))
         self._pool.check_free()
-        packed = _pack(request, None if brings_globals else self._registry)
-        notices = (*packed.notices, *notices)
+        packed = _pack(request, None if request.brings_globals else self._registry)
+        request = replace(request, notices=(*packed.notices, *request.notices))
 
         def begin() -> Run:
             with (
-                _new_run(request, self.world_size, notices, self._folder, asked) as new,
+                _new_run(request, self.world_size, self._folder) as new,
                 sendable(packed) as payload,
             ):
                 try:
@@ -251,10 +161,10 @@ class Session:
                     new.folder.remove_old()
             return new.run
 
-        return _begin_and_wait(begin, block=block)
+        return _begin_and_wait(begin, block=request.block)
 
     def ask(
-        self, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
+        self, function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})
     ) -> list[Any]:
         """What ``function(**kwargs)`` returns on every rank: a call that nobody sees as a run.
 
@@ -262,9 +172,10 @@ class Session:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
             WorkerError: a rank failed.
         """
+        request = replace(self.request, function=function, kwargs=kwargs, view=View(), block=False)
         run: Run | None = None
         try:
-            run = self.call(function, kwargs=kwargs, view=View(), block=False)
+            run = self.call(request)
             run._wait_in_cell()
             return list(run)
         except BaseException as error:
@@ -343,56 +254,36 @@ def check_ranks(config: LaunchConfig) -> None:
         LaunchError: this system starts none, or not as many.
     """
     preflight.check_platform()
-    request = StartRequest(
-        name="", config=config, environment=rank_environment(config), view=GuardedView(View())
-    )
+    request = _checked(LaunchRequest(config=config))
     engine = engine_for(config)
     engine.warm_up(request)
     preflight.check_files_of_ranks(engine.num_ranks_here(request))
 
 
-def _checked_request(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    *,
-    config: LaunchConfig,
-    view: View,
-    sources: Sequence[CellSource],
-    block: bool,
-    timeout: float | None,
-    advise: bool,
-    environment: dict[str, str] | None = None,
-    name: str | None = None,
-    keeps_error: bool = False,
-) -> CallRequest:
-    """What is called, by arguments that make sense; an ``environment`` of None is a new one."""
-    preflight.check_wait(block=block, timeout=timeout)
+def _checked(request: LaunchRequest) -> LaunchRequest:
+    """The request as engines and views take it, once its arguments were found to make sense."""
+    function, args, kwargs = request.function, request.args, request.kwargs
+    preflight.check_wait(block=request.block, timeout=request.timeout)
     preflight.check_call(function, args, kwargs)
-    if name is None:
-        name = str(getattr(function, "__name__", type(function).__name__))
-    return CallRequest(
-        function=function,
+    name = request.name or str(getattr(function, "__name__", type(function).__name__))
+    # What a session's ranks are called with is a request of the notebook; names that it pushes are
+    # no arguments.
+    shown = args, kwargs
+    if not request.brings_globals:
+        shown = getattr(function, "args", ()), getattr(function, "kwargs", {})
+    return replace(
+        request,
         args=tuple(args),
-        kwargs=dict(kwargs or {}),
+        kwargs=dict(kwargs),
         # Whoever makes functions names them freely, and the name stands in lines for the person.
         name=one_line(name, _MAX_NAME),
-        config=config,
-        environment=rank_environment(config) if environment is None else environment,
-        sources=tuple(sources),
-        view=GuardedView(view),
-        timeout=timeout,
-        advise=advise,
-        arguments=_as_text(args, kwargs or {}),
-        keeps_error=keeps_error,
+        arguments=one_line(wording.arguments(*shown), _MAX_ARGUMENTS),
+        environment=request.environment or rank_environment(request.config),
+        view=GuardedView(request.view),
     )
 
 
-def _as_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    return one_line(wording.arguments(args, kwargs), _MAX_ARGUMENTS)
-
-
-def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Run]:
+def _prepare_launch(request: LaunchRequest) -> Callable[[], Run]:
     """Do what takes long and may be interrupted: pack the function, and plan the ranks.
 
     Returns:
@@ -404,28 +295,24 @@ def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Ru
     if engine.needs_payload:
         preflight.check_platform()
         packed = _pack(request)
-        notices = [*packed.notices, *notices]
-    if request.detached:
+        request = replace(request, notices=(*packed.notices, *request.notices))
+    if request.detach:
         assert packed is not None, "Engine.can_detach"
         request.view.launch_is_slow(request.name)
         return start_keeper(
-            request,
-            replace(packed, notices=tuple(notices)),
-            notebook_file=notebook_file(),
-            script=partial(_script, request),
+            request, packed, notebook_file=notebook_file(), script=partial(_script, request)
         )
-    return _begin_here(request, packed, notices)
+    return _begin_here(request, packed)
 
 
-def _begin_here(
-    request: CallRequest, packed: PackedCall | None, notices: Sequence[str]
-) -> Callable[[], Run]:
+def _begin_here(request: LaunchRequest, packed: PackedCall | None) -> Callable[[], Run]:
     """Plan the ranks of a run that this process conducts; gives what begins it."""
     engine = engine_for(request.config)
     plan = _plan(engine, request)
+    request = replace(request, notices=(*request.notices, *plan.notices))
 
     def begin() -> Run:
-        with _new_run(request, plan.world_size, (*notices, *plan.notices)) as new:
+        with _new_run(request, plan.world_size) as new:
             engine.launch(request, new, plan, packed)
             # Only now, while the ranks start.
             new.folder.remove_old()
@@ -455,7 +342,7 @@ def _begin_and_wait(begin: Callable[[], Run], *, block: bool) -> Run:
     return run
 
 
-def _pack(request: CallRequest, session: Registry | None = None) -> PackedCall:
+def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall:
     return pack_call(
         request.function,
         request.args,
@@ -465,7 +352,7 @@ def _pack(request: CallRequest, session: Registry | None = None) -> PackedCall:
     )
 
 
-def _plan(engine: Engine, request: StartRequest) -> RankPlan:
+def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
     """Which ranks the launch gets, once this machine was found able to hold them."""
     engine.warm_up(request)
     preflight.check_port(request.config)  # before an engine listens there itself
@@ -476,11 +363,7 @@ def _plan(engine: Engine, request: StartRequest) -> RankPlan:
 
 @contextlib.contextmanager
 def _new_run(
-    request: CallRequest,
-    world_size: int,
-    notices: Sequence[str],
-    session: RunFolder | None = None,
-    asked: frozenset[int] | None = None,
+    request: LaunchRequest, world_size: int, session: RunFolder | None = None
 ) -> Iterator[NewRun]:
     """A run with its folder, for a block that begins it; where the block fails, nothing is left.
 
@@ -490,9 +373,7 @@ def _new_run(
     Args:
         request: what is called.
         world_size: number of ranks.
-        notices: lines for the person that are known already.
         session: the folder of the session whose ranks are called.
-        asked: the ranks for which the call is meant; None for all.
     """
     with contextlib.ExitStack() as undo:
         # A run that has begun is closed by whoever conducts it.
@@ -518,15 +399,15 @@ def _new_run(
             name=request.name,
             world_size=world_size,
             started=time.time(),
-            notices=tuple(notices),
+            notices=request.notices,
             session="" if session is None else session.id,
-            asked=asked,
+            asked=request.asked,
         )
         first = replace(
             first,
             arguments=request.arguments,
             notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
-            detached=request.detached,
+            detached=request.detach,
         )
         try:
             yield NewRun(run=run, state=first, folder=folder, metrics=metrics)
@@ -554,7 +435,7 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
                 error.args = (RESCUED + run._conductor.rescued_as,)
 
 
-def _script(request: CallRequest, world_size: int, file: str) -> str:
+def _script(request: LaunchRequest, world_size: int, file: str) -> str:
     return script_of(
         request.function,
         request.args,

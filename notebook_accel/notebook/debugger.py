@@ -11,6 +11,7 @@ launch or cell of ``%%accelerate``, with `%accelerate stop`, and with the kernel
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import StdinNotImplementedError
@@ -24,12 +25,8 @@ from notebook_accel.notebook.clicks import can_answer, find_kernel
 from notebook_accel.notebook.worker.calls import DebugCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.view import View
     from notebook_accel.notebook.session import NotebookSession
     from notebook_accel.notebook.worker.calls import DebugAnswer
 
@@ -79,50 +76,24 @@ def end_held_launch() -> bool:
     return held is not None
 
 
-def launch_for_debugger(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    *,
-    config: LaunchConfig,
-    view: View,
-    sources: Sequence[CellSource],
-    timeout: float | None,
-    notices: Sequence[str],
-    name: str | None,
-) -> Run:
+def launch_for_debugger(request: LaunchRequest) -> Run:
     """Launch as ``launch.launcher.launch``, wait for the end, and hold the ranks if one raises.
-
-    Args:
-        function, args, kwargs, config, view, sources, timeout, notices, name: as there.
 
     Raises:
         ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as there.
     """
     _load_magics()
-    view = GuardedView(view)
+    request = replace(request, view=GuardedView(request.view), keeps_error=True)
     try:
-        session = Session(config=config, view=view, name=name or _name_of(function))
+        session = Session(request)
     except BaseException:
-        view.launch_failed()
+        request.view.launch_failed()
         raise
     try:
-        run = session.call(
-            function,
-            args,
-            kwargs,
-            view=view,
-            sources=sources,
-            timeout=timeout,
-            notices=[*notices, *session.notices],
-            advise=True,
-            name=name,
-            brings_globals=True,
-            keeps_error=True,
-        )
+        run = session.call(replace(request, notices=(*request.notices, *session.notices)))
     except BaseException as error:
         if session.newest_call is None:
-            view.launch_failed()
+            request.view.launch_failed()
         if _hold_or_end(session) and isinstance(error, WorkerError):
             error.hint = _HINT
         raise
@@ -154,10 +125,6 @@ def _load_magics() -> None:
     """Register ``%accelerate``, which the person will be told to type."""
     shell: Any = get_ipython()
     shell.extension_manager.load_extension("notebook_accel")
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) -> None:

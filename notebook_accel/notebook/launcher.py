@@ -16,6 +16,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.debugger import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.session import session_for
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.view import View
     from notebook_accel.notebook.display_slot import DisplaySlot
 
 __all__ = [
@@ -198,18 +198,7 @@ def notebook_launcher(
         return None  # type: ignore[return-value]
     if "join_token" in changed:
         raise ConfigError("join_token is for the other machines (node_rank above 0): leave it out")
-    settings = {name: given[name] for name in _SETTINGS if name in given}
-    if "master_addr" not in changed and num_nodes in (1, "1"):
-        settings.pop("master_addr", None)
-    if isinstance(use_port, str):
-        settings["use_port"] = _as_port(use_port)
-    if "num_nodes" in settings:
-        settings["num_nodes"] = _as_number(num_nodes)
-    if rdzv_endpoint:
-        settings["master_addr"], settings["use_port"] = parse_address(rdzv_endpoint)
-    if isinstance(mixed_precision, str):
-        # Accelerate's launcher takes "FP16", too.
-        settings["mixed_precision"] = mixed_precision.lower()
+    settings = _settings_of(given)
     if name is not None and (session or not isinstance(name, str) or not name.strip()):
         expected = (
             "no name with session=True, since the calls of a session are named by their functions"
@@ -219,33 +208,32 @@ def notebook_launcher(
         raise ConfigError(f"name={shown(name)}: expected {expected}")
     _check_detach(detach, session=session)
     end_held_launch()
+    ranks = None
     if session:
         with show_in_short():
             ranks = session_for(_notebook_shell(), settings, config)
-            return ranks.call(
-                function,
-                args,
-                kwargs or {},
-                view=view,
-                block=block,
-                timeout=timeout,
-                notices=_unused(changed, ranks.config),
-            )
-    chosen, notices = resolve(settings, config)
+        chosen, notices = ranks.config, list[str]()
+    else:
+        chosen, notices = resolve(settings, config)
     with show_in_short():
-        return _launch(
-            function,
-            args,
-            kwargs,
+        request = LaunchRequest(
+            function=function,
+            args=args,
+            kwargs={} if kwargs is None else kwargs,
             config=chosen,
-            asks_debugger=bool(given_settings(settings, config).get("debug")),
             view=choose_view(view, waits=block),
+            sources=cell_sources(get_ipython()),
             block=block,
             timeout=timeout,
-            notices=[*notices, *_unused(changed, chosen)],
-            name=name,
+            notices=(*notices, *_unused(changed, chosen)),
+            name=name or "",
             detach=detach,
         )
+        if ranks is not None:
+            return ranks.call(request)
+        if given_settings(settings, config).get("debug") and _can_hold(request):
+            return launch_for_debugger(request)
+        return launch(request)
 
 
 def run_cell(
@@ -264,14 +252,15 @@ def run_cell(
     """
     end_held_launch()
     with show_in_short():
-        return launch(
-            function,
+        request = LaunchRequest(
+            function=function,
             config=config,
             view=choose_view("auto", is_cell=True),
             sources=[source, *cell_sources(get_ipython())],
-            notices=notices,
+            notices=tuple(notices),
             advise=False,
         )
+        return launch(request)
 
 
 def launch_below(
@@ -299,16 +288,17 @@ def launch_below(
     end_held_launch()
     chosen, notices = resolve({}, config)
     check_leaves_notebook_free(chosen)
-    return _launch(
-        function,
-        args,
-        kwargs,
+    request = LaunchRequest(
+        function=function,
+        args=args,
+        kwargs=kwargs,
         config=chosen,
-        asks_debugger=False,
         view=dashboard_in(find_kernel(), waits=False, slot=slot),
+        sources=cell_sources(get_ipython()),
         block=False,
-        notices=[*notices, *_unused({}, chosen)],
+        notices=(*notices, *_unused({}, chosen)),
     )
+    return launch(request)
 
 
 def check_leaves_notebook_free(config: LaunchConfig) -> None:
@@ -324,34 +314,10 @@ def check_leaves_notebook_free(config: LaunchConfig) -> None:
         )
 
 
-def _launch(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    *,
-    config: LaunchConfig,
-    asks_debugger: bool,
-    view: View,
-    block: bool,
-    notices: Sequence[str],
-    timeout: float | None = None,
-    name: str | None = None,
-    detach: bool = False,
-) -> Run:
-    """Launch, and hold the ranks for the debugger where the call itself asked for it, and waits."""
-    shell = get_ipython()
-    given: dict[str, Any] = {
-        "config": config,
-        "view": view,
-        "sources": cell_sources(shell),
-        "timeout": timeout,
-        "notices": notices,
-        "name": name,
-    }
-    keeps_ranks = block and shell is not None and engine_for(config).keeps_ranks
-    if asks_debugger and keeps_ranks:
-        return launch_for_debugger(function, args, kwargs, **given)
-    return launch(function, args, kwargs, block=block, detach=detach, **given)
+def _can_hold(request: LaunchRequest) -> bool:
+    """Whether the ranks can wait for a debugger, and somebody for them."""
+    is_in_notebook = get_ipython() is not None
+    return request.block and is_in_notebook and engine_for(request.config).keeps_ranks
 
 
 # ---- arguments -----------------------------------------------------------------------------
@@ -363,6 +329,28 @@ def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in given.items() if _differs(value, parameters[name].default)
     }
+
+
+def _settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the arguments, in the forms that a ``LaunchConfig`` takes.
+
+    Raises:
+        ConfigError: a text is no port, or no address.
+    """
+    settings = {name: given[name] for name in _SETTINGS if name in given}
+    if "num_nodes" in settings:
+        settings["num_nodes"] = _as_number(settings["num_nodes"])
+    is_default = "master_addr" not in _not_default(given)
+    if is_default and settings.get("num_nodes", 1) == 1:
+        settings.pop("master_addr", None)
+    if isinstance(settings.get("use_port"), str):
+        settings["use_port"] = _as_port(settings["use_port"])
+    if given.get("rdzv_endpoint"):
+        settings["master_addr"], settings["use_port"] = parse_address(given["rdzv_endpoint"])
+    if isinstance(settings.get("mixed_precision"), str):
+        # Accelerate's launcher takes "FP16", too.
+        settings["mixed_precision"] = settings["mixed_precision"].lower()
+    return settings
 
 
 def _differs(value: Any, default: Any) -> bool:

@@ -22,6 +22,7 @@ from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
@@ -323,7 +324,8 @@ class NotebookSession:
         self._background: threading.Thread | None = None
         line = StartingLine()
         try:
-            self.session = Session(config=config, view=line, name="the session")
+            request = LaunchRequest(config=config, view=line, name="the session")
+            self.session = Session(request)
         except BaseException:
             line.launch_failed()
             raise
@@ -393,7 +395,17 @@ class NotebookSession:
         self.left_out[number] = "did not end well"
         block = not options.in_background
         try:
-            run = self._begin(request, push, block=block, source=source, asked=options.ranks)
+            run = self._begin(
+                request,
+                push,
+                LaunchRequest(
+                    config=self.config,
+                    view=choose_view("auto", waits=block, is_cell=block),
+                    sources=[source, *cell_sources(self._shell)],
+                    block=block,
+                    asked=options.ranks,
+                ),
+            )
         except WorkerError as error:
             if isinstance(error.__cause__, BreakpointError) and can_answer(find_kernel()):
                 debug(self, error.rank)
@@ -434,72 +446,51 @@ class NotebookSession:
         if lines:
             below.show({_PLAIN: "\n".join(lines)})
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        view: str,
-        block: bool,
-        timeout: float | None,
-        notices: Sequence[str] = (),
-    ) -> Run:
+    def call(self, request: LaunchRequest) -> Run:
         """Call a function on the ranks; it uses their names where it uses globals.
 
         Raises:
             LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`notebook_launcher`.
         """
         self._await_turn()
+        function = request.function
         name = getattr(function, "__name__", "")
         is_ours = self._owners.is_ours(name) and self._shell.user_ns[name] is function
         # As of a cell that calls the function: what it and its arguments use of the notebook goes
         # along. What cannot travel is told when the call itself is packed.
         mentions = frozenset([name]) if is_ours else frozenset()
         with suppress(Exception):
-            mentions |= names_used((function, args, kwargs))
-        request = FunctionCall(
+            mentions |= names_used((function, request.args, request.kwargs))
+        called = FunctionCall(
             function=function,
-            args=tuple(args),
-            kwargs=dict(kwargs),
+            args=tuple(request.args),
+            kwargs=dict(request.kwargs),
             mentions=mentions,
             renews_group=self._ends.has_lost_group,
         )
-        push = self._plan_push(mentions)
-        return self._begin(request, push, block=block, view=view, timeout=timeout, notices=notices)
+        return self._begin(called, self._plan_push(mentions), request)
 
-    def _begin(
-        self,
-        request: CellCall | FunctionCall,
-        push: Push,
-        *,
-        block: bool,
-        source: CellSource | None = None,
-        asked: frozenset[int] | None = None,
-        view: str = "auto",
-        timeout: float | None = None,
-        notices: Sequence[str] = (),
-    ) -> Run:
-        """Send a request with the names that go along; waits for it with ``block``."""
-        request.fills = push.fills
-        sources = cell_sources(self._shell)
+    def _begin(self, called: CellCall | FunctionCall, push: Push, request: LaunchRequest) -> Run:
+        """Send what is called, with the names that go along, as ``request`` says."""
+        called.fills = push.fills
         self._owners.note_call()
         self._ends.about_to_send(
-            renews_group=request.renews_group,
+            renews_group=called.renews_group,
             keeps_error=True,
             pushed=push.values.keys() - push.fills,
         )
         try:
             return self.session.call(
-                request,
-                kwargs=push.values,
-                view=choose_view(view, waits=block, is_cell=block and source is not None),
-                sources=sources if source is None else [source, *sources],
-                block=block,
-                timeout=timeout,
-                notices=(*self._notices, *notices, *push.lines),
-                asked=asked,
-                keeps_error=True,
+                replace(
+                    request,
+                    function=called,
+                    args=(),
+                    kwargs=push.values,
+                    notices=(*self._notices, *request.notices, *push.lines),
+                    advise=False,
+                    brings_globals=False,
+                    keeps_error=True,
+                )
             )
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, NotebookAccelError) and not self.is_usable:
@@ -608,7 +599,7 @@ class NotebookSession:
     ) -> list[Any]:
         """What each rank answers to a request that is no run for the person."""
         self._ends.about_to_send()
-        return self.session.ask(request, names)
+        return self.session.ask(request, names or {})
 
     def _how_it_ended(self) -> str:
         for process in self.session.processes:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import LaunchError, NotebookAccelError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
+from tests.launches import launch
 
 __all__ = ["KINDS", "count_files", "end", "follow", "start", "stop", "work"]
 

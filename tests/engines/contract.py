@@ -23,13 +23,15 @@ from notebook_accel.launch import launcher, wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
-from notebook_accel.launch.launcher import Session, launch
+from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.rank import current
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below, gone, of_launches
+from tests.launches import call, launch
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
@@ -885,7 +887,7 @@ class EngineContract:
     @pytest.fixture
     def session(self) -> Iterator[Session]:
         """Ranks that stay between calls."""
-        session = Session(config=self.config())
+        session = Session(LaunchRequest(config=self.config()))
         yield session
         session.close()
         assert session.status == "ended"
@@ -917,9 +919,9 @@ class EngineContract:
         monkeypatch.setattr(launcher, "_CALLS_BETWEEN_REMOVALS", 2)
         for _ in range(60):
             RunFolder.make(remove_old=False)
-        one = session.call(first, (7,), view=View())
+        one = call(session, first, (7,), view=View())
         before = len(run_folders())
-        two = session.call(second, view=View())
+        two = call(session, second, view=View())
         assert len(run_folders()) < before
         size = self.world_size
         assert [found for _, found in one] == [size] * size
@@ -948,14 +950,14 @@ class EngineContract:
 
         last = self.world_size - 1
         sums = [sum(range(1, last + 2))] * self.world_size
-        assert session.call(meet, ("go",), view=View()).results == sums
+        assert call(session, meet, ("go",), view=View()).results == sums
         for _ in range(2):
             with pytest.raises(WorkerError) as caught:
-                session.call(meet, ("raise",), view=View())
+                call(session, meet, ("raise",), view=View())
             assert (caught.value.rank, caught.value.ranks) == (last, [last])
             assert isinstance(caught.value.__cause__, ValueError)
             assert session.status == "ready"
-            assert session.call(meet, ("go",), view=View()).results == sums
+            assert call(session, meet, ("go",), view=View()).results == sums
 
     def test_plain_groups_after_a_call_that_failed(self, session: Session) -> None:
         def meet(raises: bool) -> float:
@@ -971,11 +973,11 @@ class EngineContract:
             return float(total)
 
         size = self.world_size
-        assert session.call(meet, (False,), view=View()).results == [size] * size
+        assert call(session, meet, (False,), view=View()).results == [size] * size
         with pytest.raises(WorkerError) as caught:
-            session.call(meet, (True,), view=View())
+            call(session, meet, (True,), view=View())
         assert caught.value.ranks == [0]
-        assert session.call(meet, (False,), view=View()).results == [size] * size
+        assert call(session, meet, (False,), view=View()).results == [size] * size
 
     @pytest.mark.parametrize(
         "where",
@@ -1019,11 +1021,11 @@ class EngineContract:
         inside = [tmp_path / str(rank) for rank in range(size)]
         with pytest.raises(KeyboardInterrupt) as caught:  # noqa: SIM117
             with _interrupts_when(lambda: all(path.exists() for path in inside)):
-                session.call(meet, (where, str(tmp_path)), view=View())
+                call(session, meet, (where, str(tmp_path)), view=View())
         assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
         assert session.status == "ready"
-        assert session.call(kept, view=View()).results == [5] * size
-        assert session.call(meet, ("go", str(tmp_path)), view=View()).results == [size] * size
+        assert call(session, kept, view=View()).results == [5] * size
+        assert call(session, meet, ("go", str(tmp_path)), view=View()).results == [size] * size
 
     @pytest.mark.parametrize("where", ["in the store", "in a collective"])
     def test_ranks_that_wait_for_one_that_failed(self, session: Session, where: str) -> None:
@@ -1044,9 +1046,9 @@ class EngineContract:
             return int(accelerator.reduce(torch.tensor(1)))
 
         with pytest.raises(WorkerError) as caught:
-            session.call(meet, (True,), view=View())
+            call(session, meet, (True,), view=View())
         assert 1 in caught.value.ranks
-        assert session.call(meet, (False,), view=View()).results == [2, 2]
+        assert call(session, meet, (False,), view=View()).results == [2, 2]
 
     def test_a_stop_ends_the_call_and_keeps_the_session(self, session: Session) -> None:
         def loop() -> int:
@@ -1058,27 +1060,27 @@ class EngineContract:
             return os.getpid()
 
         for _ in range(2):
-            run = session.call(loop, view=View(), block=False)
+            run = call(session, loop, view=View(), block=False)
             eventually(lambda run=run: run.state.ranks[0].steps > 3, within=BUSY, what="it runs")  # type: ignore[misc]
             with pytest.raises(LaunchError, match="still in a call"):
-                session.call(loop, view=View())
+                call(session, loop, view=View())
             run.stop()
             assert run.wait(BUSY).results == run.pids
             assert run.status == "stopped"
         assert session.status == "ready"
 
     def test_an_interrupt_between_calls_does_nothing(self, session: Session) -> None:
-        pids = session.call(os.getpid, view=View()).results
+        pids = call(session, os.getpid, view=View()).results
         for pid in pids:
             os.kill(pid, signal.SIGINT)
-        assert session.call(os.getpid, view=View()).results == pids
+        assert call(session, os.getpid, view=View()).results == pids
 
     def test_a_rank_that_dies_between_calls_is_noticed(self, session: Session) -> None:
-        pids = session.call(os.getpid, view=View()).results
+        pids = call(session, os.getpid, view=View()).results
         os.kill(pids[-1], signal.SIGKILL)
         eventually(lambda: session.status == "broken", within=SOON, what="it is noticed")
         with pytest.raises(LaunchError, match=r"rank \d was killed by SIGKILL.*start them again"):
-            session.call(os.getpid, view=View())
+            call(session, os.getpid, view=View())
 
     def test_a_rank_that_dies_in_a_call(self, session: Session) -> None:
         def die() -> None:
@@ -1088,7 +1090,7 @@ class EngineContract:
             _talk_for_ever()
 
         with pytest.raises(WorkerError) as caught:
-            session.call(die, view=View())
+            call(session, die, view=View())
         assert (caught.value.rank, caught.value.signal) == (self.world_size - 1, "SIGKILL")
         assert session.status == "broken"
 
@@ -1096,14 +1098,14 @@ class EngineContract:
         def hold() -> None:
             _hold_the_gil()
 
-        run = session.call(hold, view=View(), block=False)
+        run = call(session, hold, view=View(), block=False)
         eventually(lambda: run.status == "running", within=BUSY, what="it runs")
         run.kill()
         with pytest.raises(RunStopped):
             run.wait(BUSY)
         eventually(lambda: session.status == "ended", within=CLEAN, what="its ranks are gone")
         with pytest.raises(LaunchError, match="start them again"):
-            session.call(hold, view=View())
+            call(session, hold, view=View())
 
     def test_what_is_asked_of_a_call_that_has_ended_does_nothing(
         self, session: Session, monkeypatch: pytest.MonkeyPatch
@@ -1111,12 +1113,12 @@ class EngineContract:
         """As by somebody who presses Stop at the moment when the call ends."""
         for name in ("_SILENT_SECONDS", "_DEAF_SECONDS", "_IDLE_SECONDS"):
             monkeypatch.setattr(pool, name, 0.2)
-        run = session.call(os.getpid, view=View())
+        run = call(session, os.getpid, view=View())
         session._pool.stop(call=1, grace=None)
         session._pool.kill(call=1)
         # Longer than the thread of an idle session sleeps, and an agent may be deaf.
         assert not session._pool.ended.wait(1.0)
-        assert session.call(os.getpid, view=View()).results == run.pids
+        assert call(session, os.getpid, view=View()).results == run.pids
 
     @pytest.mark.parametrize("how", ["kill", "close"])
     def test_a_call_whose_session_is_ended_is_stopped(self, session: Session, how: str) -> None:
@@ -1124,7 +1126,7 @@ class EngineContract:
             time.sleep(600)
             return 7
 
-        run = session.call(hold, view=View(), block=False)
+        run = call(session, hold, view=View(), block=False)
         eventually(lambda: run.status == "running", within=BUSY, what="it runs")
         session.kill() if how == "kill" else session.close(grace=0.1)
         with pytest.raises(RunStopped):
@@ -1149,9 +1151,9 @@ class EngineContract:
             threading.Thread(target=write).start()
             begun.touch()
 
-        session = Session(config=self.config(grace=0.5))
+        session = Session(LaunchRequest(config=self.config(grace=0.5)))
         with pytest.raises(WorkerError):
-            session.call(work, (str(tmp_path / "kept"),), view=View())
+            call(session, work, (str(tmp_path / "kept"),), view=View())
         session.close(grace=BUSY)
         assert (tmp_path / "kept").read_text() == "done"
         assert [process.exitcode for process in session.processes] == [0, 0]
@@ -1176,13 +1178,13 @@ class EngineContract:
             return str(current().rank)
 
         with pytest.raises(WorkerError, match="bad batch"):
-            session.call(meet, (True,), view=View())
+            call(session, meet, (True,), view=View())
         assert session.status == "ready"
         numbers = [str(rank) for rank in range(self.world_size)]
-        assert session.call(meet, (False,), view=View()).results == numbers
+        assert call(session, meet, (False,), view=View()).results == numbers
 
     def test_stacks_of_a_rank_that_has_died(self, session: Session) -> None:
-        pids = session.call(os.getpid, view=View()).results
+        pids = call(session, os.getpid, view=View()).results
         last = self.world_size - 1
         assert "most recent call first" in session.stacks(last)
         os.kill(pids[-1], signal.SIGKILL)
@@ -1202,7 +1204,7 @@ class EngineContract:
 
         monkeypatch.setattr(pool.RankPool, "start", start)
         with pytest.raises(KeyboardInterrupt):
-            Session(config=self.config())
+            Session(LaunchRequest(config=self.config()))
         eventually(lambda: not self.alive(), within=CLEAN, what="nobody is left")
 
     @pytest.mark.parametrize("what", ["a run", "a session"])
@@ -1228,7 +1230,7 @@ class EngineContract:
         begin: Any = (
             (lambda: self.launch(time.sleep, 600))
             if what == "a run"
-            else (lambda: Session(config=config))
+            else (lambda: Session(LaunchRequest(config=config)))
         )
         with pytest.raises(LaunchError, match="no thread"):
             begin()
@@ -1289,10 +1291,11 @@ class EngineContract:
 
 
 _KERNEL = """
-import ctypes, os, pathlib, subprocess, sys, time
+import ctypes, dataclasses, os, pathlib, subprocess, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.rank import current
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.view import View
 {prelude}
 folder = pathlib.Path({folder!r})
@@ -1307,9 +1310,10 @@ def train():
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 config = {config!r}
-run = launch(train, config=config, view=View(), block=False)
-session = Session(config=config)
-session.call(start_a_child, view=View())
+request = LaunchRequest(config=config)
+run = launch(dataclasses.replace(request, function=train, block=False))
+session = Session(request)
+session.call(dataclasses.replace(session.request, function=start_a_child))
 while len(list(folder.glob("rank*"))) < {world_size}:
     time.sleep(0.01)
 child = os.fork() if {forked} else 0

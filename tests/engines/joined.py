@@ -13,7 +13,7 @@ from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.elastic import ElasticEngine, join
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.engines.base import StartRequest
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = ["NAME", "JoinedEngine", "register"]
 
@@ -23,7 +23,7 @@ NAME = "elastic, joined"
 class JoinedEngine(ElasticEngine):
     """The ranks that are asked for, on two machines that are both this one; one rank on one."""
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         num_ranks = request.config.num_processes or 1
         if num_ranks == 1:
             return super().plan_ranks(request)
@@ -34,7 +34,7 @@ class JoinedEngine(ElasticEngine):
         plan = super().plan_ranks(replace(request, config=config))
         return RankPlan.of_sizes(first, num_ranks - first, environment=plan.environment)
 
-    def _gather(self, server: Any, request: StartRequest, wanted: int) -> list[Any]:
+    def _gather(self, server: Any, request: LaunchRequest, wanted: int) -> list[Any]:
         address = f"127.0.0.1:{server.port}"
         threading.Thread(target=_join, args=(address, str(server.token)), daemon=True).start()
         return super()._gather(server, request, wanted)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
 from tests.engines.contract import BUSY, _join_group
+from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ import torch
 from notebook_accel import LaunchConfig, LaunchError, WorkerError
 from notebook_accel.launch import engines
 from notebook_accel.launch.engines.elastic import join
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
 from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
 from tests.engines.slurm import in_job
+from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

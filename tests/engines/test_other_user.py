@@ -38,7 +38,7 @@ import os, pathlib, signal, subprocess, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import WorkerError
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.view import View
+from notebook_accel.launch.request import LaunchRequest
 
 def train(how):
     child = subprocess.Popen(["sleep", "601"], user=65534)
@@ -57,7 +57,7 @@ def train(how):
 config = LaunchConfig(num_processes=2, devices="cpu", grace=0.3)
 for how in ("returns", "killed", "stays"):
     began = time.monotonic()
-    run = launch(train, (how,), config=config, view=View(), block=False)
+    run = launch(LaunchRequest(function=train, args=(how,), config=config, block=False))
     if how == "stays":
         while not all("child" in run.logs(rank) for rank in range(2)):
             time.sleep(0.05)

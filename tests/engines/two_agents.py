@@ -17,7 +17,7 @@ from notebook_accel.launch.engines.local import LocalEngine, fork_agent, tcp_pai
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.engines.base import StartRequest
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = ["NAME", "TwoAgentsEngine", "register", "tcp_pair"]
 
@@ -29,7 +29,7 @@ class TwoAgentsEngine(LocalEngine):
 
     description = "engine='two agents', which tests alone have"
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         plan = super().plan_ranks(request)
         first = (plan.world_size + 1) // 2
         sizes = [size for size in (first, plan.world_size - first) if size]
@@ -37,7 +37,7 @@ class TwoAgentsEngine(LocalEngine):
         agents = tuple(tuple(map(_with_own, ranks)) for ranks in plan.agents)
         return replace(plan, agents=agents)
 
-    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         links: list[AgentLink] = []
         try:
             for ranks in plan.agents:

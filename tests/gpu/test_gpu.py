@@ -15,7 +15,9 @@ import torch
 
 from notebook_accel import Accelerator, ConfigError, LaunchConfig, WorkerError, notebook_launcher
 from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.view import View
+from tests.launches import call
 
 pytestmark = pytest.mark.gpu
 
@@ -115,14 +117,14 @@ def _meet(raises: bool) -> tuple[int, float]:
 def test_ranks_of_a_session_survive_one_that_raises_while_others_wait_on_their_gpus() -> None:
     if _num_gpus() < 2:
         pytest.skip("needs two GPUs")
-    session = Session(config=LaunchConfig(num_processes=2))
+    session = Session(LaunchRequest(config=LaunchConfig(num_processes=2)))
     try:
-        pids = session.call(os.getpid, view=View()).results
+        pids = call(session, os.getpid, view=View()).results
         for _ in range(2):
             with pytest.raises(WorkerError, match="bad batch"):
-                session.call(_meet, (True,), view=View())
-            assert session.call(_meet, (False,), view=View()).results == [(0, 2.0), (1, 2.0)]
-        assert session.call(os.getpid, view=View()).results == pids
+                call(session, _meet, (True,), view=View())
+            assert call(session, _meet, (False,), view=View()).results == [(0, 2.0), (1, 2.0)]
+        assert call(session, os.getpid, view=View()).results == pids
     finally:
         session.close()
 

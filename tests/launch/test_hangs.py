@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view.plain import PlainView
+from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

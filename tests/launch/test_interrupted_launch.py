@@ -15,12 +15,14 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import launcher, run_list
 from notebook_accel.launch.engines import base
-from notebook_accel.launch.launcher import Session, launch
+from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
+from tests.launches import call, launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -114,8 +116,8 @@ def test_of_a_launch(folder: Path) -> None:
 
 def test_of_a_session_and_its_calls(folder: Path) -> None:
     def begin() -> None:
-        with contextlib.closing(Session(config=ON_CPU)) as session:
-            session.call(len, (BIG,), view=View())
+        with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
+            call(session, len, (BIG,), view=View())
 
     begin()
     _interrupt_everywhere(begin, folder, folders_of_sessions=True)
@@ -188,8 +190,8 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = launcher.begin_call
-    with contextlib.closing(Session(config=ON_CPU)) as session:
-        (before,) = session.call(_pid_after, (0,), view=View())
+    with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
+        (before,) = call(session, _pid_after, (0,), view=View())
 
         def interrupted(*args: Any, **kwargs: Any) -> None:
             send(*args, **kwargs)
@@ -197,7 +199,7 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
 
         monkeypatch.setattr(launcher, "begin_call", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            session.call(_pid_after, (600,), view=View())
+            call(session, _pid_after, (600,), view=View())
         # Full, so that a run that is listed takes the place of another.
         monkeypatch.setattr(run_list, "_MAX_RUNS", 1)
         listed = runs()
@@ -205,15 +207,15 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
             session.ask(_pid_after, {"seconds": 600})
         assert runs() == listed, "what is only asked is no run"
         monkeypatch.undo()
-        assert list(session.call(_pid_after, (0,), view=View())) == [before]
+        assert list(call(session, _pid_after, (0,), view=View())) == [before]
 
 
 @pytest.mark.usefixtures("folder")
 def test_an_interrupt_while_a_session_is_closed_ends_it_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    session = Session(config=ON_CPU)
-    session.call(_pid_after, (600,), view=View(), block=False)
+    session = Session(LaunchRequest(config=ON_CPU))
+    call(session, _pid_after, (600,), view=View(), block=False)
     told = session._pool.shut_down
     monkeypatch.setattr(
         session._pool, "shut_down", lambda: (told(), signal.raise_signal(signal.SIGINT))

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
+from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -28,13 +28,13 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.engines import base, local
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below, gone
+from tests.launches import launch
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
@@ -714,7 +714,7 @@ EARLIER = """
 import os, signal, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.view import View
+from notebook_accel.launch.request import LaunchRequest
 
 def train(how):
     from notebook_accel.launch import rank
@@ -732,7 +732,7 @@ def train(how):
 
 config = LaunchConfig(num_processes=2, devices="cpu", env={"TOKEN": "secret"})
 for how in ("ends", "fails", "is killed", "goes on"):
-    run = launch(train, (how,), config=config, view=View(), block=False)
+    run = launch(LaunchRequest(function=train, args=(how,), config=config, block=False))
     if how != "goes on":
         run.results
     while "earlier" not in run.logs(1) or len(run.metrics) < 2:

@@ -17,7 +17,6 @@ import torch
 
 from notebook_accel import ConfigError, LaunchError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.machine import Machine
 from notebook_accel.launch.preflight import (
     check_call,
@@ -28,6 +27,7 @@ from notebook_accel.launch.preflight import (
 )
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.view import View
+from tests.launches import launch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -116,7 +116,7 @@ def test_what_a_call_says_wins_also_where_it_is_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(launcher, "launch", lambda *_, config, **__: seen.append(config))
+    monkeypatch.setattr(launcher, "launch", lambda request: seen.append(request.config))
     config = LaunchConfig(debug=True, grace=3.0, engine="inline", num_processes=1)
     notebook_launcher(train, config=config)
     notebook_launcher(train, config=config, debug=False, grace=10.0, engine="auto")
@@ -132,7 +132,7 @@ def test_a_precision_in_capitals_is_taken_as_accelerates_launcher_does(
 ) -> None:
     seen: list[str] = []
     monkeypatch.setattr(
-        launcher, "launch", lambda *_, config, **__: seen.append(config.mixed_precision)
+        launcher, "launch", lambda request: seen.append(request.config.mixed_precision)
     )
     notebook_launcher(train, mixed_precision="FP16")
     notebook_launcher(train, (), 1, "No")
@@ -143,7 +143,7 @@ def test_defaults_that_are_spelled_out_are_no_wish_for_what_is_absent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(launcher, "launch", lambda *_, notices, **__: seen.extend(notices))
+    monkeypatch.setattr(launcher, "launch", lambda request: seen.extend(request.notices))
     notebook_launcher(
         train, num_nodes=1, node_rank=0, max_restarts=0, session=False, master_addr="127.0.0.1"
     )

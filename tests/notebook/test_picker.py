@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.notebook.picker import ConfigPicker
 
 FULL = LaunchConfig(
@@ -388,15 +389,15 @@ class Launcher:
         config = Config(HistoryManager={"enabled": False})
         # As a kernel does, it names cells by their text.
         self.shell: Any = InteractiveShell.instance(config=config, compiler_class=XCachingCompiler)
-        self.given: dict[str, Any] = {}
+        self.given: Any = None
         self.is_held = False
         monkeypatch.setattr(display_slot, "display", lambda *_, **__: None)
         monkeypatch.setattr(display_slot, "update_display", lambda *_, **__: None)
         for name, is_held in (("launch", False), ("launch_for_debugger", True)):
             monkeypatch.setattr(launcher, name, partial(self._launch, is_held))
 
-    def _launch(self, is_held: bool, *_: Any, **given: Any) -> Any:
-        self.is_held, self.given = is_held, given
+    def _launch(self, is_held: bool, request: LaunchRequest) -> Any:
+        self.is_held, self.given = is_held, request
         return SimpleNamespace(id="calm-otter", _conductor=SimpleNamespace(ended=Latch()))
 
     def run(self, *cells: str) -> None:
@@ -408,7 +409,7 @@ class Launcher:
         picker = config_picker(config)
         picker._arguments.value = arguments
         picker._buttons["Launch"].click()
-        assert self.given, picker._message.value
+        assert self.given is not None, picker._message.value
 
 
 @pytest.fixture
@@ -433,12 +434,12 @@ def test_a_click_launches_as_the_code_of_the_form_does(
         code = config_picker(form)._code.value
         code = _shown_code(code)
         started.run(code.replace("config=config)", "config=config, block=False)"))
-        assert started.given["config"] == by_click["config"]
-        assert started.given["notices"] == by_click["notices"]
+        assert started.given.config == by_click.config
+        assert started.given.notices == by_click.notices
         assert not started.is_held, "no cell waits for it"
-        assert by_click["config"].seed == 6
-        assert by_click["config"].num_processes == 2
-        assert by_click["config"].debug
+        assert by_click.config.seed == 6
+        assert by_click.config.num_processes == 2
+        assert by_click.config.debug
 
 
 def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(

@@ -22,11 +22,13 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control import run_folder
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.launcher import Session, launch
+from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from notebook_accel.training.models.blueprint import blueprint_of
 from notebook_accel.training.preparing.rescue import RankPart, TensorPiece
+from tests.launches import call, launch
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 from tests.waiting import eventually
 
@@ -232,14 +234,14 @@ def test_what_is_not_on_disk_is_told(
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    session = Session(config=LaunchConfig(num_processes=1, devices="cpu"))
+    session = Session(LaunchRequest(config=LaunchConfig(num_processes=1, devices="cpu")))
     yield session
     session.kill()
 
 
 def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
     def stopped(kind: str) -> Run:
-        run = session.call(endless, (str(tmp_path), kind), view=View(), block=False)
+        run = call(session, endless, (str(tmp_path), kind), view=View(), block=False)
         eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
         (tmp_path / "waits-0").unlink()
         if kind == "reads":
@@ -259,7 +261,7 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
     # It ended by itself, and gave what it wanted to.
     assert stopped("reads").rescued is None
     # Nothing is trained any more, and nothing of the calls before is kept.
-    run = session.call(time.sleep, (1000,), view=View(), block=False)
+    run = call(session, time.sleep, (1000,), view=View(), block=False)
     eventually(lambda: run.status == "running", within=SOON, what="it sleeps")
     run._conductor.press(1)
     with pytest.raises(RunStopped) as caught:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
+from tests.launches import launch
 from tests.training.test_seeds import all_loops, assert_trained
 from tests.xla.plain import run
 

@@ -15,12 +15,12 @@ import torch
 
 from notebook_accel import RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.rank import current
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from tests.engines.contract import _interrupts_when
 from tests.engines.processes import gone
+from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
+from tests.launches import launch
 from tests.xla.functions import new_model, train
 
 CASES: dict[str, dict[str, Any]] = {

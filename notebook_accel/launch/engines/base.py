@@ -1,22 +1,20 @@
 """What an engine must do: say which ranks a launch gets, and bring them about.
 
-    plan_ranks: StartRequest ----> RankPlan: the ranks of each agent
+    plan_ranks: LaunchRequest ---> RankPlan: the ranks of each agent
     start_agents: RankPlan ------> AgentLinks, each of which waits for wire.Launch
     start_ranks: AgentLinks -----> RankPool, to which calls are sent (control/pool.py)
-    launch: CallRequest ---------> a run that goes on: start ranks, send them one call, end them
+    launch: LaunchRequest -------> a run that goes on: start ranks, send them one call, end them
 
 An engine with agents writes the first two; nothing else about ranks differs between engines.
 
-One launch passes through four records, from the person's side to the agents':
+One launch passes through three records, from the person's side to the agents':
 
-    StartRequest       what ranks are asked for: settings, environment, view
-    CallRequest        the same, and the function that they are to call
+    LaunchRequest      what ranks are asked for, and the function that they are to call
     payload.PackedCall the function and its arguments, pickled
     NewRun             what the launcher made for the call: handle, folder, first state
 
-Of a StartRequest and a RankPlan comes the message ``wire.Launch``, which starts rank processes; of
-a PackedCall the message ``wire.Call``. A session has one StartRequest; each of its calls has a
-CallRequest, a PackedCall and a NewRun.
+Of a LaunchRequest and a RankPlan comes the message ``wire.Launch``, which starts rank processes; of
+a PackedCall the message ``wire.Call``.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import pickle
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -46,7 +44,7 @@ from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.transport.segment import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
@@ -55,17 +53,15 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.metrics_file import MetricStore
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.payload import CellSource, PackedCall
+    from notebook_accel.launch.payload import PackedCall
+    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.view import View
 
 __all__ = [
     "AgentEngine",
-    "CallRequest",
     "Engine",
     "NewRun",
     "RankPlan",
-    "StartRequest",
     "abandon",
     "begin_call",
     "closing_advice",
@@ -120,50 +116,6 @@ _OF_SEVERAL_MACHINES = (
     "monitor_interval",
     "log_line_prefix_template",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartRequest:
-    """What rank processes are asked for, before anything is called on them.
-
-    Attributes:
-        name: what the person calls it, for the view.
-        config: how to launch.
-        environment: of every rank, without what the engine adds.
-        view: shows that they come.
-        notebook: what cells have set up beside variables, pickled; b"": as it is in this process.
-    """
-
-    name: str
-    config: LaunchConfig
-    environment: dict[str, str]
-    view: View
-    notebook: bytes = b""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallRequest(StartRequest):
-    """A StartRequest plus the function; used for one launch and for each call of a session.
-
-    Attributes:
-        function, args, kwargs: each rank calls ``function(*args, **kwargs)``.
-        sources: the cells from which code comes.
-        timeout: seconds after which the call is ended; None for never.
-        advise: say at the end what a training function seems to have forgotten.
-        arguments: what the function is called with, as a short text.
-        keeps_error: a rank keeps what the call raises, for a debugger.
-        detached: the run outlives the kernel, and its results are kept on disk.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    sources: tuple[CellSource, ...]
-    timeout: float | None
-    advise: bool = True
-    arguments: str = ""
-    keeps_error: bool = False
-    detached: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +196,7 @@ class Engine(ABC):
     keeps_ranks: ClassVar[bool] = False
     can_detach: ClassVar[bool] = False
 
-    def warm_up(self, request: StartRequest) -> None:
+    def warm_up(self, request: LaunchRequest) -> None:
         """Do what takes long and may be interrupted, before anything of the run exists.
 
         Raises:
@@ -266,14 +218,14 @@ class Engine(ABC):
         return
 
     @abstractmethod
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         """How many ranks the launch gets, behind which agents, and the variables that they get.
 
         Raises:
             ConfigError: more are asked for than there can be.
         """
 
-    def num_ranks_here(self, request: StartRequest) -> int:
+    def num_ranks_here(self, request: LaunchRequest) -> int:
         """How many ranks the launch gets on this machine, found out without any other.
 
         Raises:
@@ -283,7 +235,7 @@ class Engine(ABC):
 
     @abstractmethod
     def launch(
-        self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
+        self, request: LaunchRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
     ) -> None:
         """Start ranks for this one call and send it to them; the run has begun then.
 
@@ -298,7 +250,7 @@ class Engine(ABC):
         """
 
     def start_ranks(
-        self, request: StartRequest, plan: RankPlan, *, run: str, log_dir: Path
+        self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
     ) -> RankPool:
         """Start ranks that stay between calls; gives the pool of them, not yet listened to.
 
@@ -326,7 +278,7 @@ class AgentEngine(Engine):
     """How its agents bring rank processes about, by the table of agent/agent.py."""
 
     @abstractmethod
-    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         """One agent for each of the plan, in its order, each of which waits for ``wire.Launch``.
 
         Raises:
@@ -334,7 +286,7 @@ class AgentEngine(Engine):
         """
 
     def start_ranks(
-        self, request: StartRequest, plan: RankPlan, *, run: str, log_dir: Path
+        self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
     ) -> RankPool:
         message = _launch_message(request, plan, run=run, start_method=self.start_method)
         with held():
@@ -350,7 +302,7 @@ class AgentEngine(Engine):
                 raise
             return pool
 
-    def plan_again(self, request: StartRequest) -> RankPlan:
+    def plan_again(self, request: LaunchRequest) -> RankPlan:
         """Which ranks there are after a failure, and behind which agents.
 
         Raises:
@@ -362,7 +314,7 @@ class AgentEngine(Engine):
         """No more ranks are to be started."""
 
     def launch(
-        self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
+        self, request: LaunchRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
     ) -> None:
         assert packed is not None, "needs_payload"
         # Before any rank is started: where there is no memory for it, nothing is to be undone.
@@ -382,7 +334,7 @@ def abandon(links: Iterable[AgentLink]) -> None:
 
 
 def _launch_message(
-    request: StartRequest, plan: RankPlan, *, run: str, start_method: str
+    request: LaunchRequest, plan: RankPlan, *, run: str, start_method: str
 ) -> wire.Launch:
     """What starts the rank processes of a run, without each agent's own ranks and folder."""
     num_threads = num_threads_of(request.environment, plan.world_size)
@@ -412,13 +364,13 @@ def sendable(packed: PackedCall) -> Iterator[tuple[wire.Packet, tuple[int, ...]]
             os.close(fd)
 
 
-def _call_message(request: CallRequest, packet: wire.Packet, *, last: bool) -> wire.Call:
+def _call_message(request: LaunchRequest, packet: wire.Packet, *, last: bool) -> wire.Call:
     return wire.Call(
         payload=packet,
         grace=request.config.grace,
         last=last,
         keeps_error=request.keeps_error,
-        by_value=request.detached,
+        by_value=request.detach,
     )
 
 
@@ -431,12 +383,12 @@ class _StartedAgain:
     def __init__(
         self,
         engine: AgentEngine,
-        request: CallRequest,
+        request: LaunchRequest,
         new: NewRun,
         payload: tuple[wire.Packet, tuple[int, ...]],
     ) -> None:
         self._engine = engine
-        self._request = replace(request, function=_nothing, args=(), kwargs={})
+        self._request = request.without_function()
         self._folder = new.folder
         self._packet, fds = payload
         self._fds = tuple(map(os.dup, fds))
@@ -470,13 +422,9 @@ class _StartedAgain:
             os.close(fd)
 
 
-def _nothing() -> None:
-    """In the place of the person's function, which nobody keeps for a restart."""
-
-
 def begin_call(
     pool: RankPool,
-    request: CallRequest,
+    request: LaunchRequest,
     new: NewRun,
     packed: PackedCall,
     payload: tuple[wire.Packet, tuple[int, ...]],
@@ -501,8 +449,8 @@ def begin_call(
     # The run keeps what its advice needs, and none of its arguments: what the person drops while
     # it goes on is freed.
     advised = replace(packed, packed=Packed(b"")) if request.advise else None
-    results = StoredResults(new.folder.path) if request.detached else Results(packed.registry)
-    typed = run_list.expression_to_attach if request.detached else run_list.expression_now
+    results = StoredResults(new.folder.path) if request.detach else Results(packed.registry)
+    typed = run_list.expression_to_attach if request.detach else run_list.expression_now
     supervisor = Supervisor(
         pool=pool,
         state=new.state,

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.engines.base import StartRequest
     from notebook_accel.launch.engines.machines import JoinedMachine, MachineServer
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = ["ElasticEngine", "join", "parse_address"]
 
@@ -89,13 +89,13 @@ class ElasticEngine(MachinesEngine):
         super().__init__()
         self._here = LocalEngine()
 
-    def warm_up(self, request: StartRequest) -> None:
+    def warm_up(self, request: LaunchRequest) -> None:
         self._here.warm_up(request)
 
-    def num_ranks_here(self, request: StartRequest) -> int:
+    def num_ranks_here(self, request: LaunchRequest) -> int:
         return self._here.plan_ranks(request).world_size
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         config = request.config
         wanted = config.num_nodes - 1
         if not wanted:
@@ -105,7 +105,7 @@ class ElasticEngine(MachinesEngine):
             server = self._listen(config.master_addr or "", config.use_port or 0, wanted)
         return self._plan_on(self._gather(server, request, wanted), request)
 
-    def _plan_on(self, machines: list[JoinedMachine], request: StartRequest) -> RankPlan:
+    def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
         config, self._machines = request.config, machines
         here = self._here.plan_ranks(request)
         if not machines:
@@ -124,7 +124,7 @@ class ElasticEngine(MachinesEngine):
         return replace(plan, notices=notices_of(self._machines))
 
     def _gather(
-        self, server: MachineServer, request: StartRequest, wanted: int
+        self, server: MachineServer, request: LaunchRequest, wanted: int
     ) -> list[JoinedMachine]:
         """Wait until the machines have joined; an interrupt ends the wait.
 
@@ -148,7 +148,7 @@ class ElasticEngine(MachinesEngine):
     def _await(
         self,
         server: MachineServer,
-        request: StartRequest,
+        request: LaunchRequest,
         wanted: int,
         how: str,
         nodes: OtherNodes | None = None,
@@ -176,7 +176,7 @@ class ElasticEngine(MachinesEngine):
             time.sleep(_POLL_SECONDS)
         return machines
 
-    def start_here(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         first, *others = plan.agents
         links = self._here.start_agents(request, replace(plan, agents=(first,)), run=run)
         if not others:

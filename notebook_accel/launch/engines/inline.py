@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.engines.base import CallRequest, NewRun, StartRequest
+    from notebook_accel.launch.engines.base import NewRun
     from notebook_accel.launch.payload import PackedCall
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = ["InlineEngine"]
 
@@ -43,11 +44,11 @@ class InlineEngine(Engine):
     max_ranks = 1
     needs_payload = False
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         return RankPlan.of_sizes(1)
 
     def launch(
-        self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
+        self, request: LaunchRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
     ) -> None:
         conductor = _Inline(new.state)
         new.begin(conductor)
@@ -83,7 +84,7 @@ class _Inline(Conductor):
             return "rank 0\nthe rank has ended\n"
         return "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
 
-    def call(self, request: CallRequest) -> None:
+    def call(self, request: LaunchRequest) -> None:
         self._become("running", pid=os.getpid())
         try:
             self._kept.put(0, request.function(*request.args, **request.kwargs))

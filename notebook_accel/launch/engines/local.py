@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from notebook_accel.launch import wire
-    from notebook_accel.launch.engines.base import StartRequest
+    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
     from notebook_accel.launch.transport.channel import Channel
 
@@ -49,7 +49,7 @@ class LocalEngine(AgentEngine):
     description = "engine='local', whose ranks are on one machine"
     can_detach = True
 
-    def warm_up(self, request: StartRequest) -> None:
+    def warm_up(self, request: LaunchRequest) -> None:
         def wait(source: Template) -> None:
             if not source.is_ready:
                 request.view.launch_is_slow(request.name)
@@ -57,7 +57,7 @@ class LocalEngine(AgentEngine):
 
         ask_template(request.environment, wait)
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         wanted = request.config.num_processes
         if request.config.devices == "cpu":
             return RankPlan.of_sizes(wanted or 1, environment=WITHOUT_DEVICES)
@@ -78,7 +78,7 @@ class LocalEngine(AgentEngine):
         needed = {name: text for name, text in needed.items() if name not in environment}
         return RankPlan.of_sizes(number, environment=needed)
 
-    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
         return [fork_agent(request.environment, ranks, socket.socketpair, run=run, sees_files=True)]
 

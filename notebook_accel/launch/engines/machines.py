@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.base import RankPlan, StartRequest
+    from notebook_accel.launch.engines.base import RankPlan
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = [
     "JoinedMachine",
@@ -319,10 +320,10 @@ class MachinesEngine(AgentEngine):
         return server
 
     @abstractmethod
-    def _plan_on(self, machines: list[JoinedMachine], request: StartRequest) -> RankPlan:
+    def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
         """Plan the ranks of these machines, which are those of the run from then on."""
 
-    def plan_again(self, request: StartRequest) -> RankPlan:
+    def plan_again(self, request: LaunchRequest) -> RankPlan:
         """On the machines that are left."""
         if self._server is None:
             return super().plan_again(request)
@@ -333,11 +334,11 @@ class MachinesEngine(AgentEngine):
         if self._server is not None:
             self._server.close()
 
-    def start_here(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         """Start the plan's first agents, those of this machine, if it has any."""
         return []
 
-    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         links = self.start_here(request, plan, run=run)
         try:
             for machine, ranks in zip(self._machines, plan.agents[len(links) :], strict=True):
@@ -372,7 +373,7 @@ def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, 
 
 def _fields_of_launch(
     info: wire.MachineJoined,
-    request: StartRequest,
+    request: LaunchRequest,
     plan: RankPlan,
     num_ranks: int,
     directory: str,

@@ -24,8 +24,8 @@ from notebook_accel.launch.engines.machines import (
 )
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.engines.base import StartRequest
     from notebook_accel.launch.engines.machines import JoinedMachine
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = ["RayEngine"]
 
@@ -45,10 +45,10 @@ class RayEngine(MachinesEngine):
         super().__init__()
         self._actors: list[Any] = []
 
-    def num_ranks_here(self, request: StartRequest) -> int:
+    def num_ranks_here(self, request: LaunchRequest) -> int:
         return 0
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         ray = _connected()
         ranks_of_nodes = _place(ray, request)
         server = self._listen("", 0, len(ranks_of_nodes))
@@ -73,7 +73,7 @@ class RayEngine(MachinesEngine):
         ray: Any,
         node: str,
         num_ranks: int,
-        request: StartRequest,
+        request: LaunchRequest,
         address: str,
         token: str,
     ) -> Any:
@@ -91,7 +91,7 @@ class RayEngine(MachinesEngine):
         self._actors.append(actor)
         return actor.join.remote(address, token, num_ranks)
 
-    def _plan_on(self, machines: list[JoinedMachine], request: StartRequest) -> RankPlan:
+    def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
         """The ranks of these machines.
 
         Raises:
@@ -141,11 +141,11 @@ def _connected() -> Any:
     return ray
 
 
-def _uses_gpus(ray: Any, request: StartRequest) -> bool:
+def _uses_gpus(ray: Any, request: LaunchRequest) -> bool:
     return request.config.devices != "cpu" and bool(ray.cluster_resources().get("GPU"))
 
 
-def _place(ray: Any, request: StartRequest) -> Counter[str]:
+def _place(ray: Any, request: LaunchRequest) -> Counter[str]:
     """How many ranks each node gets, by its id: Ray places one bundle a rank.
 
     Raises:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.engines.base import StartRequest
+    from notebook_accel.launch.request import LaunchRequest
 
 __all__ = ["XlaEngine"]
 
@@ -49,7 +49,7 @@ class XlaEngine(LocalEngine):
                 f"{platform}, or with num_processes=1 the first: leave devices out, or engine"
             )
 
-    def plan_ranks(self, request: StartRequest) -> RankPlan:
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         self.check_here(request.config, request.environment)
         platform, count = tpu.count_devices(request.environment)
         environment = {"PJRT_DEVICE": platform, "ACCELERATE_USE_CPU": "false"}

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.view import View
+from notebook_accel.launch.request import LaunchRequest
 
 SIZE = 4
 TABLE = torch.arange(3)
@@ -57,7 +57,7 @@ def train(a, b=1):
 
 if __name__ == "__main__":
     config = LaunchConfig(num_processes=2, devices="cpu")
-    run = launch(train, (2,), {"b": 2.5}, config=config, view=View())
+    run = launch(LaunchRequest(function=train, args=(2,), kwargs={"b": 2.5}, config=config))
     run.export(os.environ["TARGETS"] + "/exported.py")
     print(run[0])
 """

@@ -14,16 +14,14 @@ from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.engines import base
 from notebook_accel.launch.engines.base import (
     AgentEngine,
-    CallRequest,
     NewRun,
     RankPlan,
-    StartRequest,
     begin_call,
     sendable,
 )
 from notebook_accel.launch.payload import pack_call
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.view import View
 from notebook_accel.launch.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
@@ -49,17 +47,7 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         [agent] = run.agents
         view = run.view
-        request = CallRequest(
-            name="train",
-            config=LaunchConfig(),
-            environment={},
-            view=view,
-            function=len,
-            args=(),
-            kwargs={},
-            sources=(),
-            timeout=None,
-        )
+        request = LaunchRequest(name="train", config=LaunchConfig(), view=view)
         metrics = MetricStore(run.folder.path)
         handle = Run(
             name="train", config=request.config, folder=run.folder, metrics=metrics, view=view
@@ -92,11 +80,11 @@ def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(
         raise PermissionError("no")
 
     class OfTwo(AgentEngine):
-        def plan_ranks(self, request: StartRequest) -> RankPlan:
+        def plan_ranks(self, request: LaunchRequest) -> RankPlan:
             return RankPlan.of_sizes(1, 1)
 
         def start_agents(
-            self, request: StartRequest, plan: RankPlan, *, run: str
+            self, request: LaunchRequest, plan: RankPlan, *, run: str
         ) -> list[AgentLink]:
             return [replace(agents[0].link, kill=refused), agents[1].link]
 
@@ -104,7 +92,7 @@ def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(
         raise ZeroDivisionError
 
     monkeypatch.setattr(base, "RankPool", fails)
-    request = StartRequest(name="train", config=LaunchConfig(), environment={}, view=View())
+    request = LaunchRequest(name="train", config=LaunchConfig())
     engine = OfTwo()
     with pytest.raises(ZeroDivisionError):
         engine.start_ranks(request, engine.plan_ranks(request), run=RUN, log_dir=tmp_path)

@@ -18,10 +18,10 @@ import torch
 
 from notebook_accel import ConfigError, RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
+from tests.launches import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -329,7 +329,7 @@ import torch.distributed as dist
 from notebook_accel import Accelerator
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.view import View
+from notebook_accel.launch.request import LaunchRequest
 
 def plain():
     dist.init_process_group("gloo")
@@ -346,7 +346,7 @@ def train():
 
 config = LaunchConfig(engine="inline", devices="cpu")
 for function in (plain, plain, train, train):
-    print(launch(function, config=config, view=View())[0])
+    print(launch(LaunchRequest(function=function, config=config))[0])
 """
 
 

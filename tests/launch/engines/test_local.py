@@ -19,8 +19,9 @@ from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
 from notebook_accel.launch.engines import local
-from notebook_accel.launch.engines.base import RankPlan, StartRequest
+from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
@@ -44,8 +45,8 @@ class Slow(View):
         self.names.append(name)
 
 
-def request(view: View | None = None, **settings: Any) -> StartRequest:
-    return StartRequest(
+def request(view: View | None = None, **settings: Any) -> LaunchRequest:
+    return LaunchRequest(
         name="train",
         config=LaunchConfig(**settings),
         environment=dict(os.environ),

@@ -21,11 +21,11 @@ NOTEBOOK = """
 import json, os, sys
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.view import View
+from notebook_accel.launch.request import LaunchRequest
 
 def ask(function):
     config = LaunchConfig(num_processes=2, devices="cpu")
-    runs = [launch(function, config=config, view=View()) for _ in range(2)]
+    runs = [launch(LaunchRequest(function=function, config=config)) for _ in range(2)]
     logs = [run.logs(rank) for run in runs for rank in range(2)]
     return dict(ranks=[*runs[0], *runs[1]], here=function(), logs=logs)
 

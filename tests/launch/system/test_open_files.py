@@ -10,12 +10,13 @@ from tests.descriptors import open_descriptors
 
 _LEAKY = """
 import os, resource, time
+from dataclasses import replace
 from notebook_accel import LaunchError, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.view import View
+from notebook_accel.launch.request import LaunchRequest
 folder = RunFolder.make()
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
@@ -49,13 +50,14 @@ while resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft and time.monotonic()
     time.sleep(0.01)
 open(gate, "w").close()
 assert len(run[0]) == 100_000
-session = Session(config=LaunchConfig(num_processes=1, devices="cpu"))
-assert session.call(lambda: 5, view=View()).results == [5]
+request = LaunchRequest(config=LaunchConfig(num_processes=1, devices="cpu"))
+session = Session(request)
+assert session.call(replace(session.request, function=lambda: 5)).results == [5]
 fill(100, 100)
 makers = (
     launch,
-    lambda: Session(config=LaunchConfig(num_processes=1, devices="cpu")),
-    lambda: session.call(lambda: 1, view=View()),
+    lambda: Session(request),
+    lambda: session.call(replace(session.request, function=lambda: 1)),
     lambda: folder.make_logs(1),
     lambda: MetricStore(folder.path),
 )

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.view import View
 from tests.engines.processes import gone
+from tests.launches import launch
 from tests.templates import import_little
 from tests.waiting import eventually
 

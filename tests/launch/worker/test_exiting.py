@@ -8,8 +8,8 @@ import sys
 import time
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
+from tests.launches import launch
 
 _PROGRAM = """
 import time

@@ -13,9 +13,9 @@ from torch import distributed
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import group_store
-from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker import torch_fixes
+from tests.launches import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,31 @@
+"""Launches, and calls of sessions, as tests write them: the function first, the rest by names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import launcher
+from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from notebook_accel.launch.launcher import Session
+    from notebook_accel.launch.run import Run
+
+__all__ = ["call", "launch"]
+
+
+def launch(function: Callable[..., Any], args: Sequence[Any] = (), **asked: Any) -> Run:
+    """Launch ``function(*args)``; ``asked`` are the other fields of the request."""
+    return launcher.launch(LaunchRequest(function=function, args=args, **asked))
+
+
+def call(
+    session: Session, function: Callable[..., Any], args: Sequence[Any] = (), **asked: Any
+) -> Run:
+    """Call ``function(*args)`` on the ranks of a session."""
+    asked = {"view": View(), **asked}
+    return session.call(replace(session.request, function=function, args=args, **asked))
