@@ -1,8 +1,8 @@
 """Runs that outlive the kernel: the kernel's side. What conducts such a run is its keeper.
 
     launch: start_keeper --exec, Detach--> keeper (keeper.py): ranks, folder, logs, results
-    kernel: Attachment <----RunSnapshot---- keeper       over the socket pair of the launch
-    later:  attach -> Attachment <-------- keeper       over the socket in the run's folder
+    kernel: AttachedCall <--RunSnapshot---- keeper       over the socket pair of the launch
+    later:  attach -> AttachedCall <------ keeper       over the socket in the run's folder
 
 The keeper is a process of its own session, and no child of the kernel: a kernel that shuts down
 ends its children. It conducts the run as a kernel does, and ends with it. A kernel that is attached
@@ -30,7 +30,7 @@ import msgspec
 
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch import run_list, wire
-from notebook_accel.launch.control.conductor import Conductor
+from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
 from notebook_accel.launch.control.run_folder import RunFolder, runs_folder
@@ -41,7 +41,7 @@ from notebook_accel.launch.engines.base import sendable
 from notebook_accel.launch.payload import Packed, Registry, unpack_exception
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -155,8 +155,8 @@ def start_keeper(
             channel.send(wire.Alive())
         state = _state_of(first)
         folder = RunFolder(runs_folder() / state.run)
-        source = partial(script, state.world_size)
-        return _attached(channel, first, folder, request.config, request.view, source)
+        call = AttachedCall(channel, first, folder, request.config, request.view)
+        return _opened(call, partial(script, state.world_size))
 
     return begin
 
@@ -209,32 +209,16 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
             ) from None
         assert isinstance(first, wire.RunSnapshot), first
         folder = RunFolder(run.log_dir)
-        return _attached(channel, first, folder, run.config, GuardedView(view()))
+        return _opened(AttachedCall(channel, first, folder, run.config, GuardedView(view())))
 
 
-def _attached(
-    channel: Channel,
-    first: wire.RunSnapshot,
-    folder: RunFolder,
-    config: LaunchConfig,
-    view: View,
-    source: Callable[[str], str] | None = None,
-) -> Run:
-    """The handle of a run whose keeper sent ``first``; listed and shown."""
-    run = Run(
-        name=_state_of(first).name,
-        config=config,
-        folder=folder,
-        metrics=MetricReader(folder.path),
-        view=view,
-        source=source,
-    )
+def _opened(call: AttachedCall, source: Callable[[str], str] | None = None) -> Run:
+    """The handle of a run that a keeper conducts; listed and shown."""
+    run = Run(call, results=call.results, source=source)
     with held():
-        attachment = Attachment(channel, first, folder, view)
-        run._attach(attachment)
         run_list.add(run)
-        view.open(run._without_results())
-        attachment.start()
+        call.view.open(Run(call))
+        call.start()
     return run
 
 
@@ -242,31 +226,40 @@ def _state_of(snapshot: wire.RunSnapshot) -> RunState:
     return msgspec.msgpack.decode(snapshot.state, type=RunState)
 
 
-class Attachment(Conductor):
-    """Stands in this kernel for the keeper of a run."""
+class AttachedCall(Call):
+    """A call that a keeper conducts, as this kernel sees it."""
+
+    view: View
 
     def __init__(
-        self, channel: Channel, first: wire.RunSnapshot, folder: RunFolder, view: View
+        self,
+        channel: Channel,
+        first: wire.RunSnapshot,
+        folder: RunFolder,
+        config: LaunchConfig,
+        view: View,
     ) -> None:
+        super().__init__(
+            _state_of(first),
+            config=config,
+            folder=folder,
+            metrics=MetricReader(folder.path),
+            view=view,
+            results=StoredResults(folder.path),
+            handle=partial(run_list.expression_to_attach, folder.id),
+        )
         self._channel = channel
-        self._folder = folder
-        self._view = view
         self._lock = threading.RLock()  # of who sends
         self._stacks: dict[float, str] = {}
-        self._metrics = MetricTail(folder.path)
+        self._new_metrics = MetricTail(folder.path)
         self._context = contextvars.copy_context()
-        self.results = StoredResults(folder.path)
         self.curves = LiveCurves()
-        self.ended = Latch()
         self._take(first)
 
     def start(self) -> None:
         """Begin to listen."""
         name = f"attached-{self.state.run}"
         threading.Thread(target=self._listen, name=name, daemon=True).start()
-
-    def handle(self) -> str:
-        return run_list.expression_to_attach(self.state.run)
 
     def stop(self, grace: float | None = None) -> None:
         self._send(wire.Stop(grace=grace))
@@ -301,12 +294,12 @@ class Attachment(Conductor):
                     self._stacks[message.monotonic] = message.text
                 elif isinstance(message, wire.RunSnapshot):
                     self._take(message)
-                    self._context.run(self._view.update, self.state)
+                    self._context.run(self.view.update, self.state)
         except (EOFError, OSError, ProtocolError, msgspec.MsgspecError):
             self.state = self._state_without_keeper()
         with self._lock:
             self._channel.close()
-        self._context.run(self._view.close, self.state)
+        self._context.run(self.view.close, self.state)
         # From here on only handles keep results that were read.
         self.curves = self.results = None
         self.ended.set()
@@ -315,12 +308,12 @@ class Attachment(Conductor):
         self.timeout, self.timed_out = snapshot.timeout, snapshot.timed_out
         self.rescued_as = snapshot.rescued_as
         if self.curves is not None:
-            for row in self._metrics.read_new():
+            for row in self._new_metrics.read_new():
                 self.curves.add(row["rank"], row["step"], {row["name"]: row["value"]})
         self.state = _state_of(snapshot)
 
     def _state_without_keeper(self) -> RunState:
-        saved = self._folder.load()
+        saved = self.folder.load()
         if saved is not None and saved.has_ended:
             return saved
         failure = Failure(

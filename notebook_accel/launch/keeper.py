@@ -28,6 +28,7 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.launcher import launch_packed
 from notebook_accel.launch.payload import pack_exception
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.system.open_files import raise_to_hard_limit
 from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
@@ -35,8 +36,8 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import unpack
 
 if TYPE_CHECKING:
+    from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.run import Run
 
 __all__ = ["serve"]
 
@@ -64,13 +65,15 @@ def serve(fd: int) -> None:
     request, packed, sys.path[:] = pickle.loads(message.request)
     listener: socket.socket | None = None
     try:
-        run = launch_packed(request, replace(packed, packed=unpack(message.payload, fds)))
+        packed = replace(packed, packed=unpack(message.payload, fds))
+        call = call_of(launch_packed(request, packed))
+        folder = call.folder.path
         try:
-            listener = user_socket.listen(run.log_dir)
+            listener = user_socket.listen(folder)
         except OSError as error:
-            _drop(run)
+            _drop(call)
             raise LaunchError(
-                f"no socket can be made in {run.log_dir} ({error}): set NOTEBOOK_ACCEL_RUNS to a "
+                f"no socket can be made in {folder} ({error}): set NOTEBOOK_ACCEL_RUNS to a "
                 "folder of a local disk, or leave detach out"
             ) from None
     except Exception as error:  # the process boundary: the kernel raises it
@@ -85,41 +88,40 @@ def serve(fd: int) -> None:
             launcher.send(raised)
         return
     try:
-        launcher.send(_snapshot(run))
+        launcher.send(_snapshot(call))
         launcher.receive()
     except (OSError, EOFError, ProtocolError):  # nobody has the run's id
         listener.close()
-        _drop(run)
+        _drop(call)
         return
     try:
-        _Keeper(run, listener, launcher).serve()
+        _Keeper(call, listener, launcher).serve()
     except Exception:  # what fails here costs the kernels their connections, never the training
         listener.close()
     finally:
-        user_socket.remove(run.log_dir)
-        while not run._conductor.ended.wait(_LAST_SECONDS):
+        user_socket.remove(folder)
+        while not call.ended.wait(_LAST_SECONDS):
             pass
 
 
-def _drop(run: Run) -> None:
+def _drop(call: Call) -> None:
     """End a run that nobody was given, and leave nothing of it."""
-    run.kill()
-    run._conductor.ended.wait(_KILL_SECONDS)
-    run._remove_files()
+    call.kill()
+    call.ended.wait(_KILL_SECONDS)
+    call.folder.remove()
 
 
-def _snapshot(run: Run) -> wire.RunSnapshot:
-    conductor = run._conductor
+def _snapshot(call: Call) -> wire.RunSnapshot:
     try:
-        state = msgspec.msgpack.encode(conductor.state)
+        state = msgspec.msgpack.encode(call.state)
     except UnicodeEncodeError:  # text that UTF-8 cannot carry
-        plain = msgspec.to_builtins(conductor.state, builtin_types=(bytes,))
+        plain = msgspec.to_builtins(call.state, builtin_types=(bytes,))
         state = msgspec.msgpack.encode(escaped(plain))
     return wire.RunSnapshot(
         state=state,
-        timeout=conductor.timeout,
-        timed_out=conductor.timed_out,
-        rescued_as=conductor.rescued_as,
+        timeout=call.timeout,
+        timed_out=call.timed_out,
+        rescued_as=call.rescued_as,
     )
 
 
@@ -134,8 +136,8 @@ class _Kernel:
 class _Keeper:
     """Serves the kernels that are attached to a run."""
 
-    def __init__(self, run: Run, listener: socket.socket, launcher: Channel) -> None:
-        self._run = run
+    def __init__(self, call: Call, listener: socket.socket, launcher: Channel) -> None:
+        self._call = call
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -146,7 +148,7 @@ class _Keeper:
 
     def serve(self) -> None:
         """Serve until the run has ended, and the kernels know it."""
-        while not self._run._conductor.ended.is_set():
+        while not self._call.ended.is_set():
             self._turn()
         self._selector.unregister(self._listener)
         self._listener.close()
@@ -154,7 +156,7 @@ class _Keeper:
         while self._kernels and time.monotonic() < deadline:
             self._turn()
             for kernel in list(self._kernels):
-                if kernel.seen is self._run.state and kernel.channel.is_idle:
+                if kernel.seen is self._call.state and kernel.channel.is_idle:
                     self._remove(kernel)
 
     def _turn(self) -> None:
@@ -163,11 +165,11 @@ class _Keeper:
                 self._hear(key.data)
             elif (channel := user_socket.accept(self._listener)) is not None:
                 self._add(channel)
-        state, now = self._run.state, time.monotonic()
+        state, now = self._call.state, time.monotonic()
         # One that reads slowly misses states between: it gets the newest when it takes more.
         behind = [one for one in self._kernels if one.seen is not state and one.channel.is_idle]
         if behind and (now >= self._next_snapshot or state.has_ended):
-            snapshot = _snapshot(self._run)
+            snapshot = _snapshot(self._call)
             # The states of many ranks that print much are large, and a kernel takes as long to read
             # one as this process to write it.
             self._next_snapshot = now + _SHARE * (time.monotonic() - now)
@@ -199,17 +201,16 @@ class _Keeper:
         except (EOFError, OSError, ProtocolError):
             self._remove(kernel)
             return
-        conductor = self._run._conductor
         for message, _ in messages:
             if isinstance(message, wire.Stop):
-                conductor.stop(message.grace)
+                self._call.stop(message.grace)
             elif isinstance(message, wire.Interrupt):
-                conductor.press(1)
+                self._call.press(1)
             elif isinstance(message, wire.Kill):
-                conductor.kill()
+                self._call.kill()
             elif isinstance(message, wire.DumpStacks):
                 threading.Thread(target=self._dump, args=(kernel, message), daemon=True).start()
 
     def _dump(self, kernel: _Kernel, asked: wire.DumpStacks) -> None:
-        text = self._run.stacks(asked.rank)
+        text = self._call.stacks(asked.rank)
         self._answers.append((kernel, wire.Stacks(text=text, monotonic=asked.monotonic)))

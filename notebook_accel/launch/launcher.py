@@ -1,7 +1,7 @@
 """Launches and sessions: checks what is asked for, packs it, and has an engine begin the run.
 
-What a launch and a call of a session have in common is here. ``begin_call`` of engines/base.py
-sends the call; from then on the run goes on by itself.
+What a launch and a call of a session have in common is here. ``RankCall.start`` sends the call;
+from then on the run goes on by itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import preflight, run_list
+from notebook_accel.launch.control.call import NewCall
 from notebook_accel.launch.control.environment import rank_environment
 from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.metrics_file import MetricStore
+from notebook_accel.launch.control.rank_call import RankCall
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, start_keeper
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.engines.base import NewRun, begin_call, sendable
+from notebook_accel.launch.engines.base import sendable
 from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.request import LaunchRequest
-from notebook_accel.launch.run import Run
+from notebook_accel.launch.run import Run, call_of, raise_error
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.text import wording
@@ -39,9 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.state import ProcessState
     from notebook_accel.launch.engines.base import Engine, RankPlan
     from notebook_accel.launch.payload import PackedCall
+    from notebook_accel.launch.system.interrupts import Presses
 
 __all__ = ["Session", "check_ranks", "launch", "launch_packed", "notebook_file"]
 
@@ -148,18 +152,19 @@ class Session:
 
         def begin() -> Run:
             with (
-                _new_run(request, self.world_size, self._folder) as new,
-                sendable(packed) as payload,
+                _new_run(request, self.world_size, self._folder) as (new, opened),
+                sendable(packed) as (packet, fds),
             ):
+                call = RankCall(self._pool, request, packed, new)
                 try:
-                    begin_call(self._pool, request, new, packed, payload, last=False)
+                    call.start(packet, fds, open_run=new.open, last=False)
                 finally:
-                    if new.run._has_begun:
-                        self.newest_call = new.run._without_results()
+                    if opened:
+                        self.newest_call = Run(call)
                 self._registry = packed.registry
-                if new.run._conductor.number % _CALLS_BETWEEN_REMOVALS == 0:
-                    new.folder.remove_old()
-            return new.run
+                if call.number % _CALLS_BETWEEN_REMOVALS == 0:
+                    call.folder.remove_old()
+            return opened[0]
 
         return _begin_and_wait(begin, block=request.block)
 
@@ -176,7 +181,7 @@ class Session:
         run: Run | None = None
         try:
             run = self.call(request)
-            run._wait_in_cell()
+            _wait_in_cell(run)
             return list(run)
         except BaseException as error:
             # A call that was interrupted while it began has returned no handle: the error carries
@@ -312,11 +317,11 @@ def _begin_here(request: LaunchRequest, packed: PackedCall | None) -> Callable[[
     request = replace(request, notices=(*request.notices, *plan.notices))
 
     def begin() -> Run:
-        with _new_run(request, plan.world_size) as new:
+        with _new_run(request, plan.world_size) as (new, opened):
             engine.launch(request, new, plan, packed)
             # Only now, while the ranks start.
             new.folder.remove_old()
-        return new.run
+        return opened[0]
 
     return begin
 
@@ -334,12 +339,28 @@ def _begin_and_wait(begin: Callable[[], Run], *, block: bool) -> Run:
             with naming_what_is_short():
                 run = begin()
             if block or presses.count:
-                run._wait_in_cell(presses)
+                _wait_in_cell(run, presses)
     except BaseException as error:
         if run is not None:
             _keep_run_without_handle(run, error)
         raise
     return run
+
+
+def _wait_in_cell(run: Run, *before: Presses) -> None:
+    """Wait as the run's own cell does: interrupts go to the ranks, and the cell ends with them.
+
+    Args:
+        run: what is waited for.
+        before: the interrupts that were held while the run began.
+
+    Raises:
+        KeyboardInterrupt: the person interrupted, and the ranks have ended.
+        WorkerError, RunStopped, TimeoutError: as ``Run.wait``.
+    """
+    with held(patience=None) as presses:
+        call_of(run).wait(presses=[*before, presses])
+    raise_error(run)
 
 
 def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall:
@@ -361,11 +382,27 @@ def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
     return plan
 
 
+def _open_run(request: LaunchRequest, opened: list[Run], call: Call) -> None:
+    """Make the handle of a call that was sent, list its run and show it.
+
+    Args:
+        request: what is called.
+        opened: takes the handle.
+        call: the call.
+    """
+    source = partial(_script, request, call.state.world_size)
+    run = Run(call, results=call.results, source=source)
+    opened.append(run)
+    call.folder.save(call.state, call.config)
+    run_list.add(run)
+    request.view.open(Run(call))
+
+
 @contextlib.contextmanager
 def _new_run(
     request: LaunchRequest, world_size: int, session: RunFolder | None = None
-) -> Iterator[NewRun]:
-    """A run with its folder, for a block that begins it; where the block fails, nothing is left.
+) -> Iterator[tuple[NewCall, list[Run]]]:
+    """A call with its folder, for a block that begins it; where the block fails, nothing is left.
 
     The caller holds interrupts meanwhile (:func:`_begin_and_wait`), until an engine lets them
     through.
@@ -374,9 +411,13 @@ def _new_run(
         request: what is called.
         world_size: number of ranks.
         session: the folder of the session whose ranks are called.
+
+    Yields:
+        The call so far, and a list that has the handle of the run once that has begun.
     """
+    opened: list[Run] = []
     with contextlib.ExitStack() as undo:
-        # A run that has begun is closed by whoever conducts it.
+        # A run that has begun is closed by its call.
         undo.callback(request.view.launch_failed)
         if session is not None:
             preflight.check_files_of_kernel()
@@ -384,16 +425,6 @@ def _new_run(
         undo.callback(folder.remove)
         if session is not None:
             folder.link_logs(session, world_size)
-        metrics = MetricStore(folder.path)
-        undo.callback(metrics.close)
-        run = Run(
-            name=request.name,
-            config=request.config,
-            folder=folder,
-            metrics=metrics,
-            view=request.view,
-            source=partial(_script, request, world_size),
-        )
         first = starting(
             run=folder.id,
             name=request.name,
@@ -409,13 +440,23 @@ def _new_run(
             notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
             detached=request.detach,
         )
+        typed = run_list.expression_to_attach if request.detach else run_list.expression_now
+        new = NewCall(
+            state=first,
+            folder=folder,
+            metrics=MetricStore(folder.path),
+            handle=partial(typed, folder.id),
+            open=partial(_open_run, request, opened),
+        )
+        undo.callback(new.metrics.close)
         try:
-            yield NewRun(run=run, state=first, folder=folder, metrics=metrics)
+            yield new, opened
         except BaseException as error:
-            _keep_run_without_handle(run, error)
+            for run in opened:
+                _keep_run_without_handle(run, error)
             raise
         finally:
-            if run._has_begun:
+            if opened:
                 undo.pop_all()
 
 
@@ -425,14 +466,14 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
     Nobody is given it otherwise. A run that was interrupted is ended, and the KeyboardInterrupt
     has it as ``run``.
     """
-    if run._has_begun:
-        run_list.keep(run)
-        if isinstance(error, KeyboardInterrupt):
-            error.run = run  # type: ignore[attr-defined]
-            run.kill()
-            run._conductor.ended.wait(_KILL_SECONDS)
-            if run._conductor.rescued_as and not error.args:
-                error.args = (RESCUED + run._conductor.rescued_as,)
+    run_list.keep(run)
+    if isinstance(error, KeyboardInterrupt):
+        call = call_of(run)
+        error.run = run  # type: ignore[attr-defined]
+        call.kill()
+        call.ended.wait(_KILL_SECONDS)
+        if call.rescued_as and not error.args:
+            error.args = (RESCUED + call.rescued_as,)
 
 
 def _script(request: LaunchRequest, world_size: int, file: str) -> str:

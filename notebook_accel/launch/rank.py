@@ -99,7 +99,8 @@ class RankContext:
         before_return: functions to call after the function of the call has returned (or left by
             ``RunStopped`` or ``sys.exit(0)``), and before the rank says so; the key of each is
             the object that asked for it.
-        kept_error: what the newest call raised, of those that keep it (``wire.Call.keeps_error``).
+        kept_error: what the newest call raised, of those that keep it (``keeps_error`` of
+            ``wire.BeginCall``).
         store_port: where the ranks of one machine meet; None leaves it to MASTER_ADDR and
             MASTER_PORT.
     """

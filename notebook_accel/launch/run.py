@@ -1,42 +1,34 @@
 """The handle of a run: what the person holds while it goes on and after it has ended.
 
-handle (Run) --------> conductor (control/conductor.py): the state, and who ends the ranks
-   |  \\-------------> results, function: freed with the last handle
-   v
-the same run without results: what views and the list of runs (run_list.py) keep
+handle (Run) --------> call (control/call.py): the state, and who ends the ranks
+      \\-------------> results, function: freed with the last handle
+
+Views and the list of runs (run_list.py) have a :class:`Run` of the same call without results.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.config.checks import check_seconds
 from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import RESCUED, Progress
-from notebook_accel.launch.system.interrupts import held
+from notebook_accel.launch.control.stored_results import StoredResults
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.conductor import Conductor
-    from notebook_accel.launch.control.metrics_file import MetricReader
+    from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.results import Results
-    from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import Failure, RunState
-    from notebook_accel.launch.system.interrupts import Presses
 
-__all__ = ["Run", "RunView"]
+__all__ = ["Run", "call_of", "raise_error", "results_now"]
 
-# Between two looks at the person's interrupts; a view's ``poll`` is called as often.
-_SLICE_SECONDS = 0.05
 # How long results are kept; two errors end with these words.
 _KEPT = (
     "The kernel that launched a run has its results and rescued models while you hold the handle "
@@ -45,16 +37,6 @@ _KEPT = (
 )
 
 E = TypeVar("E", bound=BaseException)
-
-
-class RunView(Protocol):
-    """What a handle asks of the view that shows its run: a ``View`` of ``view/__init__.py``."""
-
-    def poll(self) -> None: ...
-    def stop_waiting(self) -> None: ...
-    def print_end(self) -> None: ...
-    def reopen(self, run: Run) -> None: ...
-    def show_displays(self, run: Run, rank: int) -> None: ...
 
 
 class Run:
@@ -82,62 +64,29 @@ class Run:
         [0, 1]
     """
 
-    # Launchers and views use the members with an underscore, too. The underscore only keeps them
-    # out of `help(Run)`, which is for the person.
-
     def __init__(
         self,
+        call: Call,
         *,
-        name: str,
-        config: LaunchConfig,
-        folder: RunFolder,
-        metrics: MetricReader,
-        view: RunView,
+        results: Results | None = None,
         source: Callable[[str], str] | None = None,
     ) -> None:
-        self.id: str = folder.id
-        self.config = config
-        self.name = name
-        self._folder = folder
-        self._metrics = metrics
-        self._view = view
+        self.id: str = call.folder.id
+        self.config = call.config
+        self.name = call.state.name
+        self._call = call
         self._source = source
-        self._attached: Conductor | None = None
-        self._results: Results | None = None
-
-    def _attach(self, conductor: Conductor) -> None:
-        """The run has a conductor from now on: it begins, or ended in another process."""
-        self._attached = conductor
-        self._results = conductor.results
-
-    def _without_results(self) -> Run:
-        """This run, without what its handles alone keep: results, and the function."""
-        other = copy.copy(self)
-        other._source = None
-        other._results = None if self._results is None else self._results.on_disk()
-        return other
-
-    def _remove_files(self) -> None:
-        """Leave no files of a run that nobody will look at."""
-        self._folder.remove()
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether somebody conducts this run."""
-        return self._attached is not None
-
-    @property
-    def _conductor(self) -> Conductor:
-        """Who conducts this run."""
-        assert self._attached is not None, "the run has not begun"
-        return self._attached
+        # Those of a detached run are in its folder, for every handle.
+        if results is None and call.state.detached:
+            results = StoredResults(call.folder.path)
+        self._results = results
 
     # ---- how it stands ---------------------------------------------------------------------
 
     @property
     def state(self) -> RunState:
         """Everything that is known of the run now, as one immutable value."""
-        return self._conductor.state
+        return self._call.state
 
     @property
     def status(self) -> str:
@@ -221,12 +170,8 @@ class Run:
         Raises:
             NotebookAccelError: the run belongs to another process, which alone has its results.
         """
-        self._wait_for_end(None)
-        return self._peek()
-
-    def _peek(self) -> list[Any]:
-        """What :attr:`results` gives of a run that has ended; shows nothing on the way."""
-        return [self._result_or_none(rank) for rank in range(len(self))]
+        self._call.wait()
+        return results_now(self)
 
     @property
     def rescued(self) -> Any:
@@ -249,28 +194,17 @@ class Run:
         Raises:
             NotebookAccelError: it is neither in this kernel nor in the run's folder.
         """
-        self._wait_for_end(None)
+        self._call.wait()
         if self._results is not None and self._results.has_rescued:
             return self._results.rescued()
-        if not self._has_rescued:
+        if not self.state.has_rescued:
             return None
-        rescued = self._folder.load_rescued()
+        rescued = self._call.folder.load_rescued()
         if rescued is None:
             raise self._about_this(
                 NotebookAccelError(f"what run {self.id} was training is gone. {_KEPT}")
             )
         return rescued
-
-    @property
-    def _has_rescued(self) -> bool:
-        """Whether what was being trained was kept when the run ended."""
-        return self.state.has_rescued
-
-    def _result_or_none(self, rank: int) -> Any:
-        try:
-            return None if self._results is None else self._results.get(rank)
-        except (Exception, SystemExit):  # what a result's classes do when they are remade
-            return None
 
     def wait(self, timeout: float | None = None) -> Run:
         """Wait for the end of the run.
@@ -294,58 +228,12 @@ class Run:
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
-        if not self._wait_for_end(timeout):
+        if not self._call.wait(timeout):
             raise self._about_this(
                 TimeoutError(f"the run has not ended within {timeout} s; it goes on ({self!r})")
             )
-        self._raise_error()
+        raise_error(self)
         return self
-
-    def _wait_in_cell(self, before: Presses | None = None) -> None:
-        """Wait as the run's own cell does: interrupts go to the ranks, and the cell ends with them.
-
-        Args:
-            before: the interrupts that were held while the run began.
-
-        Raises:
-            KeyboardInterrupt: the person interrupted, and the ranks have ended.
-            WorkerError, RunStopped, TimeoutError: as :meth:`wait`.
-        """
-        with held(patience=None) as presses:
-            self._wait_for_end(None, [presses] if before is None else [before, presses])
-        self._raise_error()
-
-    def _wait_for_end(self, timeout: float | None, presses: Sequence[Presses] = ()) -> bool:
-        """Wait for the end; False where it has not come within ``timeout`` seconds.
-
-        Args:
-            timeout: seconds; None for no limit.
-            presses: the person's interrupts, which are passed on to the ranks.
-        """
-        self._conductor.check_waiting()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        ended = self._conductor.ended
-        num_passed_on = 0
-        # In short slices: signals and the view get their turn.
-        try:
-            while not ended.wait(_SLICE_SECONDS):
-                self._view.poll()
-                if num_passed_on < sum(one.count for one in presses):
-                    num_passed_on += 1
-                    self._conductor.press(num_passed_on)
-                # Where it has ended just now, the end is still to be printed.
-                if deadline is not None and time.monotonic() >= deadline and not ended.is_set():
-                    return False
-        finally:
-            self._view.stop_waiting()
-        self._view.print_end()
-        return True
-
-    def _raise_error(self) -> None:
-        """Raise the error of a run that has ended, if it has one."""
-        error = self._error()
-        if error is not None:
-            raise error
 
     def _error(self) -> BaseException | None:
         """The error of a run that has ended, with ``run`` set; None where there is none."""
@@ -354,11 +242,11 @@ class Run:
             return self._about_this(self._worker_error(failure))
         if self.status != "stopped":
             return None
-        kept = self._conductor.rescued_as
+        kept = self._call.rescued_as
         kept = f"; {RESCUED}{kept}" if kept else ""
-        if self._conductor.timed_out:
+        if self._call.timed_out:
             text = (
-                f"the run was ended after timeout={self._conductor.timeout:g} s: pass a larger "
+                f"the run was ended after timeout={self._call.timeout:g} s: pass a larger "
                 f"timeout=, or leave it out{kept}"
             )
             return self._about_this(TimeoutError(text))
@@ -369,7 +257,7 @@ class Run:
 
     def _worker_error(self, failure: Failure) -> WorkerError:
         # Not part of the failure, which stays on the page and on disk: another launch changes it.
-        handle = self._conductor.handle()
+        handle = self._call.handle()
         is_logged = handle and failure.rank is not None
         seen = f"\nTo see it: {handle}.logs({failure.rank})" if is_logged else ""
         error = WorkerError(
@@ -418,7 +306,7 @@ class Run:
         if grace is not None:
             check_seconds("grace", grace)
             grace = float(grace)
-        self._conductor.stop(grace)
+        self._call.stop(grace)
 
     def kill(self) -> None:
         """End all ranks at once, and the processes that they started.
@@ -431,14 +319,14 @@ class Run:
             >>> run.status  # it had ended before
             'succeeded'
         """
-        self._conductor.kill()
+        self._call.kill()
 
     # ---- what it left ----------------------------------------------------------------------
 
     @property
     def log_dir(self) -> Path:
         """Folder with the output of each rank: ``rank-0.log``, ``rank-1.log``, ..."""
-        return self._folder.path
+        return self._call.folder.path
 
     def logs(self, rank: int | None = None) -> str:
         """Return everything that one rank printed, or all ranks with a label on each line.
@@ -454,32 +342,7 @@ class Run:
             >>> print(run.logs())
             [rank 0] done
         """
-        if rank is not None:
-            return self._read_log(self._index_of(rank))
-        return "".join(_labelled(rank, self._read_log(rank)) for rank in range(len(self)))
-
-    def _read_log(self, rank: int) -> str:
-        if not self.state.session:
-            return self._folder.read_log(rank)
-        # The files have what other calls of the session printed too.
-        part = self.state.ranks[rank]
-        return self._folder.read_log(rank, part.log_start or 0, part.log_end)
-
-    def _last_logs(self, rank: int | None, max_bytes: int) -> str:
-        """The last lines of what :meth:`logs` gives; of all ranks, as many bytes of each."""
-        if rank is not None:
-            return self._end_of_log(rank, max_bytes)
-        share = max_bytes // len(self)
-        return "".join(_labelled(one, self._end_of_log(one, share)) for one in range(len(self)))
-
-    def _end_of_log(self, rank: int, max_bytes: int) -> str:
-        part = self.state.ranks[rank]
-        first = part.log_start or 0
-        start = max(first, part.log_end - max_bytes)
-        text = self._folder.read_log(rank, start, part.log_end)
-        # The text most likely begins in mid-line, so it is shown from the next line on, if there is
-        # one.
-        return text if start == first else text.partition("\n")[2] or text
+        return self._call.logs(None if rank is None else self._index_of(rank))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -492,16 +355,8 @@ class Run:
             FileNotFoundError: the run was deleted from disk.
             OSError: the file of metrics has more than 1 GB.
         """
-        self._folder.check()
-        return self._metrics.read()
-
-    def _sample_metrics(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
-        """The metrics for a plot: all of them, or parts from all over a long run.
-
-        Args:
-            max_bytes: how much of their file is read.
-        """
-        return self._metrics.sample(max_bytes)
+        self._call.folder.check()
+        return self._call.metrics.read()
 
     def to_pandas(self) -> Any:
         """Return the metrics as a pandas DataFrame.
@@ -559,7 +414,7 @@ class Run:
         """
         if rank is not None:
             rank = self._index_of(rank)
-        return self._conductor.stacks(rank)
+        return self._call.stacks(rank)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the function, with what it needs, as a script for torchrun.
@@ -610,18 +465,39 @@ class Run:
         Example:
             >>> run.show()
         """
+        view, run = self._call.view, Run(self._call)
         if rank is None:
-            self._view.reopen(self._without_results())
+            view.reopen(run)
         else:
-            self._view.show_displays(self._without_results(), self._index_of(rank))
+            view.show_displays(run, self._index_of(rank))
 
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Run {self.id} of {self.name}: {self.status}, {ranks}>"
 
 
-def _labelled(rank: int, text: str) -> str:
-    """The output of a rank with its number on each line."""
-    # Not splitlines(): a form feed ends no line.
-    lines = text.removesuffix("\n").split("\n") if text else []
-    return "".join(f"[rank {rank}] {line}\n" for line in lines)
+# ---- for launchers and views; methods would stand in `help(Run)`, which is for the person -------
+
+
+def call_of(run: Run) -> Call:
+    """The call that a handle is of."""
+    return run._call
+
+
+def raise_error(run: Run) -> None:
+    """Raise the error of a run that has ended, if it has one."""
+    error = run._error()
+    if error is not None:
+        raise error
+
+
+def results_now(run: Run) -> list[Any]:
+    """What each rank has returned, None for a rank without a result; nobody waits for the rest."""
+    return [_result_or_none(run._results, rank) for rank in range(len(run))]
+
+
+def _result_or_none(results: Results | None, rank: int) -> Any:
+    try:
+        return None if results is None else results.get(rank)
+    except (Exception, SystemExit):  # what a result's classes do when they are remade
+        return None

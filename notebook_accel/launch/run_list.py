@@ -1,6 +1,6 @@
 """The list of runs: those of this process, and on request those that other processes left on disk.
 
-a launch: NewRun.begin -> add -> _known --+
+a launch: a call is sent -> add -> _known --+
                                           +--> runs()
 folders of runs on disk: _read_run -------+
 
@@ -12,25 +12,25 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.control.conductor import Conductor
+from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.control.state import Failure
-from notebook_accel.launch.control.stored_results import StoredResults
-from notebook_accel.launch.run import Run
-from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.view.plain import PlainView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from notebook_accel.launch.control.call import CallView
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.run import RunView
 
 __all__ = [
     "add",
@@ -74,7 +74,7 @@ def add(run: Run) -> None:
     with held(), _lock:
         # The oldest is dropped only here: a run that was added and discarded pushes out no other.
         others = [known for known in _newest() if known.run.id != run.id]  # attached once more
-        _known[:] = [*others, _ListedRun(handle=weakref.ref(run), run=run._without_results())]
+        _known[:] = [*others, _ListedRun(handle=weakref.ref(run), run=Run(call_of(run)))]
 
 
 def _newest() -> list[_ListedRun]:
@@ -83,7 +83,7 @@ def _newest() -> list[_ListedRun]:
     old = [
         known
         for known in _known[:-_MAX_RUNS]
-        if not known.run.state.has_ended or (known.is_kept and known.run._has_rescued)
+        if not known.run.state.has_ended or (known.is_kept and known.run.state.has_rescued)
     ]
     return [*old, *_known[-_MAX_RUNS:]]
 
@@ -99,17 +99,17 @@ def keep(run: Run) -> None:
             if known.handle() is run:
                 _known[index] = replace(known, run=run)
         kept = [index for index, known in enumerate(_known) if known.is_kept]
-        rescued = [index for index in kept if _known[index].run._has_rescued]
+        rescued = [index for index in kept if _known[index].run.state.has_rescued]
         failed = [index for index in kept if index not in rescued]
         for index in (*rescued[:-_MAX_HANDLES], *failed[:-_MAX_HANDLES]):
-            _known[index] = replace(_known[index], run=_known[index].run._without_results())
+            _known[index] = replace(_known[index], run=Run(call_of(_known[index].run)))
 
 
 def discard(run: Run) -> None:
     """Take a run that has ended off the list, and remove its files."""
     with held(), _lock:
         _known[:] = [known for known in _known if known.run.id != run.id]
-    run._remove_files()
+    call_of(run).folder.remove()
 
 
 def expression(run_id: str) -> str:
@@ -128,7 +128,7 @@ def expression_to_attach(run_id: str) -> str:
     return f"import notebook_accel; notebook_accel.attach({run_id!r})"
 
 
-def find_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
+def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
     """The run of that id, as ``notebook_accel.find_run`` gives it.
 
     ``view`` makes the view of a run that another process launched.
@@ -137,7 +137,7 @@ def find_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
     return here or read_run(run_id, view=view)
 
 
-def read_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
+def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
     """The run of that id as it is on disk.
 
     Raises:
@@ -153,7 +153,7 @@ def read_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
     return found
 
 
-def runs(*, everywhere: bool = False, view: Callable[[], RunView] = PlainView) -> list[Run]:
+def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) -> list[Run]:
     """The runs of this process and on disk, as ``notebook_accel.runs`` gives them.
 
     ``view`` makes the view of a run that another process launched.
@@ -170,20 +170,22 @@ def runs(*, everywhere: bool = False, view: Callable[[], RunView] = PlainView) -
     return sorted([*(run for run in found if run is not None), *others], key=lambda run: run.id)
 
 
-class _OtherKernels(Conductor):
-    """Stands for what conducted a run in another process."""
+class PastCall(Call):
+    """A call of another process, as it is on disk."""
 
-    def __init__(self, state: RunState, folder: RunFolder) -> None:
-        self.state = state
-        self._folder = folder
-        self.ended = Latch()
-        if state.detached:
-            self.results = StoredResults(folder.path)
+    def __init__(
+        self, state: RunState, folder: RunFolder, config: LaunchConfig, view: CallView
+    ) -> None:
+        super().__init__(
+            state,
+            config=config,
+            folder=folder,
+            metrics=MetricReader(folder.path),
+            view=view,
+            handle=partial(expression, state.run),
+        )
         if state.has_ended:
             self.ended.set()
-
-    def handle(self) -> str:
-        return expression(self.state.run)
 
     def check_waiting(self) -> None:
         if not self.state.has_ended and self.state.detached:
@@ -206,13 +208,13 @@ class _OtherKernels(Conductor):
 
     def _ask(self, how: str) -> None:
         if not self.state.has_ended:
-            self._folder.ask_to_stop(how)
+            self.folder.ask_to_stop(how)
 
     def stacks(self, rank: int | None = None) -> str:
         return "the run is not of this process\n"
 
 
-def _read_run(folder: RunFolder, view: Callable[[], RunView]) -> Run | None:
+def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
     """The run in a folder that another process made; None where its state cannot be read."""
     # In this order: a kernel that ends between the two has saved the run's end before.
     is_held = folder.is_held
@@ -237,12 +239,4 @@ def _read_run(folder: RunFolder, view: Callable[[], RunView]) -> Run | None:
         config = LaunchConfig.load(folder.config_path)
     except ConfigError:  # of another version of this package
         config = LaunchConfig()
-    run = Run(
-        name=state.name,
-        config=config,
-        folder=folder,
-        metrics=MetricReader(folder.path),
-        view=view(),
-    )
-    run._attach(_OtherKernels(state, folder))
-    return run
+    return Run(PastCall(state, folder, config, view()))

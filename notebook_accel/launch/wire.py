@@ -2,7 +2,7 @@
 
 A rank speaks with the agent of its machine, the agent with the kernel, the kernel with the
 template. Two lives are told apart: that of a rank process (``Launch``, ``RankReady``,
-``Shutdown``, ``RankEnded``) and that of a call, which ranks that are ready run (``Call``,
+``Shutdown``, ``RankEnded``) and that of a call, which ranks that are ready run (``BeginCall``,
 ``CallStarted``, ``Returned`` or ``Raised``). A call has a number, which is on every message about
 it; what comes late for an old call is dropped by whoever gets it.
 
@@ -10,7 +10,7 @@ In the kernel (``control/``) a message from an agent comes to four places, each 
 
     pool.py _take -> state.py apply_to_processes     what it changes of the rank processes
                   -> pool.py _pass_between_agents    what the other agents must know of it
-                  -> supervisor.py take              results, metrics and stacks of the call
+                  -> rank_call.py take               results, metrics and stacks of the call
                        -> state.py apply             what it changes of the call, as views draw it
 
 Bytes of a connection are decoded into the types below and nothing else (transport/encoding.py):
@@ -31,7 +31,7 @@ __all__ = [
     "AgentReady",
     "Alive",
     "Bar",
-    "Call",
+    "BeginCall",
     "CallEnded",
     "CallStarted",
     "CountDevices",
@@ -83,7 +83,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 9
+VERSION = 10
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -389,7 +389,7 @@ class Launch(Message, frozen=True, kw_only=True):
     notebook: bytes = b""
 
 
-class Call(Message, frozen=True, kw_only=True):
+class BeginCall(Message, frozen=True, kw_only=True):
     """Call a function on every rank. A file descriptor goes along where buffers are not inline.
 
     It is sent to ranks that have ended the call before, by the kernel to the agent and by the
@@ -431,7 +431,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 class Stop(Message, frozen=True, kw_only=True):
     """Stop the call politely: all ranks are asked to leave it at the same step.
 
-    Ranks that are still in the call after ``grace`` seconds (None: the ``Call``'s own), or after
+    Ranks that are still in the call after ``grace`` seconds (None: the call's own), or after
     one second without progress, are interrupted. Where all have left their loop or have read
     ``should_stop``, none is: they go on until somebody asks again.
     """
@@ -489,7 +489,7 @@ class Detach(Message, frozen=True, kw_only=True):
 
 
 class RunSnapshot(Message, frozen=True, kw_only=True):
-    """How the run stands; ``state`` is its ``RunState``, the others are of its ``Conductor``."""
+    """How the run stands; ``state`` is its ``RunState``, the others are of its ``Call``."""
 
     state: bytes
     timeout: float | None = None

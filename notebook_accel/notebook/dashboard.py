@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.launch import run_list
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
@@ -207,7 +208,7 @@ class Dashboard(View):
     def _summary(self, run: Run, state: RunState, *, with_displays: bool = False) -> Snapshot:
         return render_snapshot(
             state,
-            run._sample_metrics(),
+            call_of(run).metrics.sample(),
             with_displays=with_displays,
             asked_stacks=None if self._panel is None else self._panel.asked_stacks,
         )

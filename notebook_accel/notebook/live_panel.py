@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.launch import run_list
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import widget_view
 from notebook_accel.notebook.log_view import LogView
@@ -255,7 +256,7 @@ class LivePanel:
         self._alert.value = str(render_alert(state))
         self._draw_buttons(state, now)
         self._draw_note(state)
-        curves = self._run._conductor.curves
+        curves = call_of(self._run).curves
         if curves is not None:
             self._metrics.draw(curves, now=now)
         return self._log.draw(state)
@@ -380,7 +381,7 @@ class LivePanel:
         size = sum(part.log_end - (part.log_start or 0) for part in parts)
         is_whole = size <= _MAX_LINK_BYTES
         try:
-            text = self._run.logs(rank) if is_whole else self._run._last_logs(rank, _MAX_LINK_BYTES)
+            text = call_of(self._run).logs(rank, None if is_whole else _MAX_LINK_BYTES)
         except FileNotFoundError as error:
             return element("span", str(error), class_="na-muted")
         data = text.encode(errors="replace")

@@ -43,6 +43,7 @@ from notebook_accel.launch.control.environment import rank_environment
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
+from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, LostWidgetText, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
@@ -651,7 +652,7 @@ class ConfigPicker:
         _start_thread(partial(self._await_end, self.run), name="notebook-accel-picker")
 
     def _await_end(self, run: Run) -> None:
-        while not run._conductor.ended.wait(1.0):
+        while not call_of(run).ended.wait(1.0):
             pass
         with self._lock:
             self._show_whether_launched()
@@ -659,7 +660,7 @@ class ConfigPicker:
     @property
     def _goes_on(self) -> bool:
         """Whether what was launched from the form has not ended."""
-        return self.run is not None and not self.run._conductor.ended.is_set()
+        return self.run is not None and not call_of(self.run).ended.is_set()
 
     def _show_whether_launched(self) -> None:
         goes_on = self._goes_on

@@ -23,6 +23,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.run import call_of, results_now
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
@@ -140,7 +141,7 @@ class CallEnds:
         self.has_lost_group = self.has_lost_group or all(rank.made_group for rank in state.ranks)
         self.has_unreported_names = True
         if request.pushed:
-            self._unsure = run._conductor.number, request.pushed
+            self._unsure = call_of(run).number, request.pushed
 
     def take(self, answers: Iterable[NamesOutcome]) -> frozenset[str]:
         """All ranks have told their names; gives those that were pushed, and that not all got."""
@@ -433,7 +434,7 @@ class NotebookSession:
     def _follow(self, cell: _SentCell, below: DisplaySlot) -> None:
         """Wait for a cell in the background, conclude it, and say ``below`` what is to be said."""
         run, label = cell.run, cell.request.label
-        while not run._conductor.ended.wait(1.0):
+        while not call_of(run).ended.wait(1.0):
             continue
         lines = []
         if run.state.failure is not None:
@@ -512,7 +513,7 @@ class NotebookSession:
             NotebookAccelError: there is no such name to pull.
         """
         run, request = cell.run, cell.request
-        outcomes: list[CellOutcome | None] = run._peek()
+        outcomes: list[CellOutcome | None] = results_now(run)
         if all(rank.returned for rank in run.state.ranks):
             self._owners.note_session_assigned(cell.assigned)
             if request.ranks is None:
@@ -592,7 +593,7 @@ class NotebookSession:
     def _is_going_on(self, call: Run) -> bool:
         """Whether a call has not ended, or its values are still to be shown."""
         is_followed = self._background is not None and self._background.is_alive()
-        return is_followed or not call._conductor.ended.is_set()
+        return is_followed or not call_of(call).ended.is_set()
 
     def _ask(
         self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None

@@ -8,6 +8,7 @@ from IPython.core.getipython import get_ipython
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
@@ -55,11 +56,11 @@ class Transcript(PlainView):
 
     def close(self, state: RunState) -> None:
         if self._run is not None and not self._waits:
-            metrics = self._run._sample_metrics()
+            metrics = call_of(self._run).metrics.sample()
             self._slot.show(render_snapshot(state, metrics, with_displays=True).bundle)
 
     def reopen(self, run: Run) -> None:
-        snapshot = render_snapshot(run.state, run._sample_metrics(), now=run.state.now())
+        snapshot = render_snapshot(run.state, call_of(run).metrics.sample(), now=run.state.now())
         DisplaySlot().show(snapshot.bundle)
         RankDisplays().show_new(run.state)
 
@@ -81,7 +82,7 @@ class Transcript(PlainView):
         if self.is_short_cell(run):
             snapshot = render_slim(run.state, with_output=False)
         else:
-            snapshot = render_snapshot(run.state, run._sample_metrics(), with_output=False)
+            snapshot = render_snapshot(run.state, call_of(run).metrics.sample(), with_output=False)
         self._displays.show_new(run.state)
         self._slot.show(snapshot.bundle)
 

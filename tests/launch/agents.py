@@ -94,7 +94,7 @@ class AgentByHand:
         self._calls += 1
         packet, fds = pack(payload.pack_call(function, args).packed)
         given = {"run": self.run, "call": self._calls, "payload": packet, "grace": 10.0}
-        self.channel.send(wire.Call(**{**given, **fields}), fds)
+        self.channel.send(wire.BeginCall(**{**given, **fields}), fds)
         return self._calls
 
     def say(self, kind: type[wire.Message], /, **fields: Any) -> None:

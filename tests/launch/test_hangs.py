@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view.plain import PlainView
 from tests.launches import launch
 from tests.waiting import eventually
@@ -103,10 +104,10 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         while not (skipped.state.hang and crossed.state.hang):
             assert time.monotonic() < began + _SECONDS, "both hangs are told in time"
             for run in runs:
-                run._view.poll()
+                call_of(run).view.poll()
             time.sleep(0.05)
         for run in runs:
-            run._view.poll()
+            call_of(run).view.poll()
         hang = skipped.state.hang
         assert hang.is_certain
         assert "rank 0 waits in all_reduce at test_hangs.py, line" in hang.text
@@ -158,7 +159,7 @@ def test_ranks_that_are_suspended_are_named(
         ranks = "rank 0 is" if num_ranks == 1 else "ranks 0-1 are"
 
         def is_told() -> bool:
-            run._view.poll()
+            call_of(run).view.poll()
             return f"notebook_accel: {ranks} suspended, by SIGSTOP or a deb" in text.getvalue()
 
         eventually(is_told, within=_SECONDS, what="it is told")

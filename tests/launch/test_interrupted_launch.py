@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import launcher, run_list
-from notebook_accel.launch.engines import base
+from notebook_accel.launch import run_list
+from notebook_accel.launch.control.rank_call import RankCall
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run
@@ -164,14 +164,14 @@ def _note_interrupt(folder: str) -> None:
 def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(
     folder: Path, block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = base.begin_call
+    send = RankCall.start
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         send(*args, **kwargs)
         eventually((folder / ".began").exists, within=SOON, what="the rank is in its function")
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(base, "begin_call", interrupted)
+    monkeypatch.setattr(RankCall, "start", interrupted)
     view = Printing()
     with pytest.raises(KeyboardInterrupt):
         launch(_note_interrupt, (str(folder),), config=ON_CPU, view=view, block=block)
@@ -189,7 +189,7 @@ def _pid_after(seconds: float) -> int:
 def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = launcher.begin_call
+    send = RankCall.start
     with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
         (before,) = call(session, _pid_after, (0,), view=View())
 
@@ -197,7 +197,7 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
             send(*args, **kwargs)
             signal.raise_signal(signal.SIGINT)
 
-        monkeypatch.setattr(launcher, "begin_call", interrupted)
+        monkeypatch.setattr(RankCall, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             call(session, _pid_after, (600,), view=View())
         # Full, so that a run that is listed takes the place of another.

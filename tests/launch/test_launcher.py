@@ -28,6 +28,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.engines import base, local
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect
@@ -181,7 +182,7 @@ def test_launches_leave_no_descriptor_thread_or_child() -> None:
 
 
 class Slow(View):
-    """Holds the run's supervisor until it is let go."""
+    """Holds the thread of the run's call until it is let go."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -414,7 +415,7 @@ class EndsWhilePolled(View):
     def poll(self) -> None:
         if self.go is not None:
             self.go.touch()
-            self.run._conductor.ended.wait(SOON)
+            call_of(self.run).ended.wait(SOON)
 
     def print_end(self) -> None:
         self.has_printed_end = True
@@ -701,11 +702,12 @@ def test_the_end_of_a_log_is_whole_lines() -> None:
 
     run = on_cpu(train, n=2)
     of_one = run.logs(1)
-    assert run._last_logs(1, 1_000_000) == of_one
-    last = run._last_logs(1, 100)
+    logs = call_of(run).logs
+    assert logs(1, 1_000_000) == of_one
+    last = logs(1, 100)
     assert 80 < len(last) <= 100
     assert of_one.endswith(f"\n{last}")
-    of_all = run._last_logs(None, 200)
+    of_all = logs(None, 200)
     lines = last.splitlines()
     assert of_all.splitlines() == [f"[rank {rank}] {line}" for rank in (0, 1) for line in lines]
 

@@ -5,48 +5,47 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list, wire
-from notebook_accel.launch.control.metrics_file import MetricStore
+from notebook_accel.launch.control.call import Call
+from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Listed:
-    """A run, as far as the list looks at it."""
-
-    state = SimpleNamespace(has_ended=True)
-
-    @property
-    def id(self) -> int:
-        return id(self)
-
-    def _without_results(self) -> Listed:
-        return self
+def run_in(root: Path) -> Run:
+    """A run that goes on, as far as the list looks at it."""
+    folder = RunFolder.make(root)
+    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
+    metrics = MetricReader(folder.path)
+    call = Call(state, config=LaunchConfig(), folder=folder, metrics=metrics, view=View())
+    return Run(call)
 
 
 def test_runs_that_begin_at_once_in_two_threads_are_both_listed(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_list, "_known", [])
-    second: Any = Listed()
+    first, second = run_in(tmp_path), run_in(tmp_path)
     other = threading.Thread(target=run_list.add, args=(second,))
 
-    class First(Listed):
-        def _without_results(self) -> Listed:
-            """In the middle of `add`: the other thread comes now, if it can."""
+    def run_without_results(call: Call) -> Run:
+        """In the middle of `add`: the other thread comes now, if it can."""
+        if call_of(first) is call:
             other.start()
             other.join(0.2)
-            return self
+        return Run(call)
 
-    first: Any = First()
+    monkeypatch.setattr(run_list, "_known", [])
+    monkeypatch.setattr(run_list, "Run", run_without_results)
     run_list.add(first)
     other.join()
     assert {*run_list.runs()} == {first, second}
@@ -96,7 +95,7 @@ def test_metrics_that_are_too_large_are_refused_and_still_plotted(
     run = run_list.find_run(folder.id)
     with pytest.raises(OSError, match=r"metrics\.jsonl.* 1 GB"):
         _ = run.metrics
-    assert [row["name"] for row in run._sample_metrics()] == ["loss"]
+    assert [row["name"] for row in call_of(run).metrics.sample()] == ["loss"]
 
 
 def grow(path: Path) -> None:

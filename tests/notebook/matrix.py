@@ -195,7 +195,7 @@ def test_in_colab_a_page_that_draws_only_running_cells_misses_nothing(
     there = tmp_path / "there"
     there.touch()
     run(colab, launch.format("until_there", str(there)))
-    run(colab, "run._conductor.ended.wait(60)")
+    run(colab, "from notebook_accel.launch.run import call_of\ncall_of(run).ended.wait(60)")
     waited = run(colab, "run.wait()")
     assert "succeeded" in waited.outputs[0]["data"]["text/html"]
     assert "seen on a rank" in waited.outputs[0]["data"]["text/html"]

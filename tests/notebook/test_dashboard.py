@@ -75,8 +75,7 @@ class Shown:
             config=SimpleNamespace(grace=10.0),
             world_size=2,
             log_dir="/runs/1",
-            _conductor=SimpleNamespace(curves=None),
-            _sample_metrics=list,
+            _call=SimpleNamespace(curves=None, metrics=SimpleNamespace(sample=list), **more),
             **more,
         )
         self.view = Dashboard(clicks(None), waits=waits, slot=slot)
@@ -356,7 +355,7 @@ def test_ranks_that_stand_in_the_same_place_share_a_stack(page: Page) -> None:
 
 
 def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    def logs(rank: int | None) -> str:
+    def logs(rank: int | None, max_bytes: int | None = None) -> str:
         raise FileNotFoundError("run calm-otter was deleted from disk")
 
     def fail(_state: Any) -> None:
@@ -384,7 +383,7 @@ def test_of_a_large_log_a_link_saves_the_end(page: Page, monkeypatch: pytest.Mon
         asked.append((rank, max_bytes))
         return "the end\n" * 250
 
-    shown = Shown(_last_logs=last)
+    shown = Shown(logs=last)
     grown = [replace(rank, log_end=5_000) for rank in shown.run.state.ranks]
     shown.run.state = replace(shown.run.state, ranks=tuple(grown))
     log = shown.panel._log

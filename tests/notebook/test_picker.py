@@ -24,6 +24,7 @@ from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
@@ -301,7 +302,7 @@ class Notebook:
     def launch(self, function: Any, args: Any, kwargs: Any, **given: Any) -> Any:
         self.launched.append((function, args, kwargs))
         self.given = given
-        return SimpleNamespace(id="calm-otter", _conductor=SimpleNamespace(ended=Latch()))
+        return SimpleNamespace(id="calm-otter", _call=SimpleNamespace(ended=Latch()))
 
 
 def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +399,7 @@ class Launcher:
 
     def _launch(self, is_held: bool, request: LaunchRequest) -> Any:
         self.is_held, self.given = is_held, request
-        return SimpleNamespace(id="calm-otter", _conductor=SimpleNamespace(ended=Latch()))
+        return SimpleNamespace(id="calm-otter", _call=SimpleNamespace(ended=Latch()))
 
     def run(self, *cells: str) -> None:
         for cell in cells:
@@ -464,7 +465,7 @@ def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
     assert (button.disabled, button.description) == (True, "Running")
     told = threading.Event()
     button.observe(lambda _: told.set(), names="disabled")
-    picker.run._conductor.ended.set()
+    call_of(picker.run).ended.set()
     assert told.wait(10)
     assert (button.disabled, button.description) == (False, "Launch")
 

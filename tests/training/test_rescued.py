@@ -24,6 +24,7 @@ from notebook_accel.launch.control import run_folder
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from notebook_accel.training.models.blueprint import blueprint_of
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from notebook_accel.launch.run import Run
 
 SOON = 90.0
 NO_MODELS = "models: the file has state dicts alone; make each model anew and load its weights"
@@ -164,7 +164,7 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
 def test_an_interrupt_keeps_it(way: str, tmp_path: Path) -> None:
     mesh, num_ranks = WAYS[way]
     run = begin(mesh, num_ranks, tmp_path)
-    run._conductor.press(1)
+    call_of(run).press(1)
     with pytest.raises(RunStopped, match=r"\.rescued"):
         run.wait(SOON)
     check_rescued(run, tmp_path, has_model=mesh != GIVEN)
@@ -216,7 +216,7 @@ def test_what_is_not_on_disk_is_told(
     config = LaunchConfig(num_processes=1, devices="cpu")
     run = launch(endless, (str(tmp_path), what), config=config, view=View(), block=False)
     eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
-    run._conductor.press(1)
+    call_of(run).press(1)
     with pytest.raises(RunStopped, match=why):
         run.wait(SOON)
     assert [line for line in run.state.notices if "A restart loses" in line]
@@ -247,7 +247,7 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
         if kind == "reads":
             run.stop()
         else:
-            run._conductor.press(1)
+            call_of(run).press(1)
         run._wait_for_end(SOON)
         return run
 
@@ -263,7 +263,7 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
     # Nothing is trained any more, and nothing of the calls before is kept.
     run = call(session, time.sleep, (1000,), view=View(), block=False)
     eventually(lambda: run.status == "running", within=SOON, what="it sleeps")
-    run._conductor.press(1)
+    call_of(run).press(1)
     with pytest.raises(RunStopped) as caught:
         run.wait(SOON)
     assert run.rescued is None
@@ -283,7 +283,7 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
     rescued = eval(typed, {"notebook_accel": notebook_accel})
     assert rescued.models[0].weight.item() == 7.0
     # The model goes with the handle; its weights are on disk.
-    other = runs()[-1]._without_results().rescued
+    other = Run(call_of(runs()[-1])).rescued
     assert (other.models, other.weights[0]["weight"].item()) == ([None], 7.0)
 
 

@@ -1,7 +1,7 @@
 """The agent: one for each machine of a run. It forks, watches, reaps and ends the rank processes.
 
     kernel --Launch--> agent --fork--> ranks --RankReady--> kernel
-    kernel --Call----> agent --Call--> each rank
+    kernel --BeginCall-> agent --BeginCall--> each rank
     kernel <---------- agent <-------- what a rank says in the call, then Returned or Raised
     kernel --Shutdown-> agent --Shutdown-> each rank, which ends; when all have, the agent does
 
@@ -316,7 +316,7 @@ class Agent:
                 os.close(fd)
 
     def _handle_kernel_message(self, message: wire.Message, fds: Sequence[int]) -> None:
-        if isinstance(message, wire.Call):
+        if isinstance(message, wire.BeginCall):
             self._begin_call(message, fds)
         elif isinstance(message, wire.Shutdown):
             self._is_shutting_down = True
@@ -348,7 +348,7 @@ class Agent:
                 self._stop_asked = time.monotonic()
             self._enter_stage(STAGES[type(message)], grace=getattr(message, "grace", None))
 
-    def _begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
+    def _begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
         """Hand a call on to the ranks, which have all ended the one before."""
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation

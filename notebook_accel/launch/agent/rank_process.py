@@ -153,7 +153,7 @@ class RankProcess:
 
     # ---- the call --------------------------------------------------------------------------
 
-    def begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
+    def begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
         """Send a call to the rank, unless its process has ended."""
         if self.alive:
             self._call = message.call

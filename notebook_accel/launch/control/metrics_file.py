@@ -1,6 +1,6 @@
 """The file with the metrics of a run: written while it goes on, read whole or in samples.
 
-A rank's ``accelerator.log`` becomes a ``wire.Metric``; the supervisor adds it, with others, to a
+A rank's ``accelerator.log`` becomes a ``wire.Metric``; its call adds it, with others, to a
 :class:`MetricStore`, and ``run.metrics`` and the plots read it from a :class:`MetricReader`.
 """
 
@@ -67,7 +67,7 @@ class MetricReader:
             _log.warning("%d lines that are no metrics were left out: %s", num_bad, self.path)
         return rows
 
-    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
+    def sample(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
         """Every row of a short file; of a long one, stretches from its begin to its end."""
         with contextlib.suppress(FileNotFoundError):
             size = self.path.stat().st_size
@@ -151,7 +151,7 @@ class MetricStore(MetricReader):
         self.flush()
         return super().read()
 
-    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
+    def sample(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
         self.flush()
         return super().sample(max_bytes)
 

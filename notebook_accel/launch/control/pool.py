@@ -1,10 +1,10 @@
 """In the kernel: the rank processes of a run or session, and the thread that listens to them.
 
-    Supervisor (one a call) --Call, Stop, ...--> RankPool --channels--> agents --> ranks
-    Supervisor <-- what is said about its call -- RankPool <--channels-- agents <-- ranks
+    RankCall (one a call) --BeginCall, Stop, ...--> RankPool --channels--> agents --> ranks
+    RankCall <-- what is said about its call -- RankPool <--channels-- agents <-- ranks
 
 The pool holds the only connections, one an agent. Its thread keeps the states of the processes,
-hands what is said about the running call to that call's supervisor, and gives it its turn to draw
+hands what is said about the running call to that call, and gives it its turn to draw
 and to look at the clock. It ends when all rank processes have ended; those of an agent that is lost
 count as ended.
 
@@ -62,7 +62,7 @@ _TELL_SILENCE_SECONDS = 20.0
 
 
 class RunningCall(Protocol):
-    """What the pool asks of the call that its ranks are in; :class:`Supervisor` does it."""
+    """What the pool asks of the call that its ranks are in; :class:`RankCall` does it."""
 
     number: int
     state: RunState
@@ -169,7 +169,7 @@ class RankPool:
 
     # ---- calls -----------------------------------------------------------------------------
 
-    def send_call(self, call: RunningCall, message: wire.Call, fds: Sequence[int]) -> None:
+    def send_call(self, call: RunningCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
         """Send a call to all ranks; what they say about it goes to ``call``.
 
         Args:

@@ -2,7 +2,7 @@
 
 Each value is kept as its pickle until somebody asks for it, and as the object from then on.
 
-While the run goes on its conductor and its handle share one :class:`Results`; once it has ended,
+While the run goes on its call and its handle share one :class:`Results`; once it has ended,
 the handle alone holds it. So a result of gigabytes is freed with the last handle, while the lists
 of runs and the views, which outlive handles, keep a ``Run`` without results.
 """
@@ -69,10 +69,6 @@ class Results:
                 self._values[rank] = payload.unpack_result(packed, self._registry)
                 del self._packed[rank]
             return self._values[rank]
-
-    def on_disk(self) -> Results | None:
-        """The same results without what of them is in memory; None where they are there alone."""
-        return None
 
     def clear(self) -> None:
         """Forget everything: the ranks are started again."""

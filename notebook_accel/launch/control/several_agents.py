@@ -55,7 +55,7 @@ class MessagesForOthers:
         waiting, self._waiting = self._waiting or [], None
         try:
             for message, fds in waiting:
-                is_call = isinstance(message, wire.Call)
+                is_call = isinstance(message, wire.BeginCall)
                 change = {"master_port": port} if is_call else {}
                 yield msgspec.structs.replace(message, **change), fds
         finally:

@@ -39,9 +39,6 @@ class StoredResults(Results):
     def _path(self, rank: int) -> Path:
         return self._folder / f"result-{rank}.pickle"
 
-    def on_disk(self) -> Results:
-        return StoredResults(self._folder)
-
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
         packed = unpack(packet, fds)
         parts: tuple[bytes | memoryview, ...] = (packed.header, *packed.buffers)

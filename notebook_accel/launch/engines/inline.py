@@ -12,26 +12,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.conductor import Conductor
+from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.payload.notebook_state import apply_generators, capture
-from notebook_accel.launch.system.interrupts import Latch, let_through
+from notebook_accel.launch.system.interrupts import let_through
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.engines.base import NewRun
+    from notebook_accel.launch.control.call import NewCall
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["InlineEngine"]
-
+__all__ = ["InlineCall", "InlineEngine"]
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
@@ -48,43 +46,49 @@ class InlineEngine(Engine):
         return RankPlan.of_sizes(1)
 
     def launch(
-        self, request: LaunchRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
+        self, request: LaunchRequest, new: NewCall, plan: RankPlan, packed: PackedCall | None
     ) -> None:
-        conductor = _Inline(new.state)
-        new.begin(conductor)
-        request.view.open(new.run._without_results())
+        call = InlineCall(request, new)
+        new.open(call)
         variables = {**request.environment, **_ALONE}
         try:
             with _environment(variables), _seeded(request.config.seed), let_through():
-                conductor.call(request)
+                call.run(request)
         except KeyboardInterrupt:
             # In the call, or held before it.
-            conductor.note_interrupt()
+            call.note_interrupt()
             raise
         finally:
             new.metrics.close()
-            lost_notice = new.folder.save(conductor.state)
+            lost_notice = new.folder.save(call.state)
             if lost_notice:
-                conductor.state = apply(wire.Notice(text=lost_notice), conductor.state)
-            conductor.drop_results()
-            request.view.close(conductor.state)
-            conductor.ended.set()
+                call.state = apply(wire.Notice(text=lost_notice), call.state)
+            call.drop_results()
+            request.view.close(call.state)
+            call.ended.set()
 
 
-class _Inline(Conductor):
-    """A run that is over when its launch returns."""
+class InlineCall(Call):
+    """A call that is over when its launch returns."""
 
-    def __init__(self, state: RunState) -> None:
-        self.state = state
-        self.ended = Latch()
-        self._kept = self.results = Results(Registry())
+    def __init__(self, request: LaunchRequest, new: NewCall) -> None:
+        self._kept = Results(Registry())
+        super().__init__(
+            new.state,
+            config=request.config,
+            folder=new.folder,
+            metrics=new.metrics,
+            view=request.view,
+            results=self._kept,
+        )
 
     def stacks(self, rank: int | None = None) -> str:
         if self.state.has_ended:
             return "rank 0\nthe rank has ended\n"
         return "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
 
-    def call(self, request: LaunchRequest) -> None:
+    def run(self, request: LaunchRequest) -> None:
+        """Call the function."""
         self._become("running", pid=os.getpid())
         try:
             self._kept.put(0, request.function(*request.args, **request.kwargs))

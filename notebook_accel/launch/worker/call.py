@@ -74,7 +74,7 @@ class Outcome:
 
 
 def run_call(
-    message: wire.Call,
+    message: wire.BeginCall,
     fds: list[int],
     *,
     context: LaunchedContext,
@@ -106,7 +106,7 @@ def run_call(
 
 
 def _run(
-    message: wire.Call,
+    message: wire.BeginCall,
     fds: list[int],
     context: LaunchedContext,
     interrupts: Interrupts,

@@ -3,7 +3,7 @@
     agent --fork--> main: environment, output, signals --> RankReady
                       |
                       v                     one call (call.py)
-          inbox: Call ----------> CallStarted ... Returned or Raised --+
+          inbox: BeginCall -----> CallStarted ... Returned or Raised --+
                  ^                                                     |
                  +-----------------------------------------------------+
               Shutdown, a call that was the last, or the end of the agent --> exit
@@ -233,7 +233,7 @@ class Worker:
                 return 1
             if isinstance(message, wire.MasterSocket):
                 torch_fixes.listen_on(socket.socket(fileno=fds[0]))
-            elif isinstance(message, wire.Call):
+            elif isinstance(message, wire.BeginCall):
                 code = self._answer(message, fds)
                 if message.last:
                     return code
@@ -241,7 +241,7 @@ class Worker:
                 # Each call has said itself how it ended: the exit code says nothing of them.
                 return 0
 
-    def _answer(self, message: wire.Call, fds: list[int]) -> int:
+    def _answer(self, message: wire.BeginCall, fds: list[int]) -> int:
         """Run one call and tell how it ended; gives the exit code, should it be the last."""
         self._enter_call(message)
         outcome = run_call(
@@ -267,7 +267,7 @@ class Worker:
             self._drop_group()
         return outcome.exitcode
 
-    def _enter_call(self, message: wire.Call) -> None:
+    def _enter_call(self, message: wire.BeginCall) -> None:
         output.reopen_streams(self.report_lost_output)
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation

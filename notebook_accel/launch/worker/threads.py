@@ -169,7 +169,7 @@ class HostedRank(Worker):
     def _where(self) -> dict[str, int]:
         return {"pid": os.getpid(), "host": (self._first or self).context.rank}
 
-    def _enter_call(self, message: wire.Call) -> None:
+    def _enter_call(self, message: wire.BeginCall) -> None:
         super()._enter_call(message)
         if not message.last and self._all_told.parties > 1:
             self._setup_error = ConfigError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _fork = multiprocessing.get_context("fork")
-CALL = wire.Call(call=1, payload=wire.Packet(header=b""), grace=10)
+CALL = wire.BeginCall(call=1, payload=wire.Packet(header=b""), grace=10)
 
 
 @pytest.fixture

@@ -11,20 +11,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import payload, run_list, wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
+from notebook_accel.launch.control.call import NewCall
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import RankPool
-from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.rank_call import RankCall
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
-from notebook_accel.launch.control.supervisor import Supervisor
+from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from notebook_accel.launch.control.state import RunState
@@ -129,26 +131,26 @@ class PlayedRun:
         *,
         last: bool = False,
         timeout: float | None = None,
-        closing_notices: Callable[[RunState], Sequence[str]] = lambda _: (),
-    ) -> Supervisor:
+        advise: bool = False,
+    ) -> RankCall:
         """Send a call, whose agents read it next."""
-        supervisor = Supervisor(
-            pool=self.pool,
-            state=starting(
-                run=RUN, name="train", world_size=len(self.pool.processes), started=time.time()
-            ),
-            results=Results(payload.Registry()),
-            metrics=MetricStore(self.folder.path),
-            view=self.view,
-            timeout=timeout,
-            closing_notices=closing_notices,
-            labels={},
+        call = self.new_call(timeout=timeout, advise=advise)
+        message = wire.BeginCall(payload=wire.Packet(header=b""), grace=0.1, last=last)
+        self.pool.send_call(call, message, ())
+        return call
+
+    def new_call(self, **asked: Any) -> RankCall:
+        """A call that was not sent; ``asked`` are fields of its request."""
+        world_size = len(self.pool.processes)
+        new = NewCall(
+            state=starting(run=RUN, name="train", world_size=world_size, started=time.time()),
             folder=self.folder,
+            metrics=MetricStore(self.folder.path),
             handle=partial(run_list.expression_now, self.folder.id),
+            open=lambda _: None,
         )
-        message = wire.Call(payload=wire.Packet(header=b""), grace=0.1, last=last)
-        self.pool.send_call(supervisor, message, ())
-        return supervisor
+        request = LaunchRequest(config=LaunchConfig(), view=self.view, **asked)
+        return RankCall(self.pool, request, payload.pack_call(len, ([],)), new)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 
 from notebook_accel import LaunchError
 from notebook_accel.launch import wire
-from notebook_accel.launch.control import pool
+from notebook_accel.launch.control import pool, rank_call
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
@@ -41,9 +41,9 @@ def two(tmp_path: Path) -> Iterator[PlayedRun]:
 def begin_on_both(run: PlayedRun) -> None:
     """The call has come to both agents, and the port to the second."""
     first, second = run.agents
-    assert isinstance(first.next(), wire.Call)
+    assert isinstance(first.next(), wire.BeginCall)
     first.tell(wire.PortReserved, port=4321)
-    assert isinstance(second.next(), wire.Call)
+    assert isinstance(second.next(), wire.BeginCall)
 
 
 # ---- calls -------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_calls_follow_each_other(one: PlayedRun) -> None:
     for number in (1, 2):
         call = one.begin_call()
         sent = agent.next()
-        assert isinstance(sent, wire.Call)
+        assert isinstance(sent, wire.BeginCall)
         assert (sent.call, sent.last, sent.group_generation) == (number, False, 0)
         agent.return_all(number)
         assert call.ended.wait(SECONDS)
@@ -84,7 +84,7 @@ def test_a_call_that_failed_costs_the_process_group(one: PlayedRun) -> None:
     assert call.ended.wait(SECONDS)
     one.begin_call()
     sent = agent.next()
-    assert isinstance(sent, wire.Call)
+    assert isinstance(sent, wire.BeginCall)
     assert sent.group_generation == 1
 
 
@@ -134,7 +134,7 @@ def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(
             one.begin_call()
     call = one.begin_call()
     sent = agent.next()
-    assert isinstance(sent, wire.Call)
+    assert isinstance(sent, wire.BeginCall)
     agent.return_all(sent.call)
     assert call.ended.wait(SECONDS)
 
@@ -182,12 +182,15 @@ def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(
     assert one.pool.ended.wait(SECONDS)
 
 
-def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one: PlayedRun) -> None:
-    def fails(_: object) -> list[str]:
+def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(
+    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> list[str]:
         raise ZeroDivisionError("a defect")
 
+    monkeypatch.setattr(rank_call, "closing_advice", fails)
     (agent,) = one.agents
-    call = one.begin_call(closing_notices=fails)
+    call = one.begin_call(advise=True)
     agent.return_all()
     assert call.ended.wait(SECONDS)
     assert call.state.status == "failed"
@@ -269,12 +272,12 @@ def test_the_port_of_the_first_agent_goes_to_the_second(two: PlayedRun) -> None:
     first, second = two.agents
     two.begin_call()
     two.pool.stop(call=1, grace=1.0)
-    assert isinstance(first.next(), wire.Call)
+    assert isinstance(first.next(), wire.BeginCall)
     assert isinstance(first.next(), wire.Stop)
     assert second.says_nothing_new(), "what cannot be sent yet waits"
     first.tell(wire.PortReserved, port=4321)
     sent = second.next()
-    assert isinstance(sent, wire.Call)
+    assert isinstance(sent, wire.BeginCall)
     assert sent.master_port == 4321
     assert isinstance(second.next(), wire.Stop)
 
@@ -303,13 +306,13 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
     first, second = two.agents
     call = two.begin_call()
     call.stop()
-    assert isinstance(first.next(), wire.Call)
+    assert isinstance(first.next(), wire.BeginCall)
     assert isinstance(first.next(), wire.Stop)
     first.tell(wire.StopPointReached, batches=0, reads=0, reads_should_stop=False)
     assert second.says_nothing_new()
     first.tell(wire.PortReserved, port=4321)
     # An agent drops what is about a call that it does not know: in this order.
-    assert isinstance(second.next(), wire.Call)
+    assert isinstance(second.next(), wire.BeginCall)
     assert isinstance(second.next(), wire.Stop)
     call.press(1)
     assert isinstance(second.next(), wire.Interrupt)
@@ -383,7 +386,7 @@ def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(
 
     monkeypatch.setattr(one.view, "update", be_held_up)
     call = one.begin_call()
-    assert isinstance(agent.next(), wire.Call)
+    assert isinstance(agent.next(), wire.BeginCall)
     eventually(lambda: bool(drawn), within=SECONDS, what="a turn of the pool")
     with one.pool.paused():
         assert call.state.notices == ()

@@ -7,7 +7,7 @@ from notebook_accel.launch.control.several_agents import MessagesForOthers, Stop
 from notebook_accel.launch.transport.scoreboard import LeavePoint
 from tests.descriptors import open_descriptors
 
-CALL = wire.Call(call=1, payload=wire.Packet(header=b""), grace=10)
+CALL = wire.BeginCall(call=1, payload=wire.Packet(header=b""), grace=10)
 FIRST, SECOND = (0, 1), (2, 3)
 
 
@@ -20,7 +20,7 @@ def test_a_call_and_what_follows_it_wait_for_the_port_but_kill_does_not() -> Non
     assert others.keep(wire.Stop(call=1), ())
     assert not others.keep(wire.Kill(call=1), ())
     call, stop = (message for message, _ in others.release(4321))
-    assert isinstance(call, wire.Call)
+    assert isinstance(call, wire.BeginCall)
     assert call.master_port == 4321
     assert isinstance(stop, wire.Stop)
     assert not others.keep(wire.Stop(call=1), ()), "the port is known"

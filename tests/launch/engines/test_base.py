@@ -8,20 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import run_list, wire
-from notebook_accel.launch.control.metrics_file import MetricStore
-from notebook_accel.launch.control.state import starting
+from notebook_accel.launch import wire
 from notebook_accel.launch.engines import base
 from notebook_accel.launch.engines.base import (
     AgentEngine,
-    NewRun,
     RankPlan,
-    begin_call,
     sendable,
 )
 from notebook_accel.launch.payload import pack_call
 from notebook_accel.launch.request import LaunchRequest
-from notebook_accel.launch.run import Run
 from notebook_accel.launch.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
@@ -29,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.launch.control.agent_link import AgentLink
+    from notebook_accel.launch.control.call import Call
 
 
 def test_ranks_are_numbered_over_all_agents() -> None:
@@ -41,31 +37,22 @@ def test_ranks_are_numbered_over_all_agents() -> None:
 
 
 def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """As another thread may, which finds it in ``runs()``."""
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         [agent] = run.agents
-        view = run.view
-        request = LaunchRequest(name="train", config=LaunchConfig(), view=view)
-        metrics = MetricStore(run.folder.path)
-        handle = Run(
-            name="train", config=request.config, folder=run.folder, metrics=metrics, view=view
-        )
-        state = starting(run=RUN, name="train", world_size=2, started=0.0)
-        new = NewRun(run=handle, state=state, folder=run.folder, metrics=metrics)
 
-        def stop_and_kill(listed: Run) -> None:
-            listed.stop()
-            listed.kill()
+        def stop_and_kill(call: Call) -> None:
+            call.stop()
+            call.kill()
 
-        monkeypatch.setattr(run_list, "add", stop_and_kill)
-        packed = pack_call(len, ())
-        with sendable(packed) as payload:
-            begin_call(run.pool, request, new, packed, payload, last=False)
+        call = run.new_call()
+        with sendable(pack_call(len, ())) as (packet, fds):
+            call.start(packet, fds, open_run=stop_and_kill, last=False)
         said = [agent.next() for _ in range(3)]
         assert [(type(message), message.call) for message in said] == [
-            (wire.Call, 1),
+            (wire.BeginCall, 1),
             (wire.Stop, 1),
             (wire.Kill, 1),
         ]

@@ -18,6 +18,7 @@ import torch
 
 from notebook_accel import ConfigError, RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
@@ -201,7 +202,7 @@ def test_an_exit_is_a_failure(code: Any, exitcode: int) -> None:
     assert caught.value.exitcode == exitcode
     assert str(code) in str(caught.value)
     left = runs()[-1]
-    assert left._folder.load() == left.state, "what is saved can be loaded"
+    assert call_of(left).folder.load() == left.state, "what is saved can be loaded"
 
 
 def test_what_is_no_exception_is_a_failure_as_well() -> None:
@@ -254,7 +255,7 @@ def test_an_interrupt_before_the_call_stops_the_run() -> None:
     with pytest.raises(KeyboardInterrupt):
         inline(lambda: 1, view=view)
     left = runs()[-1]
-    assert (left.status, left._folder.load()) == ("stopped", left.state)
+    assert (left.status, call_of(left).folder.load()) == ("stopped", left.state)
     assert view.calls == ["open", "close stopped"]
 
 

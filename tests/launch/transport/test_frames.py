@@ -175,7 +175,7 @@ def test_what_an_agent_is_told_about_a_call_comes_after_the_call(
 ) -> None:
     one, other = pair
     packet, fds = pack(Packed(b"header", (memoryview(BIG),)))
-    one.post(wire.Call(call=1, payload=packet, grace=10), fds)
+    one.post(wire.BeginCall(call=1, payload=packet, grace=10), fds)
     for message in (wire.Stop(call=1), wire.Kill(call=1), wire.Shutdown()):
         one.post(message)
     got = pump(one, other, 4)

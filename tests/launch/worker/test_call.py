@@ -122,7 +122,7 @@ def outcome_of(
     row.interrupted_call = int(is_interrupted)
     try:
         return call.run_call(
-            wire.Call(run="r", call=1, payload=packet, grace=1.0),
+            wire.BeginCall(run="r", call=1, payload=packet, grace=1.0),
             [*fds],
             context=context,
             interrupts=Interrupts(row),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel import notebook_launcher
 from notebook_accel.launch import rank
+from notebook_accel.launch.run import call_of
 from notebook_accel.launch.worker import displays
 from notebook_accel.launch.worker.displays import mime_bundle
 
@@ -90,7 +91,7 @@ def test_figures_and_rich_values_are_sent_and_text_is_printed() -> None:
     ]
     handles = run[0]
     assert all(re.fullmatch(r"IPython\.core\.display\w*\.DisplayHandle", one) for one in handles)
-    kept = run._folder.load()
+    kept = call_of(run).folder.load()
     assert kept is not None
     assert kept.ranks[0].displays == found, "and so it is kept on disk"
     log = run.logs(0)

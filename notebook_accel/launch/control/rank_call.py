@@ -3,7 +3,7 @@
 It folds what the ranks say about the call into the run's state, keeps results until somebody asks
 for them, writes metrics to disk, has the view draw at most five times a second, and decides at the
 end what came of it. The thread of the call's :class:`RankPool` brings it the messages and gives it
-its turns; the methods of a :class:`Conductor` are for the threads of whoever holds the run.
+its turns; the methods of a :class:`Call` are for the threads of whoever holds the run.
 
 A call ends in this order, in the pool's thread up to ``ended``::
 
@@ -25,31 +25,37 @@ import time
 import traceback
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.conductor import Conductor
+from notebook_accel.launch.control.call import Call
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, Failure, apply, starting
-from notebook_accel.launch.control.verdict import judge
-from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.control.verdict import closing_advice, judge
+from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import make_room
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from notebook_accel.launch.control.agent_link import LostAgent
+    from notebook_accel.launch.control.call import NewCall
     from notebook_accel.launch.control.metrics_file import MetricStore
     from notebook_accel.launch.control.pool import RankPool
-    from notebook_accel.launch.control.results import Results
-    from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.payload import PackedCall
+    from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.view import View
 
-__all__ = ["Restarts", "Supervisor"]
+__all__ = ["RankCall"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,85 +67,61 @@ _MAX_REASON = 200
 _FILES_OF_END = 8
 
 
-class Restarts(Protocol):
-    """How the ranks of a call are started again after a failure.
-
-    Attributes:
-        left: how often that may still be done.
-        next_one: says which one comes next, in a line for the person.
-    """
-
-    left: int
-
-    @property
-    def next_one(self) -> str: ...
-
-    def begin(self, call: Supervisor) -> None:
-        """Start ranks, and send them the call of ``call``, which gets them by ``renew``.
-
-        Raises:
-            NotebookAccelError, OSError: they could not be started; nothing is left of them.
-        """
-
-    def close(self) -> None:
-        """No more are wanted."""
-
-
-class Supervisor(Conductor):
-    """Conducts one call on the ranks of a pool.
+class RankCall(Call):
+    """A call on the ranks of a pool.
 
     The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread, and ``finish``
     once, at the end. ``note_stop`` may come from any thread.
     """
 
+    metrics: MetricStore
+    view: View
+
     def __init__(
         self,
-        *,
         pool: RankPool,
-        state: RunState,
-        results: Results,
-        metrics: MetricStore,
-        view: View,
-        timeout: float | None,
-        closing_notices: Callable[[RunState], Sequence[str]],
-        labels: Mapping[str, str],
-        folder: RunFolder,
-        handle: Callable[[], str],
-        restarts: Restarts | None = None,
+        request: LaunchRequest,
+        packed: PackedCall,
+        new: NewCall,
     ) -> None:
-        """Make ready; ``RankPool.send_call`` sends the call.
+        """Make ready; :meth:`start` sends the call.
 
         Args:
             pool: the ranks.
-            state: before the call was sent.
-            results: takes what comes back; the run's handle has it too.
-            metrics: where the ranks' metrics are written; closed at the end.
-            view: draws the run.
-            timeout: seconds after which the call is ended; None for never.
-            closing_notices: lines for the person that only the last state can tell.
-            labels: what a person calls each cell, by the name of its file.
-            folder: of the run; the last state is saved there.
-            handle: gives what a person types for the run, for errors and notices.
-            restarts: starts the ranks again after a failure; None where that is not asked for.
+            request: what is called.
+            packed: the same, pickled.
+            new: the call so far.
         """
-        self.number = 0
-        self.state = state
-        self.ended = Latch()
+        super().__init__(
+            new.state,
+            config=request.config,
+            folder=new.folder,
+            metrics=new.metrics,
+            view=request.view,
+            handle=new.handle,
+            results=StoredResults(new.folder.path) if request.detach else Results(packed.registry),
+        )
+        self.timeout = request.timeout
         # Reentrant: a finalizer that stops the call may run in a thread that holds it.
         self._state_lock = threading.RLock()
         self._pool = pool
-        self.results = results
-        self._folder = folder
-        self._handle = handle
-        self._metrics = metrics
-        self._view = view
-        self.timeout = timeout
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._closing_notices = closing_notices
-        self._labels = labels
-        self._hangs = HangWatch(labels)
-        self.curves: LiveCurves | None = LiveCurves()
-        self._restarts = restarts
+        self._message = wire.BeginCall(
+            payload=wire.Packet(header=b""),
+            grace=request.config.grace,
+            keeps_error=request.keeps_error,
+            by_value=request.detach,
+        )
+        self._fds: tuple[int, ...] = ()
+        # The run keeps what its advice needs, and none of its arguments: what the person drops
+        # while it goes on is freed.
+        self._advised = replace(packed, packed=Packed(b"")) if request.advise else None
+        self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        self._labels = {source.filename: source.label for source in request.sources}
+        self._hangs = HangWatch(self._labels)
+        self.curves = LiveCurves()
+        self._start_again: Callable[[int], RankPool] | None = None
+        self._close: Callable[[], None] | None = None
+        self._num_restarts = 0
         self._is_stopped = False
         self._is_time_over = False
         self._num_stops = 0
@@ -149,9 +131,6 @@ class Supervisor(Conductor):
         self._context = contextvars.copy_context()
 
     # ---- what the handle asks --------------------------------------------------------------
-
-    def handle(self) -> str:
-        return self._handle()
 
     def stop(self, grace: float | None = None) -> None:
         self._num_stops += 1
@@ -182,11 +161,89 @@ class Supervisor(Conductor):
             # Once every rank has ended its part, a stop only hurries the exit of the processes: the
             # call keeps its result.
             # Of one that failed and may begin again, there is more to come.
-            has_result = self.is_over and (self._restarts is None or self.ended_well)
+            has_result = self.is_over and (self._start_again is None or self.ended_well)
             self._is_stopped = self._is_stopped or not has_result
             if self.state.status in ("starting", "running"):
                 self.state = replace(self.state, status="stopping")
             return True
+
+    # ---- its sending
+
+    def restart_by(self, start_again: Callable[[int], RankPool], close: Callable[[], None]) -> None:
+        """Have the ranks started again after a failure, as often as the settings say.
+
+        Args:
+            start_again: starts them, for the attempt of this number; they are not listened to yet.
+            close: called once no other attempt follows.
+        """
+        self._start_again, self._close = start_again, close
+
+    def start(
+        self,
+        packet: wire.Packet,
+        fds: tuple[int, ...],
+        *,
+        open_run: Callable[[Call], None],
+        last: bool,
+    ) -> None:
+        """Send the call; its run begins.
+
+        Args:
+            packet: what is called.
+            fds: the descriptors that belong to it; they stay the caller's.
+            open_run: ``NewCall.open``.
+            last: whether the rank processes end after it. The pool is not listened to yet then.
+
+        Raises:
+            LaunchError: a call is running, or a rank process has ended.
+        """
+        pool = self._pool
+        message = msgspec.structs.replace(self._message, payload=packet, last=last)
+        with pool.paused():
+            pool.check_free()
+            try:
+                if self._start_again is not None:
+                    self._message, self._fds = message, tuple(map(os.dup, fds))
+                pool.send_call(self, message, fds)
+                # After the call has its number: who finds the run in the list may stop or kill it.
+                open_run(self)
+            except BaseException:
+                # A session's other calls are not ours to end: kill only if this call was sent (it
+                # has a number then), or the ranks exist for it alone.
+                if self.number or last:
+                    self.kill()
+                self._let_go()
+                raise
+            finally:
+                # Also where the run could not be opened: without its thread nobody sees the ranks
+                # end.
+                if last:
+                    pool.start()
+
+    def _send_again(self, start_again: Callable[[int], RankPool]) -> None:
+        """Send the call to new ranks.
+
+        Raises:
+            NotebookAccelError, OSError: they could not be started; nothing is left of them.
+        """
+        self._num_restarts += 1
+        pool = start_again(self._num_restarts)
+        try:
+            self._renew(pool)
+            pool.send_call(self, self._message, self._fds)
+        except BaseException:
+            pool.kill()
+            raise
+        finally:
+            pool.start()
+
+    def _let_go(self) -> None:
+        """The call is not sent once more."""
+        if self._close is not None:
+            self._close()
+        fds, self._fds = self._fds, ()
+        for fd in fds:
+            os.close(fd)
 
     # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
@@ -223,7 +280,7 @@ class Supervisor(Conductor):
             # channel.
             os.close(fd)
         if isinstance(message, wire.Metrics):
-            self._metrics.add(message.metrics)
+            self.metrics.add(message.metrics)
             for metric in message.metrics:
                 if self.curves is not None and metric.rank is not None:
                     self.curves.add(metric.rank, metric.step, metric.values)
@@ -266,9 +323,9 @@ class Supervisor(Conductor):
         self._heed_others()
         # A result is lost if no descriptor is free when it comes.
         make_room(self.state.world_size + _FILES_OF_END)
-        self._metrics.flush()
-        if self._metrics.lost_notice:
-            self._change(partial(apply, wire.Notice(text=self._metrics.lost_notice)))
+        self.metrics.flush()
+        if self.metrics.lost_notice:
+            self._change(partial(apply, wire.Notice(text=self.metrics.lost_notice)))
         self._change(partial(self._hangs.look, now=now))
         if self._hangs.asks(self.state, now=now):
             self._pool.send(wire.DumpStacks(run=self._pool.run))
@@ -277,7 +334,7 @@ class Supervisor(Conductor):
 
     def _heed_others(self) -> None:
         """End the call where another process has asked for it (``notebook-accel stop``)."""
-        how, _, seconds = self._folder.take_stop().partition(" ")
+        how, _, seconds = self.folder.take_stop().partition(" ")
         if how == "kill":
             self.kill()
         elif how:
@@ -301,35 +358,39 @@ class Supervisor(Conductor):
         Args:
             lost: the agents that ended before their ranks had.
         """
-        if self._restarts is not None:
-            if self._begins_again(self._restarts, lost):
+        if self._start_again is not None:
+            if self._begins_again(self._start_again, lost):
                 return
-            self._restarts.close()
+            self._let_go()
         try:
             with self._state_lock:
                 self._set_final_state(lost)
         except Exception as error:  # in the pool's only thread: who waits would wait for ever
             self._fail_by(error)
         finally:
-            self._context.run(self._view.close, self.state)
+            self._context.run(self.view.close, self.state)
             self.curves = None
             self.ended.set()
 
-    def _begins_again(self, restarts: Restarts, lost: Sequence[LostAgent]) -> bool:
+    def _begins_again(
+        self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
+    ) -> bool:
         """Start the ranks again after a failure; False where the run has ended with it."""
         with self._state_lock:
             state = self.state
-            folder = str(self._folder.path)
+            folder = str(self.folder.path)
             verdict = judge(state, is_stopped=self._is_stopped, lost=lost, log_dir=folder)
-        if verdict.failure is None or self._is_stopped or not restarts.left:
+        most, number = self.config.max_restarts, self._num_restarts + 1
+        if verdict.failure is None or self._is_stopped or number > most:
             return False
         first_line = one_line(verdict.failure.message.partition("\n")[0], _MAX_REASON)
-        self._change(partial(apply, wire.Notice(text=f"{first_line}; {restarts.next_one}")))
+        text = f"{first_line}; the ranks are started again, {number} of {most} times"
+        self._change(partial(apply, wire.Notice(text=text)))
         self._view_state()
         before = self._pool
         before.await_agents()
         try:
-            restarts.begin(self)
+            self._send_again(start_again)
         except Exception as error:  # in the pool's only thread; and the failure is told in any case
             text = f"the ranks could not be started again: {error}"
             with self._state_lock:
@@ -341,9 +402,9 @@ class Supervisor(Conductor):
 
     def _view_state(self) -> None:
         self._drawn = self.state
-        self._context.run(self._view.update, self.state)
+        self._context.run(self.view.update, self.state)
 
-    def renew(self, pool: RankPool) -> None:
+    def _renew(self, pool: RankPool) -> None:
         """Other ranks take the place of those that have ended; the call is sent to them next."""
         with self._state_lock:
             self._pool = pool
@@ -366,39 +427,40 @@ class Supervisor(Conductor):
             traceback="".join(traceback.format_exception(error)),
         )
         with self._state_lock:
-            self.results = None
-            self._closing_notices = lambda _: ()
+            self.results = self._advised = None
             self.state = replace(
                 self.state, status="failed", ended=self.state.now(), failure=failure
             )
 
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
         """The final state; nobody may change it any more."""
-        self._metrics.flush()
-        self._metrics.close()
+        self.metrics.flush()
+        self.metrics.close()
         verdict = judge(
             self.state,
             is_stopped=self._is_stopped,
             lost=lost,
-            log_dir=str(self._folder.path),
+            log_dir=str(self.folder.path),
         )
         state = replace(
             self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
         )
-        lines = [self._metrics.lost_notice] if self._metrics.lost_notice else []
-        for line in (*lines, *self._closing_notices(self.state)):
+        lines = [self.metrics.lost_notice] if self.metrics.lost_notice else []
+        results, advised = self.results, self._advised
+        # Results may be large, and what advice needs holds objects of the notebook: from here on
+        # only the run's handle keeps results.
+        self.results = self._advised = None
+        lines += results.lost if results is not None else ()
+        lines += closing_advice(self.state, advised) if advised is not None else ()
+        for line in lines:
             state = apply(wire.Notice(text=line), state)
-        # Results may be large, and the notices' function holds objects of the notebook: from here
-        # on only the run's handle keeps results.
-        results, self.results = self.results, None
-        self._closing_notices = lambda _: ()
         has_rescued = results is not None and results.has_rescued
         state = replace(state, has_rescued=has_rescued)
-        lost_notice = self._folder.save(state)
+        lost_notice = self.folder.save(state)
         if results is not None and has_rescued:
-            unsaved = self._folder.save_rescued(results)
+            unsaved = self.folder.save_rescued(results)
             # Said only after the state was saved, which other kernels read: it is for this one.
-            by_id = f"notebook_accel.find_run({self._folder.id!r}).rescued"
+            by_id = f"notebook_accel.find_run({self.folder.id!r}).rescued"
             later, loss = "after another launch or a restart", ""
             if unsaved:
                 later, loss = "after another launch", f". A restart loses {unsaved}: save it before"
