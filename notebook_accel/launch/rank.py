@@ -209,7 +209,7 @@ class LaunchedContext(RankContext):
         self.call = 0
         self.made_group = False
         self.lost_group = False
-        self._send = send
+        self.send = send
         self._board = board
         self._row = board.row(local_rank)
         self._pid = os.getpid()
@@ -273,7 +273,7 @@ class LaunchedContext(RankContext):
         """Send a message of this rank, unless this is a child process of it."""
         if self.is_own_process:
             own: dict[str, Any] = {"run": self.run, "call": self.call, "rank": self.rank}
-            self._send(message(**own, **fields))
+            self.send(message(**own, **fields))
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         numbers = {str(name): float(value) for name, value in values.items()}

@@ -424,9 +424,9 @@ class EngineContract:
             own = {"run": context.run, "call": context.call, "process": os.getpid()}
             if context.rank == 1:
                 packet = wire.Packet(header=b"forged")
-                context._send(wire.RankEnded(run=context.run, rank=0, signal=9))
-                context._send(wire.Metric(rank=0, values={"loss": 1.0}, **own))
-                context._send(wire.Returned(rank=0, value=packet, call=99, run=context.run))
+                context.send(wire.RankEnded(run=context.run, rank=0, signal=9))
+                context.send(wire.Metric(rank=0, values={"loss": 1.0}, **own))
+                context.send(wire.Returned(rank=0, value=packet, call=99, run=context.run))
             time.sleep(0.3)
             return f"of rank {context.rank}"
 
@@ -596,13 +596,11 @@ class EngineContract:
         assert seconds < SOON
 
     def test_an_agent_that_fails_tells_its_own_error(self, monkeypatch: Any) -> None:
-        def launch_without_ranks(self: Any, links: Any, message: Any, fds: Any = ()) -> None:
-            if isinstance(message, wire.Launch):
-                message = msgspec.structs.replace(message, log_dir="/proc/nowhere")
-            send_to(self, links, message, fds)
+        def launch_without_ranks(self: RankPool, link: Any, message: wire.Launch) -> None:
+            send_launch(self, link, msgspec.structs.replace(message, log_dir="/proc/nowhere"))
 
-        send_to = RankPool._send_to
-        monkeypatch.setattr(RankPool, "_send_to", launch_without_ranks)
+        send_launch = RankPool.send_launch
+        monkeypatch.setattr(RankPool, "send_launch", launch_without_ranks)
         with pytest.raises(WorkerError) as caught:
             self.launch(lambda: 1)
         assert (caught.value.rank, caught.value.ranks) == (None, [*range(self.world_size)])
@@ -1114,10 +1112,11 @@ class EngineContract:
         for name in ("_SILENT_SECONDS", "_DEAF_SECONDS", "_IDLE_SECONDS"):
             monkeypatch.setattr(pool, name, 0.2)
         run = call(session, os.getpid, view=View())
-        session._pool.stop(call=1, grace=None)
-        session._pool.kill(call=1)
+        run.stop()
+        run.kill()
         # Longer than the thread of an idle session sleeps, and an agent may be deaf.
-        assert not session._pool.ended.wait(1.0)
+        until = time.monotonic() + 1.0
+        eventually(lambda: time.monotonic() > until, within=BUSY, what="time passed")
         assert call(session, os.getpid, view=View()).results == run.pids
 
     @pytest.mark.parametrize("how", ["kill", "close"])

@@ -14,6 +14,7 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
+from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.rank_call import RankCall
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.request import LaunchRequest
@@ -216,10 +217,13 @@ def test_an_interrupt_while_a_session_is_closed_ends_it_now(
 ) -> None:
     session = Session(LaunchRequest(config=ON_CPU))
     call(session, _pid_after, (600,), view=View(), block=False)
-    told = session._pool.shut_down
-    monkeypatch.setattr(
-        session._pool, "shut_down", lambda: (told(), signal.raise_signal(signal.SIGINT))
-    )
+    tell = RankPool.shut_down
+
+    def shut_down(pool: RankPool) -> None:
+        tell(pool)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RankPool, "shut_down", shut_down)
     with pytest.raises(KeyboardInterrupt):
         session.close(grace=600)
     assert session.status == "ended"

@@ -150,7 +150,14 @@ def main(
 
 
 class Agent:
-    """The rank processes of one run on this machine, and the call that they are in."""
+    """The rank processes of one run on this machine, and the call that they are in.
+
+    Attributes:
+        ranks: the rank processes.
+        ended: those whose process has ended, until it is reaped.
+        reaped: the pids of the others that have ended.
+        may_pause: whether ranks log so much that the loop pauses before it looks again.
+    """
 
     def __init__(self, channel: Channel, kernel: int, launch: wire.Launch) -> None:
         self._channel = channel
@@ -160,10 +167,9 @@ class Agent:
         self._has_rank_0 = any(spec.rank == 0 for spec in launch.ranks)
         self._board = Scoreboard(len(launch.ranks), has_others=self._has_others)
         self._logs = rank_logs(launch, channel)
-        self._ranks: list[RankProcess] = []
-        # Those whose process ended, until they are reaped; then only their numbers are kept.
-        self._ended: list[RankProcess] = []
-        self._reaped: list[int] = []
+        self.ranks: list[RankProcess] = []
+        self.ended: list[RankProcess] = []
+        self.reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._ports = RunPorts(launch)
         self._group_generation = 0
@@ -172,7 +178,7 @@ class Agent:
         # What ranks have logged, until it is passed on.
         self._metrics: list[wire.Metric] = []
         self._next_metrics = 0.0
-        self._may_pause = False
+        self.may_pause = False
         # Of the call:
         self._call = 0
         self._ending = Ending()
@@ -186,7 +192,7 @@ class Agent:
     def start(self, unneeded: Sequence[int]) -> None:
         """Fork the rank processes and tell the kernel their pids."""
         start_ranks = _START_METHODS[self._launch.start_method]()
-        self._ranks.extend(
+        self.ranks.extend(
             start_ranks(
                 self._launch,
                 board=self._board,
@@ -198,7 +204,7 @@ class Agent:
         self._post_pids()
 
     def _post_pids(self) -> None:
-        self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self._ranks})
+        self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self.ranks})
 
     def _own_descriptors(self) -> tuple[int, ...]:
         master = self._ports.master
@@ -211,23 +217,23 @@ class Agent:
         """Pass messages, follow output and act on what is due, until every rank has ended."""
         self._watch(self._channel.fileno(), self._from_kernel)
         self._watch(self._kernel, self._kernel_gone)
-        for rank in self._ranks:
-            self._watch(rank.channel.fileno(), partial(self._relay, rank))
-            self._watch(rank.exit_fd, partial(self._ended.append, rank))
+        for rank in self.ranks:
+            self._watch(rank.channel.fileno(), partial(self.relay, rank))
+            self._watch(rank.exit_fd, partial(self.ended.append, rank))
         # What came together with Launch was read with it: nothing would wake us for that.
         self._from_kernel()
-        while any(rank.alive for rank in self._ranks):
+        while any(rank.alive for rank in self.ranks):
             tick = _TICK_SECONDS if self._stop_asked is None else _STOP_TICK_SECONDS
             for key, _ in self._selector.select(tick):
                 key.data()
-            if self._ended:
-                self._reap_ended()
+            if self.ended:
+                self.reap_ended()
             self._tick()
-            if self._may_pause:
+            if self.may_pause:
                 # A rank that logs a thousand values a second would wake this loop for each of
                 # them: in a pause several come together. One pause for all ranks, so that a
                 # message of the kernel's, such as a stop, does not wait for a pause of each.
-                self._may_pause = False
+                self.may_pause = False
                 time.sleep(_TICK_SECONDS / 10)
         flush_to_kernel(self._channel, self._kernel)
 
@@ -241,7 +247,7 @@ class Agent:
     def _tick(self) -> None:
         now = time.monotonic()
         self._note_progress(now)
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank.alive:
                 for message in rank.observe(now):
                     self._channel.post(message)
@@ -281,7 +287,7 @@ class Agent:
 
     def _note_progress(self, now: float) -> None:
         progress = tuple(
-            count for rank in self._ranks for count in (rank.row.batches, rank.row.steps)
+            count for rank in self.ranks for count in (rank.row.batches, rank.row.steps)
         )
         if progress != self._progress:
             self._progress, self._progressed = progress, now
@@ -295,12 +301,12 @@ class Agent:
         """Whether each rank in the call has heard of the stop, and ends by itself."""
         # With no rank in the call any more, the living processes count: a thread of the user's may
         # keep one of them for ever.
-        ranks = self._in_call() or [rank for rank in self._ranks if rank.alive]
+        ranks = self._in_call() or [rank for rank in self.ranks if rank.alive]
         return all(rank.row.leaving for rank in ranks)
 
     def _in_call(self) -> list[RankProcess]:
         """The ranks whose part of the call goes on."""
-        return [rank for rank in self._ranks if rank.alive and rank.is_in_call]
+        return [rank for rank in self.ranks if rank.alive and rank.is_in_call]
 
     # ---- what the kernel says --------------------------------------------------------------
 
@@ -320,10 +326,10 @@ class Agent:
             self._begin_call(message, fds)
         elif isinstance(message, wire.Shutdown):
             self._is_shutting_down = True
-            for rank in self._ranks:
+            for rank in self.ranks:
                 rank.send(message)
         elif isinstance(message, wire.DumpStacks):
-            for rank in self._ranks:
+            for rank in self.ranks:
                 if message.rank in (None, rank.rank):
                     rank.ask_stacks()
         elif isinstance(message, wire.Kill) and (not message.call or message.call > self._call):
@@ -363,12 +369,12 @@ class Agent:
         port = message.master_port or self._ports.master_number
         if self._has_others and self._has_rank_0:
             self._post(wire.PortReserved, call=self._call, port=port)
-        for rank in self._ranks:
+        for rank in self.ranks:
             bound = self._ports.master_for_rank_0() if rank.rank == 0 else None
             if bound is not None:
                 rank.send(wire.MasterSocket(), [bound.fileno()])
             rank.begin_call(msgspec.structs.replace(message, master_port=port), fds)
-        if not all(rank.alive for rank in self._ranks):
+        if not all(rank.alive for rank in self.ranks):
             self._rank_failed()
 
     def _kernel_gone(self) -> None:
@@ -378,10 +384,10 @@ class Agent:
 
     # ---- what ranks say --------------------------------------------------------------------
 
-    def _relay(self, rank: RankProcess) -> None:
+    def relay(self, rank: RankProcess) -> None:
         """Pass on what a rank says, unless the kernel is far behind."""
         if self._channel.num_pending > _BUSY_PENDING:
-            self._may_pause = True
+            self.may_pause = True
             return
         try:
             messages = rank.channel.drain(limit=_BUSY_PENDING)
@@ -394,7 +400,7 @@ class Agent:
             rank.note_closed(time.monotonic())
             return
         # Metrics alone: what else a rank says is passed on at once.
-        self._may_pause |= {type(message) for message, _ in messages} == {wire.Metric}
+        self.may_pause |= {type(message) for message, _ in messages} == {wire.Metric}
         self._pass_on(rank, messages)
 
     def _relay_rest(self, rank: RankProcess) -> None:
@@ -491,9 +497,9 @@ class Agent:
         if message.pid in (0, rank.pid):
             return
         self._unwatch(rank.exit_fd)
-        host = next((one for one in self._ranks if one.rank == message.host), rank)
+        host = next((one for one in self.ranks if one.rank == message.host), rank)
         rank.move(message.pid, host)
-        self._watch(rank.exit_fd, partial(self._ended.append, rank))
+        self._watch(rank.exit_fd, partial(self.ended.append, rank))
         self._post_pids()
 
     def _rank_failed(self) -> None:
@@ -510,13 +516,13 @@ class Agent:
         """Whether ranks here were interrupted before ``when``, a time of this machine's clock."""
         return self._interrupted_at is not None and when >= self._interrupted_at
 
-    def _reap_ended(self) -> None:
+    def reap_ended(self) -> None:
         """Processes of ranks ended: pass on last words, end what they started, tell the kernel.
 
         All at once: to find what they started, every process of the machine is looked at.
         """
         exits: list[tuple[RankProcess, bool, int]] = []
-        for rank in self._ended:
+        for rank in self.ended:
             self._unwatch(rank.exit_fd)
             if not rank.channel.closed:
                 self._relay_rest(rank)
@@ -525,10 +531,10 @@ class Agent:
             if was_in_call and rank.broken and not rank.ended_by_agent:
                 self._report_broken(rank)
             exits.append((rank, was_in_call, rank.reap()))
-            self._reaped.append(rank.pid)
-        self._ended.clear()
-        alive = [pid for rank in self._ranks if rank.alive for pid in rank.needed_pids]
-        self._reaped += processes.kill_descendants(keep=alive)
+            self.reaped.append(rank.pid)
+        self.ended.clear()
+        alive = [pid for rank in self.ranks if rank.alive for pid in rank.needed_pids]
+        self.reaped += processes.kill_descendants(keep=alive)
         if not alive:
             # Before the kernel hears of it: the next launch may want the same port.
             self._ports.close()
@@ -576,7 +582,7 @@ class Agent:
                 rank.disconnect()
         else:
             number = signal.SIGTERM if stage == Stage.TERMINATE else signal.SIGKILL
-            for rank in self._ranks:
+            for rank in self.ranks:
                 # A process that waits for its next call is spared, with all that it holds.
                 if rank.is_in_call or self._is_shutting_down or not self._call:
                     rank.send_signal(number)
@@ -586,7 +592,7 @@ class Agent:
 
     def close(self) -> None:
         """End what is still there of the ranks, and remove their scratch files."""
-        processes.kill_tree(rank.pid for rank in self._ranks if rank.alive)
-        used_by = [*self._reaped, *processes.kill_descendants()]
+        processes.kill_tree(rank.pid for rank in self.ranks if rank.alive)
+        used_by = [*self.reaped, *processes.kill_descendants()]
         scratch.remove(self._launch.run, os.getpid(), used_by=used_by)
         self._channel.close()

@@ -86,7 +86,7 @@ class Gauges:
         self.device_use: int | None = None
         self.is_suspended = False
         self._pid = pid
-        self._nvidia = nvidia
+        self.nvidia = nvidia
         self._is_pci_order = is_pci_order
         self._handle: Any = None
         self._process: psutil.Process | None = None
@@ -105,8 +105,8 @@ class Gauges:
         # A process that has just ended has nothing to read; this one may have no descriptor left.
         with contextlib.suppress(psutil.Error, OSError):
             self._read_process(now)
-        if self._nvidia is not None:
-            self._read_device(self._nvidia)
+        if self.nvidia is not None:
+            self._read_device(self.nvidia)
 
     def _read_process(self, now: float) -> None:
         if self._process is None:
@@ -123,7 +123,7 @@ class Gauges:
     def _read_device(self, nvidia: str) -> None:
         nvml = _nvml()
         if nvml is None:
-            self._nvidia = None
+            self.nvidia = None
             return
         try:
             if self._handle is None:
@@ -135,7 +135,7 @@ class Gauges:
             found = [one.usedGpuMemory for one in processes if one.pid == self._pid]
             self.device_memory = next((used for used in found if used), None)
         except Exception:  # a part of a device, an old driver: what it cannot say stays unknown
-            self._nvidia = self.device_use = self.device_memory = None
+            self.nvidia = self.device_use = self.device_memory = None
 
     def _find_device(self, nvml: Any, nvidia: str) -> Any:
         if not nvidia.isdigit():

@@ -1,7 +1,7 @@
 """The template's own process: it imports, then forks agents until the kernel goes.
 
     serve: import -> accept the kernel's connection -> TemplateReady
-    _Server: ForkAgent    -> fork: agent.main, in a session of its own -> Forked
+    Server: ForkAgent    -> fork: agent.main, in a session of its own -> Forked
              CountDevices -> fork: ask torch, end                      -> Devices
              an agent ends -> end what it left behind                  -> AgentExited
              end of file   -> no more requests; end with the last agent
@@ -92,7 +92,7 @@ def serve(fd: int, kernel_pid: int) -> None:
         gc.freeze()
         channel = accept(socket.socket(fileno=fd), secret, timeout=_IDLE_SECONDS)
         channel.send(wire.TemplateReady())
-    _Server(channel, kernel).run()
+    Server(channel, kernel).run()
 
 
 def _end_everything(runs: Mapping[int, str] | None = None) -> None:
@@ -103,7 +103,7 @@ def _end_everything(runs: Mapping[int, str] | None = None) -> None:
     os._exit(0)
 
 
-class _Server:
+class Server:
     """The template's loop: one thread, three kinds of descriptors."""
 
     def __init__(self, channel: Channel, kernel: int) -> None:

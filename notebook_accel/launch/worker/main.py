@@ -135,13 +135,15 @@ class Worker:
 
     Attributes:
         context: who the rank is, for whoever asks ``rank.current()``.
+        row: the counters that the agent sees.
+        interrupts: what becomes of SIGINT.
     """
 
     def __init__(self, inherited: Inherited, interrupts: Interrupts) -> None:
         launch = inherited.launch
         self._inherited = inherited
         self._channel = inherited.channel
-        self._interrupts = interrupts
+        self.interrupts = interrupts
         self._sender = Sender(inherited.channel, interrupts)
         self.context = rank.LaunchedContext(
             rank=inherited.spec.rank,
@@ -154,7 +156,7 @@ class Worker:
             board=inherited.board,
             store_port=_store_port(inherited),
         )
-        self._row = inherited.board.row(inherited.spec.local_rank)
+        self.row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
         # The first call puts another module in the place of this one, which must live on: a module
@@ -175,8 +177,8 @@ class Worker:
         except BaseException as error:  # whatever it is, the first call tells of it
             self._setup_error = error
         self.context.report(wire.RankReady, **self._where())
-        code = self._serve_calls()
-        self._row.call_over = 1
+        code = self.serve_calls()
+        self.row.call_over = 1
         if code == 0:
             self._wait_for_others()
             groups.close_group_within(_LINGER_SECONDS)
@@ -219,7 +221,8 @@ class Worker:
         with groups.noting_sockets():
             yield
 
-    def _serve_calls(self) -> int:
+    def serve_calls(self) -> int:
+        """Run calls until there are no more; gives the exit code."""
         code = 0
         while True:
             try:
@@ -248,7 +251,7 @@ class Worker:
             message,
             fds,
             context=self.context,
-            interrupts=self._interrupts,
+            interrupts=self.interrupts,
             sent_before=self._sent,
             setup_error=self._setup_error,
         )
@@ -257,10 +260,10 @@ class Worker:
         if output.has_full_disk(self._inherited.log):
             self.report_lost_output(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         self.context.end_call()
-        self._interrupts.install()
+        self.interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
         with self._end_lock:
-            self._row.call_over = 1
+            self.row.call_over = 1
         self._sender.send(outcome.message, outcome.fds)
         if isinstance(outcome.message, wire.Raised) and not message.last:
             # Others may wait for this rank in a collective.
@@ -278,15 +281,15 @@ class Worker:
         if not message.last and not self._may_disconnect:
             # Only where another call may come is a stuck rank worth more than a SIGTERM.
             self._may_disconnect = True
-            groups.act_when_readable(self._inherited.disconnect, self._disconnect_if_stuck)
+            groups.act_when_readable(self._inherited.disconnect, self.disconnect_if_stuck)
 
-    def _disconnect_if_stuck(self) -> None:
+    def disconnect_if_stuck(self) -> None:
         """Shut the connections to other ranks down, if the call that is meant waits for them."""
         with self._end_lock:
             call = self.context.call
-            is_meant = self._row.disconnected_call == call
+            is_meant = self.row.disconnected_call == call
             # One that runs Python has seen its KeyboardInterrupt.
-            if is_meant and not self._row.call_over and not self._interrupts.has_seen(call):
+            if is_meant and not self.row.call_over and not self.interrupts.has_seen(call):
                 self.context.lost_group = True
                 groups.disconnect()
 

@@ -149,6 +149,8 @@ class HostedRank(Worker):
         all_told: where ranks of this process wait until all have said that they are in it.
     """
 
+    interrupts: _ThreadInterrupts
+
     def __init__(
         self,
         inherited: Inherited,
@@ -156,8 +158,8 @@ class HostedRank(Worker):
         check: Callable[[], None],
         all_told: threading.Barrier,
     ) -> None:
-        self.interrupts = _ThreadInterrupts(inherited.board.row(inherited.spec.local_rank))
-        super().__init__(inherited, self.interrupts)
+        row = inherited.board.row(inherited.spec.local_rank)
+        super().__init__(inherited, _ThreadInterrupts(row))
         self._first = first
         self._check = check
         self._all_told = all_told
@@ -178,10 +180,10 @@ class HostedRank(Worker):
                 "(notebook_launcher, or %%accelerate --fresh), or take num_processes=1"
             )
 
-    def _serve_calls(self) -> int:
+    def serve_calls(self) -> int:
         # The function of one may end the process, and with it those that have said nothing yet.
         self._all_told.wait()
-        return super()._serve_calls()
+        return super().serve_calls()
 
     def _set_up(self) -> None:
         os.register_at_fork(after_in_child=self._leave_board)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.agent.agent import Agent
 from notebook_accel.launch.rank import current
 from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.transport.channel import Channel
 from tests.engines.processes import gone
 from tests.engines.two_agents import tcp_pair
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
@@ -148,8 +150,8 @@ def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(
         groups.disconnect = lambda: done.append(1)
         (worker,) = (each for each in gc.get_objects() if type(each).__name__ == "Worker")
         for call, so_far in ((1, 0), (2, 1)):
-            worker._row.disconnected_call = call
-            worker._disconnect_if_stuck()
+            worker.row.disconnected_call = call
+            worker.disconnect_if_stuck()
             assert len(done) == so_far
 
     agent.launch(1)
@@ -178,8 +180,8 @@ def test_a_rank_cannot_speak_for_another(agent: AgentByHand) -> None:
         from notebook_accel.launch import rank
 
         context: Any = rank.current()
-        context._send(wire.Notice(call=context.call, rank=1, text="I am rank 1"))
-        context._send(wire.RankEnded(rank=1, exitcode=0))
+        context.send(wire.Notice(call=context.call, rank=1, text="I am rank 1"))
+        context.send(wire.RankEnded(rank=1, exitcode=0))
 
     agent.launch(2)
     agent.call(lambda: pretend() if os.environ["RANK"] == "0" else None)
@@ -346,21 +348,32 @@ def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
     assert not any(isinstance(message, wire.RankFailed) for message in agent.heard)
 
 
-def test_only_metrics_are_left_to_gather() -> None:
-    agent: Any = object.__new__(Agent)
-    agent._call = 1
-    agent._metrics = []
-    posted: list[wire.Message] = []
-    agent._channel = SimpleNamespace(num_pending=0, post=lambda message, _: posted.append(message))
-    metric = wire.Metric(call=1, values={"loss": 1.0})
-    notice = wire.Notice(call=1, text="a word")
+def in_this_process(tmp_path: Path, num_ranks: int) -> Agent:
+    """An agent whose ranks are the test's to make up."""
+    ours, _ = socket.socketpair()
+    launch = wire.Launch(
+        run="r",
+        world_size=num_ranks,
+        ranks=tuple(wire.RankSpec(rank=rank, local_rank=rank) for rank in range(num_ranks)),
+        environment={},
+        directory="/",
+        path=(),
+        log_dir=str(tmp_path),
+        num_threads=1,
+    )
+    return Agent(Channel(ours), -1, launch)
+
+
+def test_only_metrics_are_left_to_gather(tmp_path: Path) -> None:
+    agent = in_this_process(tmp_path, 1)
+    metric, notice = wire.Metric(values={"loss": 1.0}), wire.Notice(text="a word")
     for messages, pauses in (([notice], False), ([metric, notice], False), ([metric] * 2, True)):
         drained = [(message, []) for message in messages]
         channel = SimpleNamespace(drain=lambda limit, drained=drained: drained)
-        agent._may_pause = False
-        agent._relay(SimpleNamespace(rank=0, channel=channel))
-        assert agent._may_pause is pauses
-    assert (len(posted), len(agent._metrics)) == (2, 3)
+        agent.may_pause = False
+        rank: Any = SimpleNamespace(rank=0, channel=channel)
+        agent.relay(rank)
+        assert agent.may_pause is pauses
 
 
 def test_what_ranks_log_is_passed_on_together(agent: AgentByHand) -> None:
@@ -409,29 +422,28 @@ def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent: Agent
     assert [metric.step for metric in metrics] == [0, 1, 2]
 
 
-def test_only_living_ranks_are_killed_when_the_kernel_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_living_ranks_are_killed_when_the_kernel_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of one that was reaped long ago may be that of any process by now."""
     killed: list[int] = []
     cleaned_up: list[int] = []
     monkeypatch.setattr(processes, "kill_tree", killed.extend)
     monkeypatch.setattr(processes, "kill_descendants", list)
     monkeypatch.setattr(scratch, "remove", lambda *_, used_by: cleaned_up.extend(used_by))
-    monkeypatch.setattr(os, "_exit", lambda _: None)
-    of_two: Any = object.__new__(Agent)
-    of_two._ranks = [SimpleNamespace(pid=11, alive=False), SimpleNamespace(pid=12, alive=True)]
-    of_two._reaped = [11]
-    of_two._launch = SimpleNamespace(run="r")
-    of_two._channel = SimpleNamespace(close=lambda: None)
-    of_two._kernel_gone()
+    of_two: Any = in_this_process(tmp_path, 2)
+    of_two.ranks = [SimpleNamespace(pid=11, alive=False), SimpleNamespace(pid=12, alive=True)]
+    of_two.reaped = [11]
+    of_two.close()
     assert (killed, cleaned_up) == ([12], [11])
 
 
 def test_ranks_that_end_together_take_one_look_for_what_they_left(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look is at every process of the machine: for 128 ranks it would be taken 128 times."""
     kept: list[list[int]] = []
-    told: list[tuple[int, int]] = []
+    told: list[wire.Message] = []
 
     def kill_descendants(keep: list[int]) -> list[int]:
         kept.append(keep)
@@ -449,17 +461,15 @@ def test_ranks_that_end_together_take_one_look_for_what_they_left(
             return ()
 
     monkeypatch.setattr(processes, "kill_descendants", kill_descendants)
-    agent: Any = object.__new__(Agent)
-    agent._ranks = [
+    monkeypatch.setattr(Channel, "post", lambda _, message: told.append(message))
+    agent: Any = in_this_process(tmp_path, 4)
+    agent.ranks = [
         Rank(rank=number, needed_pids=(10 + number,), pid=10 + number, row=SimpleNamespace())
         for number in range(4)
     ]
-    agent._ended, agent._reaped = agent._ranks[:3], []
-    agent._interrupted_at, agent._metrics = None, []
-    agent._logs = SimpleNamespace(end=lambda _: None)
-    agent._unwatch = lambda _: None
-    agent._post = lambda _, rank, exitcode, **more: told.append((rank, exitcode))
-    agent._reap_ended()
+    agent.ended = agent.ranks[:3]
+    agent.reap_ended()
     assert kept == [[13]]
-    assert told == [(0, 0), (1, 0), (2, 0)]
-    assert (agent._reaped, agent._ended) == ([10, 11, 12, 99], [])
+    ended = [message for message in told if isinstance(message, wire.RankEnded)]
+    assert [(message.rank, message.exitcode) for message in ended] == [(0, 0), (1, 0), (2, 0)]
+    assert (agent.reaped, agent.ended) == ([10, 11, 12, 99], [])

@@ -68,6 +68,6 @@ def test_a_rank_whose_log_and_figures_cannot_be_read_is_watched_on(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     rank = watched(begin(time.sleep, 600), tmp_path)
-    monkeypatch.setattr(rank._tail, "read", fail)
+    monkeypatch.setattr(FileTail, "read", fail)
     monkeypatch.setattr(rank._gauges, "_read_process", fail)
     assert [type(message) for message in rank.observe(time.monotonic())] == [wire.Sample]

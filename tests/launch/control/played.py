@@ -43,6 +43,7 @@ class PlayedAgent:
 
     Attributes:
         killed: set once the pool has ended this agent.
+        socket: under its channel.
     """
 
     def __init__(self, *ranks: int) -> None:
@@ -50,6 +51,7 @@ class PlayedAgent:
         self.killed = threading.Event()
         # The pool's thread kills, and the test's may be in the middle of a message.
         self._speaking = threading.Lock()
+        self.socket = theirs
         self.channel = Channel(theirs)
         self._ranks = ranks
         self.link = AgentLink(

@@ -237,7 +237,7 @@ def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
     call = one.begin_call()
     # In one piece with what can be understood, and then nothing more.
     good = encode(wire.CallStarted(run="r", call=1, rank=0))
-    agent.channel._socket.sendall(struct.pack("!IB", len(good), 0) + good + b"\xff" * 64)
+    agent.socket.sendall(struct.pack("!IB", len(good), 0) + good + b"\xff" * 64)
     assert call.ended.wait(SECONDS)
     assert agent.killed.is_set()
     assert call.state.status == "failed"

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import socket
+import threading
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -123,26 +124,31 @@ def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(
         raise OSError(errno.EAGAIN, "no more of them")
 
     ours, theirs = socket.socketpair()
-    kernel, server = Channel(ours), process._Server(Channel(theirs), kernel=-1)
-    fork_agent = wire.ForkAgent(run="r", secret=new_secret())
+    watched, kept = os.pipe()
+    kernel, server = Channel(ours), process.Server(Channel(theirs), kernel=watched)
+    serving = threading.Thread(target=server.run)
+    # What is asked, with its descriptors, and the type of the answer.
+    asked: list[tuple[wire.Message, list[int], type[wire.Forked | wire.Devices]]] = [
+        (wire.ForkAgent(run="r", secret=new_secret()), [0], wire.Forked)
+    ]
+    if refused != "pidfd_open":  # that one is for agents alone
+        asked.append((wire.CountDevices(run="r", environment={}), [], wire.Devices))
+    serving.start()
     before = open_descriptors()
     children = {child.pid for child in psutil.Process().children()}
     monkeypatch.setattr(os, refused, refuse)
-    server._fork_agent(fork_agent, [os.dup(0)])
-    answers: list[type[wire.Forked | wire.Devices]] = [wire.Forked]
-    if refused != "pidfd_open":  # that one is for agents alone
-        server._count_devices(wire.CountDevices(run="r", environment={}))
-        answers.append(wire.Devices)
-    for kind in answers:
+    for message, fds, kind in asked:
+        kernel.send(message, fds)
         said, _ = kernel.receive()
         assert isinstance(said, kind)
         assert "no more of them" in said.error
     assert {child.pid for child in psutil.Process().children()} <= children
     assert not open_descriptors() - before
-    kernel.close()
     # A kernel that has let go of it meanwhile, as after an interrupt, ends nothing either.
-    server._fork_agent(fork_agent, [os.dup(0)])
-    if wire.Devices in answers:
-        server._count_devices(wire.CountDevices(run="r", environment={}))
-    server._channel.close()
-    server._selector.close()
+    for message, fds, _ in asked:
+        kernel.send(message, fds)
+    kernel.close()
+    serving.join(SECONDS)
+    assert not serving.is_alive()
+    os.close(watched)
+    os.close(kept)

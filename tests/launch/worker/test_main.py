@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+import socket
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from notebook_accel.launch.transport.channel import ProtocolError
-from notebook_accel.launch.transport.scoreboard import RankRow
+from notebook_accel.launch import wire
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.worker import groups
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
-from notebook_accel.launch.worker.main import Worker
+from notebook_accel.launch.worker.main import Inherited, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,35 +28,64 @@ def _signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_a_call_that_cannot_be_read_is_named_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    def receive() -> NoReturn:
+@pytest.fixture
+def worker(_signals: None) -> Worker:
+    """A rank of two, whose agent says nothing."""
+    ranks = tuple(wire.RankSpec(rank=rank, local_rank=rank) for rank in (0, 1))
+    launch = wire.Launch(
+        run="r",
+        world_size=2,
+        ranks=ranks,
+        environment={},
+        directory="/",
+        path=(),
+        log_dir=None,
+        num_threads=1,
+    )
+    _, theirs = socket.socketpair()
+    board = Scoreboard(2)
+    inherited = Inherited(
+        agent_pid=os.getpid(),
+        launch=launch,
+        spec=ranks[0],
+        master_port=0,
+        store_socket=None,
+        channel=Channel(theirs),
+        board=board,
+        log=-1,
+        stacks=-1,
+        disconnect=-1,
+        unneeded=(),
+    )
+    return Worker(inherited, Interrupts(board.row(0)))
+
+
+def test_a_call_that_cannot_be_read_is_named_in_the_log(
+    worker: Worker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(_: Channel) -> NoReturn:
         raise ProtocolError("too many files are open here")
 
-    worker: Any = object.__new__(Worker)
-    worker._channel = SimpleNamespace(receive=receive)
-    assert worker._serve_calls() == 1, "the call before may have gone well"
+    monkeypatch.setattr(Channel, "receive", receive)
+    assert worker.serve_calls() == 1, "the call before may have gone well"
     assert "cannot read its next call: too many files are open here" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_signals")
 def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(
-    monkeypatch: pytest.MonkeyPatch,
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = RankRow()
-    interrupts = Interrupts(row)
-    interrupts.begin_call(3)
+    row, context = worker.row, worker.context
+    worker.interrupts.begin_call(3)
+    context.begin_call(3, has_group=True)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)  # by its own code, which goes on
     disconnected: list[int] = []
     monkeypatch.setattr(groups, "disconnect", lambda: disconnected.append(row.disconnected_call))
-    worker: Any = object.__new__(Worker)
-    worker._row, worker._interrupts = row, interrupts
-    worker.context = SimpleNamespace(call=3, lost_group=False)
-    worker._end_lock = threading.Lock()
+    row.call_over = 0
     row.interrupted_call = row.disconnected_call = 3  # by the agent, while it is in a collective
-    worker._disconnect_if_stuck()
-    assert (disconnected, worker.context.lost_group) == ([3], True)
+    worker.disconnect_if_stuck()
+    assert (disconnected, context.lost_group) == ([3], True)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)  # now it has seen the agent's
-    worker._disconnect_if_stuck()
+    worker.disconnect_if_stuck()
     assert disconnected == [3]
