@@ -98,13 +98,13 @@ define on_top
 	build/$(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(2)
 endef
 
-# Warnings are errors, links that lead nowhere among them. Notebooks run when they have changed.
+# Warnings are errors, links that lead nowhere among them.
 docs: $(READY)
 	$(call on_top,sphinx,--constraint constraints.txt --constraint constraints-docs.txt --editable '.[docs]')
 	@# The kernel of the notebooks is this environment's, whatever else the person has.
 	build/sphinx/bin/python -m ipykernel install --sys-prefix >/dev/null 2>&1
 	build/sphinx/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet \
-	  --doctree-dir build/docs/doctrees docs build/docs/html
+	  --doctree-dir build/docs/doctrees $(ARGS) docs build/docs/html
 	@echo 'The site is in build/docs/html/index.html'
 
 test-datasets: $(READY)

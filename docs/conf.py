@@ -40,9 +40,10 @@ templates_path = ["_templates"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
-# ---- notebooks: they run when they have changed, in build/ ------------------------------------
+# ---- notebooks: shown as they are stored, which tests/test_notebooks.py watches ----------------
 
-nb_execution_mode = "cache"
+# `make docs ARGS='-D nb_execution_mode=cache'` runs those that have changed, for some minutes.
+nb_execution_mode = "off"
 nb_execution_cache_path = str(HERE.parent / "build" / "docs" / "notebooks")
 nb_execution_excludepatterns = ["*tpu_colab.ipynb"]
 nb_execution_timeout = 300
