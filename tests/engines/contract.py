@@ -117,10 +117,6 @@ class EngineContract:
         config = self.config(n, grace=grace)
         return launch(function, args, config=config, **{"view": View(), **options})
 
-    def label(self, rank: int) -> str:
-        """What stands before a rank's line in the output of all."""
-        return f"[rank {rank}] " if self.world_size > 1 else ""
-
     def fails(self, function: Any, *args: Any, **options: Any) -> tuple[WorkerError, float]:
         """The error of a launch, and the seconds from the event (``mark()``) to it."""
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("event")
@@ -274,7 +270,7 @@ class EngineContract:
             "'shown'",
         ]
         assert run.logs(-1).split("\n")[-2] == "last words"
-        assert f"{self.label(self.world_size - 1)}child" in run.logs()
+        assert f"[rank {self.world_size - 1}] child" in run.logs()
         assert run.log_dir.is_dir()
 
     def test_a_flood_of_lines_is_whole(self) -> None:
@@ -928,9 +924,8 @@ class EngineContract:
         pids = [pid for pid, _ in one]
         assert pids == [pid for pid, _, _ in two] == one.pids == two.pids
         assert (one.status, two.status, session.status) == ("succeeded", "succeeded", "ready")
-        labels = [self.label(rank) for rank in range(size)]
-        assert one.logs() == "".join(f"{label}first\n" for label in labels)
-        assert two.logs() == "".join(f"{label}second\n" for label in labels)
+        assert one.logs() == "".join(f"[rank {rank}] first\n" for rank in range(size))
+        assert two.logs() == "".join(f"[rank {rank}] second\n" for rank in range(size))
 
     def test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one(
         self, session: Session
@@ -1076,7 +1071,7 @@ class EngineContract:
     def test_a_rank_that_dies_between_calls_is_noticed(self, session: Session) -> None:
         pids = call(session, os.getpid, view=View()).results
         os.kill(pids[-1], signal.SIGKILL)
-        eventually(lambda: session.status == "broken", within=SOON, what="it is noticed")
+        eventually(lambda: session.status in ("broken", "ended"), within=SOON, what="it shows")
         with pytest.raises(LaunchError, match=r"rank \d was killed by SIGKILL.*start them again"):
             call(session, os.getpid, view=View())
 
@@ -1090,7 +1085,7 @@ class EngineContract:
         with pytest.raises(WorkerError) as caught:
             call(session, die, view=View())
         assert (caught.value.rank, caught.value.signal) == (self.world_size - 1, "SIGKILL")
-        assert session.status == "broken"
+        assert session.status in ("broken", "ended")
 
     def test_a_killed_call_ends_the_session(self, session: Session) -> None:
         def hold() -> None:
@@ -1187,7 +1182,7 @@ class EngineContract:
         last = self.world_size - 1
         assert "most recent call first" in session.stacks(last)
         os.kill(pids[-1], signal.SIGKILL)
-        eventually(lambda: session.status == "broken", within=SOON, what="it is noticed")
+        eventually(lambda: session.status in ("broken", "ended"), within=SOON, what="it shows")
         assert session.stacks(last) == f"rank {last}\nthe rank has ended\n"
 
     def test_an_interrupt_while_a_session_starts_leaves_nobody(
