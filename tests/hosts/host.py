@@ -22,7 +22,6 @@ __all__ = ["ADDRESS_A", "ADDRESS_B", "HostB", "host_b"]
 ADDRESS_A = "10.77.0.1"
 ADDRESS_B = "10.77.0.2"
 ROOT = Path(__file__).parents[2]
-JOIN = "import sys; from notebook_accel.launch.engines.elastic import join; join(*sys.argv[1:])"
 # It has its own HOME, TMPDIR and shared memory, and a disk on which host A's files are not.
 _INIT = """
 set -e
@@ -66,7 +65,13 @@ class HostB:
         (self._init,) = psutil.Process(self._unshare.pid).children()
 
     def join(self, address: str, token: str) -> subprocess.Popen[str]:
-        """Have it join, as `notebook-accel join` does there."""
+        """Have it join."""
+        joined = self.start("-m", "notebook_accel", "join", address, "--token", token)
+        self._joined.append(joined)
+        return joined
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a Python there."""
         enter = ["nsenter", "--target", str(self._init.pid), "--net", "--mount", "--pid", "--uts"]
         variables = {
             "PATH": os.environ["PATH"],
@@ -75,12 +80,10 @@ class HostB:
             "PYTHONPATH": str(ROOT),
             "OF_HOST_B": "yes",
         }
-        command = [*enter, sys.executable, "-c", JOIN, address, token]
-        joined = subprocess.Popen(
+        command = [*enter, sys.executable, *arguments]
+        return subprocess.Popen(
             command, env=variables, cwd=self._home, stderr=subprocess.PIPE, text=True
         )
-        self._joined.append(joined)
-        return joined
 
     def kill(self) -> None:
         """Switch it off: all its processes die at once."""
