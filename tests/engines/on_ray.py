@@ -1,120 +1,230 @@
-"""Ranks on a Ray cluster of two nodes. Run by: make test-ray."""
+"""Ranks on a Ray cluster of two nodes keep the contract, and come to a kernel.
+
+Run by: make test-ray.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import time
+import uuid
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
-import torch
 
-from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError
-from notebook_accel.launch.view import View
-from tests.engines.contract import BUSY, _join_group
-from tests.launches import launch
+from tests.engines.contract import EngineContract
+from tests.engines.processes import marked
+from tests.kernel.notebooks import MARK, SLOW, open_notebook
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from notebook_accel.launch.run import Run
+    from tests.kernel.notebooks import Notebook
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)
-SLOW = 100.0
+
+_OF_CLUSTER = uuid.uuid4().hex
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Any]:
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
-    # It kills what runs on a machine whose memory others have filled.
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 - its name
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    cluster.add_node(num_cpus=2)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, _OF_CLUSTER)
+        # It kills what runs on a machine whose memory others have filled.
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        # A busy machine takes longer than the 30 s that Ray gives a node and its agents.
+        patch.setenv("RAY_agent_register_timeout_ms", "300000")
+        patch.setattr(services, "get_node", partial(_patiently, services.get_node))
+        head = {"num_cpus": 4, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=4)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
-@pytest.fixture(autouse=True)
-def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _patiently(get_node: Any, *args: Any) -> Any:
+    found: list[Any] = []
+
+    def is_there() -> bool:
+        with suppress(RuntimeError):
+            found.append(get_node(*args))
+        return bool(found)
+
+    eventually(is_there, within=300, what="a node has started")
+    return found[0]
+
+
+def on_nodes() -> list[psutil.Process]:
+    """Templates on the cluster's nodes, and what they have forked."""
+    found = []
+    for process in marked(MARK, _OF_CLUSTER):
+        try:
+            served = re.search(r"serve\(\d+, (\d+)\)$", process.cmdline()[-1])
+            if served is not None and int(served[1]) != os.getpid():
+                found.append(process)
+        except (psutil.Error, IndexError):
+            continue
+    return found
+
+
+class TestRay(EngineContract):
+    engine = "ray"
+    # A rank has one core, as Ray has set aside for it.
+    local_world_size = 1_000_000
+
+    # What the template or one rank does by itself is the same behind any number of agents.
+    test_a_stopped_template_is_replaced = None
+    test_launch_error_when_the_template_dies_while_forking = None
+    test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one = None
+    test_what_is_left_to_do_after_the_return_is_bounded = None
+    test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own = None
+    # The nodes' processes are no children of the kernel: see below.
+    test_a_killed_kernel_leaves_nobody = None
+
+    @pytest.fixture(autouse=True)
+    def _on_both_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spread = partial(ray.util.placement_group, strategy="SPREAD")
+        monkeypatch.setattr(ray.util, "placement_group", lambda bundles, strategy: spread(bundles))
+
+    def alive(self) -> list[psutil.Process]:
+        return [*super().alive(), *on_nodes()]
+
+
+# ---- from a kernel -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def notebook(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with open_notebook() as notebook:
+        notebook.run(
+            "from notebook_accel import *\nimport os, time, torch\nfrom pathlib import Path"
+        )
+        yield notebook
+    eventually(lambda: not on_nodes(), within=SLOW, what="nobody is left on the nodes")
 
 
-def on_ray(function: Any, *args: Any, n: int = 3, max_restarts: int = 0, **options: Any) -> Run:
-    config = LaunchConfig(engine="ray", num_processes=n, devices="cpu", max_restarts=max_restarts)
-    return launch(function, args, config=config, view=View(), **options)
-
-
-def test_results_logs_and_progress_of_all_nodes() -> None:
-    def train() -> tuple[int, float, str]:
-        from notebook_accel import Accelerator
-
+# Five ranks need both nodes.
+LAUNCH = "run = notebook_launcher(train, {arguments}5, engine='ray', devices='cpu'{options})"
+LOOP = """
+    def train(path):
         accelerator = Accelerator()
-        for step in accelerator.progress(range(3)):
-            accelerator.log({"loss": 1.0}, step=step)
-        print("rank", accelerator.process_index)
-        total = accelerator.reduce(torch.ones(1))
-        return accelerator.process_index, float(total), os.environ["LOCAL_WORLD_SIZE"]
-
-    run = on_ray(train)
-    assert [(rank, total) for rank, total, _ in run] == [(0, 3.0), (1, 3.0), (2, 3.0)]
-    assert sorted(size for *_, size in run) == ["1", "2", "2"]
-    assert run.logs(2) == "rank 2\n"
-    assert [bar.n for bar in run.progress] == [3, 3, 3]
-    assert len(run.metrics) == 3
+        print("begins on", accelerator.process_index)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(range(10**7)))
+        for step, batch in enumerate(loader):
+            accelerator.reduce(torch.ones(1))
+            if step == 5 and accelerator.is_main_process:
+                Path(path).touch()
+"""
 
 
-def test_a_stop_and_a_failure() -> None:
-    def train(fails: bool) -> None:
-        from notebook_accel.launch import rank
-
-        _join_group()
-        if fails and os.environ["RANK"] == "2":
-            raise ValueError("bad batch")
-        while True:
-            rank.current().count_batch()
-            rank.current().count_step()
-            torch.distributed.all_reduce(torch.ones(1))
-
-    run = on_ray(train, False, block=False)
-    eventually(lambda: run.status == "running", within=SLOW, what="it runs")
-    run.stop()
-    with pytest.raises(RunStopped):
-        run.wait(BUSY)
-    with pytest.raises(WorkerError, match="rank 2 failed: ValueError: bad batch"):
-        on_ray(train, True)
+def start(notebook: Notebook, path: Path, options: str = "") -> str:
+    """Launch in a cell, and wait until the ranks train; gives the cell."""
+    cell = notebook.start(LAUNCH.format(arguments=f"({str(path)!r},), ", options=options))
+    eventually(path.exists, within=SLOW, what="the ranks train")
+    return cell
 
 
-def test_more_ranks_than_the_cluster_has_room_for() -> None:
-    with pytest.raises(LaunchError, match=r"num_processes=99, and the Ray cluster has 4 CPUs"):
-        on_ray(lambda: 1, n=99)
+def test_results_logs_and_progress_come_to_the_kernel(notebook: Notebook) -> None:
+    notebook.run(
+        """
+        class Point:
+            def __init__(self, x): self.x = x
+        def train():
+            accelerator = Accelerator()
+            for step in accelerator.progress(range(3)):
+                accelerator.log({"loss": 1.0}, step=step)
+            print("rank", accelerator.process_index)
+            total = accelerator.reduce(torch.ones(1))
+            facts = int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
+            return Point(float(total)), facts
+        """
+    )
+    notebook.run(LAUNCH.format(arguments="(), ", options=""))
+    assert notebook.run("print([type(p) is Point and p.x for p, _ in run])") == f"{[5.0] * 5}\n"
+    assert notebook.run("print(sorted(facts for _, facts in run))") == (
+        "[(1, 1), (4, 1), (4, 1), (4, 1), (4, 1)]\n"
+    )
+    assert notebook.run("print(run.logs(4))") == "rank 4\n\n"
+    assert notebook.run("print([int(bar.n) for bar in run.progress], len(run.metrics))") == (
+        "[3, 3, 3, 3, 3] 3\n"
+    )
+    refused = notebook.fails("notebook_launcher(train, (), 99, engine='ray', devices='cpu')")
+    assert "num_processes=99, and the Ray cluster has 8 CPUs" in refused
+
+
+def test_output_is_live_and_a_stop_and_an_interrupt_end_all_nodes(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    notebook.run(LOOP)
+    notebook.finish(start(notebook, tmp_path / "one", ", block=False"), timeout=SLOW)
+    seen = "print(all('begins' in run.logs(rank) for rank in range(5)), run.status)"
+    eventually(lambda: notebook.run(seen) == "True running\n", within=SLOW, what="all are heard")
+    assert "RunStopped" in notebook.fails("run.stop(); run.wait()")
+    cell = start(notebook, tmp_path / "two")
+    notebook.interrupt()
+    assert notebook.finish(cell, timeout=SLOW).status == "error"
+    assert notebook.run("print(last_run().status)") == "stopped\n"
+
+
+def test_a_kernel_that_dies_leaves_nobody_on_the_nodes(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run(LOOP)
+    start(notebook, tmp_path / "begun")
+    assert len(on_nodes()) == 2 + 2 + 5
+    os.kill(notebook.pid, 9)
+    eventually(lambda: not on_nodes(), within=SLOW, what="nobody is left on the nodes")
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_node_that_dies(max_restarts: int, cluster: Any) -> None:
-    def train() -> str:
-        _join_group()
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            time.sleep(600)
-        return os.environ["WORLD_SIZE"]
-
-    node = cluster.add_node(num_cpus=2)
-    run = on_ray(train, n=5, max_restarts=max_restarts, block=False)
-    eventually(lambda: run.status == "running", within=SLOW, what="it runs")
+def test_a_node_that_dies(
+    max_restarts: int, notebook: Notebook, cluster: Any, tmp_path: Path
+) -> None:
+    notebook.run(
+        """
+        def train(folder):
+            accelerator = Accelerator()
+            model = accelerator.prepare(torch.nn.Linear(4, 1))
+            loader = accelerator.prepare(torch.utils.data.DataLoader(range(100)))
+            start = accelerator.resume_or_start(folder)
+            for step, batch in enumerate(loader, start.batch):
+                if accelerator.num_processes == 5 and step == 3:
+                    accelerator.save_state()
+                    if accelerator.is_main_process:
+                        Path(folder, "begun").touch()
+                    time.sleep(600)
+            return start.batch > 0, accelerator.num_processes
+        """
+    )
+    folder = tmp_path / "checkpoints-of-all"
+    folder.mkdir()
+    options = f", max_restarts={max_restarts}"
+    cell = notebook.start(LAUNCH.format(arguments=f"({str(folder)!r},), ", options=options))
+    eventually((folder / "begun").exists, within=SLOW, what="the ranks train")
+    (node,) = cluster.worker_nodes
     died = time.monotonic()
     cluster.remove_node(node, allow_graceful=False)
-    if max_restarts:
-        assert set(run.wait(SLOW).results) <= {"3", "4"}
-    else:
-        with pytest.raises(WorkerError) as caught:
-            run.wait(SLOW)
-        assert "was lost" in str(caught.value)
-        assert time.monotonic() - died < 20
-    with contextlib.suppress(Exception):
-        run.kill()
+    try:
+        reply = notebook.finish(cell, timeout=SLOW)
+        error = "\n".join(reply.traceback)
+        if max_restarts:
+            assert error == ""
+            resumed = eval(notebook.run("print(run.results)"))
+            assert resumed in ([(True, 1)], [(True, 4)] * 4)
+        else:
+            assert time.monotonic() - died < 20
+            assert re.search(r"on \S+ \([\d.]+\) was lost", error), error
+    finally:
+        cluster.add_node(num_cpus=4)

@@ -9,9 +9,11 @@ Ray chooses the nodes and starts the actors; what the ranks say goes by our own 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import LaunchError
@@ -117,6 +119,9 @@ class _NodeActor:
         """Lend the node until the run has ended."""
         import ray
 
+        # Ray sets it to the CPUs of all ranks here, where nobody else has. A rank has one of them.
+        if b"OMP_NUM_THREADS=" not in Path("/proc/self/environ").read_bytes():
+            os.environ["OMP_NUM_THREADS"] = "1"
         join(address, token, tell=logging.getLogger(__name__).info, num_ranks=num_ranks)
         # Whoever still has its handle: what it holds of the node is free for others.
         ray.actor.exit_actor()
