@@ -113,7 +113,8 @@ test-datasets: $(READY)
 
 test-deepspeed: $(READY)
 	$(call on_top,deepspeed,--constraint constraints.txt deepspeed==0.19.8)
-	build/deepspeed/bin/python -m pytest tests/training/strategies/test_deepspeed.py $(ARGS)
+	build/deepspeed/bin/python -m pytest tests/training/strategies/test_deepspeed.py \
+	  tests/cli/test_launch.py::test_deepspeed_trains_from_a_file_alone $(ARGS)
 
 test-eight: $(READY)
 	$(PYTEST) tests/training/eight_ranks.py $(ARGS)
@@ -193,7 +194,7 @@ test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(READY)
-	@for script in launch session step strategies loader checkpoint closure flood panel faults; do \
+	@for script in launch many_ranks session step strategies loader checkpoint closure flood panel faults; do \
 	  echo; echo "== benchmarks/$$script.py $(ARGS)"; \
 	  $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; \
 	done

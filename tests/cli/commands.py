@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["SCRIPT", "losses", "notebook_accel", "run"]
+__all__ = ["ROOT", "SCRIPT", "losses", "notebook_accel", "run"]
 
 ROOT = Path(__file__).parents[2]
 # The loop of the tutorials, as a function for notebooks and as a script.
@@ -51,9 +51,13 @@ if __name__ == "__main__":
 
 
 def run(
-    *command: str, folder: Path, timeout: float = 280, **variables: str
+    *command: str,
+    folder: Path,
+    timeout: float = 280,
+    python: tuple[str, ...] = (sys.executable,),
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of Python's in ``folder``, which also is the home of settings."""
+    """Run a command of ``python`` in ``folder``, which also is the home of settings."""
     environment = {
         **os.environ,
         "XDG_CONFIG_HOME": str(folder),
@@ -63,7 +67,7 @@ def run(
         **variables,
     }
     return subprocess.run(
-        [sys.executable, *command],
+        [*python, *command],
         cwd=folder,
         env=environment,
         capture_output=True,

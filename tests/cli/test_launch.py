@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib.util
+import os
 import socket
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,11 +17,8 @@ from notebook_accel.cli.launch import launch_parser
 from notebook_accel.cli.options import resolve_options, spellings, typed_settings
 from notebook_accel.config import LaunchConfig, settings_of
 from notebook_accel.config.plugins import PLUGINS
-from tests.cli.commands import SCRIPT, losses, notebook_accel, run
+from tests.cli.commands import ROOT, SCRIPT, losses, notebook_accel, run
 from tests.ports import free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Each command imports torch anew, and so does each of its ranks.
 pytestmark = pytest.mark.timeout(300)
@@ -85,6 +82,20 @@ def test_fsdp_trains_from_a_file_alone(folder: Path, in_notebook: list[float]) -
     assert found == pytest.approx(in_notebook, abs=1e-5)
 
 
+def test_deepspeed_trains_from_a_file_alone(folder: Path, in_notebook: list[float]) -> None:
+    """Run by: make test-deepspeed."""
+    pytest.importorskip("deepspeed")
+    section = {"zero_stage": 2, "offload_optimizer_device": "none", "gradient_clipping": 1000.0}
+    kind = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": section}
+    file = accelerate_yaml(folder, num_processes=2, **kind)
+    # Where DeepSpeed finds ninja.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = notebook_accel("launch", "--config_file", file, "train.py", folder=folder, PATH=path)
+    said, found = losses(done)
+    assert said == "2 DEEPSPEED no 1"
+    assert found == pytest.approx(in_notebook, abs=1e-4)
+
+
 def test_a_script_obeys_other_launchers(folder: Path, in_notebook: list[float]) -> None:
     theirs = ("-m", "accelerate.commands.launch", "--num_processes=2", "--main_process_port=0")
     options = ("--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=NO_WRAP")
@@ -128,20 +139,26 @@ def test_a_rank_that_fails_is_named(folder: Path) -> None:
     assert done.stderr.splitlines()[-1] == "notebook-accel: rank 1 failed (exit code 7)"
 
 
-def test_several_machines_meet(folder: Path, in_notebook: list[float]) -> None:
-    """Two launches on this machine, as of two tasks of ``srun``."""
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77"}
-    step["SLURM_STEP_NODELIST"] = "localhost"
-    port = str(free_port())
-    command = ("launch", "--num_processes=2", "--main_process_port", port, "train.py")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        nodes = [
-            pool.submit(notebook_accel, *command, folder=folder, SLURM_NODEID=str(node), **step)
-            for node in range(2)
-        ]
-        done = [node.result() for node in nodes]
-    assert done[1].returncode == 0, done[1].stderr
-    assert losses(done[0]) == ("2 MULTI_CPU no 1", in_notebook)
+# Two tasks on this machine, as ``srun`` starts one on each node.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost
+SLURM_NODEID=1 "$@" >of-the-other 2>&1 &
+SLURM_NODEID=0 "$@" && wait $!
+"""
+
+
+def test_the_docs_job_trains_on_several_machines(folder: Path, in_notebook: list[float]) -> None:
+    command = f'#!/bin/bash\nexec {sys.executable} -m notebook_accel "$@"\n'
+    for name, script in {"srun": SRUN, "notebook-accel": command}.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    variables = {"SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "2", "PATH": path}
+    job = ("bash", str(ROOT / "docs/slurm.sbatch"))
+    options = ("--num_processes=2", f"--main_process_port={free_port()}")
+    done = run(*job, *options, "train.py", folder=folder, python=(), **variables)
+    assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
 
 
 # ---- what is refused -----------------------------------------------------------------------
