@@ -74,7 +74,7 @@ def test_a_function_of_a_cell_twice(kernel: Any) -> None:
         told = execute(kernel, ASK)
         assert "[(0, 'xla:0'), (1, 'xla:1')] True cpu" in told
         assert "True False" in told
-        assert "[(0, 'batches', 4, 4), (1, 'batches', 4, 4)]" in told
+        assert "[(0, 'batches', 4.0, 4.0), (1, 'batches', 4.0, 4.0)]" in told
 
 
 @pytest.mark.timeout(600)
