@@ -248,7 +248,7 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
             run.stop()
         else:
             call_of(run).press(1)
-        run._wait_for_end(SOON)
+        assert call_of(run).wait(SOON)
         return run
 
     rescued = stopped("linear").rescued
