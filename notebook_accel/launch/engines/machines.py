@@ -20,7 +20,6 @@ import weakref
 from abc import abstractmethod
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -405,8 +404,7 @@ def _fields_of_launch(
 
 def _set_by_cells() -> dict[str, str]:
     """The variables that this process has changed since it began."""
-    began = Path("/proc/self/environ").read_bytes().split(b"\0")
-    before = dict(os.fsdecode(entry).partition("=")[::2] for entry in began)
+    before = psutil.Process().environ()
     return {name: text for name, text in kept_environment().items() if before.get(name) != text}
 
 

@@ -13,8 +13,9 @@ import os
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.engines.base import RankPlan
@@ -120,7 +121,7 @@ class _NodeActor:
         import ray
 
         # Ray sets it to the CPUs of all ranks here, where nobody else has. A rank has one of them.
-        if b"OMP_NUM_THREADS=" not in Path("/proc/self/environ").read_bytes():
+        if "OMP_NUM_THREADS" not in psutil.Process().environ():
             os.environ["OMP_NUM_THREADS"] = "1"
         join(address, token, tell=logging.getLogger(__name__).info, num_ranks=num_ranks)
         # Whoever still has its handle: what it holds of the node is free for others.

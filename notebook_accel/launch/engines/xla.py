@@ -29,6 +29,21 @@ class XlaEngine(LocalEngine):
     start_method = "xla"
 
     def check_here(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
+        self._find_devices(config, environment)
+
+    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
+        platform, count = self._find_devices(request.config, request.environment)
+        environment = {"PJRT_DEVICE": platform, "ACCELERATE_USE_CPU": "false"}
+        return RankPlan.of_sizes(request.config.num_processes or count, environment=environment)
+
+    def _find_devices(
+        self, config: LaunchConfig, environment: Mapping[str, str]
+    ) -> tuple[str, int]:
+        """The platform and the number of its devices, as :func:`tpu.count_devices` gives them.
+
+        Raises:
+            ConfigError, LaunchError: as :meth:`check_here`.
+        """
         _check_library()
         platform, count = tpu.count_devices(environment)
         if not count:
@@ -48,12 +63,7 @@ class XlaEngine(LocalEngine):
                 f"devices={config.devices!r}, and engine='xla' takes all devices of the "
                 f"{platform}, or with num_processes=1 the first: leave devices out, or engine"
             )
-
-    def plan_ranks(self, request: LaunchRequest) -> RankPlan:
-        self.check_here(request.config, request.environment)
-        platform, count = tpu.count_devices(request.environment)
-        environment = {"PJRT_DEVICE": platform, "ACCELERATE_USE_CPU": "false"}
-        return RankPlan.of_sizes(request.config.num_processes or count, environment=environment)
+        return platform, count
 
 
 def _check_library() -> None:
