@@ -4,21 +4,24 @@ Each rank builds an Accelerator, trains a tiny model on the CPU and, at each ste
 moves a bar. Each count has a fresh kernel, which has launched two ranks before. `launch` is the
 time until the last rank is in its function. The kernel's memory is what it grew by while the call
 lasted, at its highest. Lines are those in the logs of all ranks, of those printed.
+
+Beside them forks of bare torch train the same and end; nobody takes what they print and return. As
+each of gloo's ranks joins each other, what a group takes grows with the square of the ranks.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
 from timing import Kernel, arguments, interleave, median, seconds, table
+from work import LINES, STEPS
 
 if TYPE_CHECKING:
     from timing import Measurement
 
 COUNTS = (16, 32, 64)
-STEPS = 20
-LINES = 10
 LIMIT = 300.0
 
 CELL = f"""
@@ -59,11 +62,33 @@ CELL = f"""
 """
 
 
+BARE_CELL = f"""
+    import json, sys, time
+    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    import work
+    from torch import multiprocessing
+
+    def measure(count):
+        start = time.time()
+        multiprocessing.start_processes(
+            work.spawned_training,
+            args=(count, work.free_port()),
+            nprocs=count,
+            start_method="fork",
+        )
+        print("BENCHMARK", json.dumps({{"seconds": time.time() - start}}))
+
+    measure(2)
+"""
+CELLS = {"ours": CELL, "bare": BARE_CELL}
+
+
 def measure(name: str) -> Measurement:
     """One call on so many ranks, in a kernel that has launched before."""
+    contender, count = name.split()
     with Kernel.open() as kernel:
-        kernel.run(dedent(CELL))
-        return kernel.run(f"measure({name})", limit=LIMIT)
+        kernel.run(dedent(CELLS[contender]))
+        return kernel.run(f"measure({count})", limit=LIMIT)
 
 
 def main() -> None:
@@ -72,16 +97,19 @@ def main() -> None:
     options = parser.parse_args()
     counts = options.ranks or list(COUNTS[:1] if options.quick else COUNTS)
     repeats = 1 if options.quick else options.repeats
-    found = interleave([str(count) for count in counts], repeats, measure=measure)
+    names = [f"{contender} {count}" for count in counts for contender in CELLS]
+    found = interleave(names, repeats, measure=measure)
     rows = []
-    for name, measurements in found.items():
-        count, grown = int(name), median(measurements, "bytes") or 0.0
+    for count in counts:
+        measurements = found[f"ours {count}"]
+        grown = median(measurements, "bytes") or 0.0
         kept = {int(one["kept"]) for one in measurements}
         rows.append(
             {
-                "ranks": name,
+                "ranks": count,
                 "launch": seconds(median(measurements, "launch")),
                 "call to return": seconds(median(measurements, "seconds")),
+                "bare torch's": seconds(median(found[f"bare {count}"], "seconds")),
                 "kernel's memory": f"{grown / 1e6:.1f} MB",
                 "lines kept": f"{min(kept):,} of {count * STEPS * LINES:,}",
             }

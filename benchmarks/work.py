@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import tempfile
 
 import torch
 from torch import nn
 
-__all__ = ["form_group", "free_port", "spawned_group", "spawned_nothing", "spawned_step", "step"]
+__all__ = [
+    "LINES",
+    "STEPS",
+    "form_group",
+    "free_port",
+    "spawned_group",
+    "spawned_nothing",
+    "spawned_step",
+    "spawned_training",
+    "step",
+]
+
+# What each rank of ``many_ranks.py`` does: so many steps, with so many printed lines each.
+STEPS = 20
+LINES = 10
 
 
 def step() -> int:
@@ -47,6 +63,24 @@ def spawned_group(rank: int, size: int, port: int) -> None:
 
 def spawned_nothing(_rank: int, _size: int, _port: int) -> None:
     """A rank that only starts and ends."""
+
+
+def spawned_training(rank: int, size: int, port: int) -> None:
+    """The training of ``many_ranks.py`` in bare torch, each rank's lines in a file of its own."""
+    _describe(rank, size, port)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with tempfile.TemporaryFile("w") as sys.stdout:
+        for step in range(STEPS):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for line in range(LINES):
+                print("step", step, "line", line)
+    sys.stdout = sys.__stdout__
+    torch.distributed.destroy_process_group()
 
 
 def _describe(rank: int, size: int, port: int) -> None:
