@@ -65,8 +65,11 @@ CELL = f"""
 BARE_CELL = f"""
     import json, sys, time
     sys.path.insert(0, {str(Path(__file__).parent)!r})
-    import work
+    import torch, work
     from torch import multiprocessing
+
+    # What it imports would else be imported in each rank.
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
 
     def measure(count):
         start = time.time()
