@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
-from notebook_accel.training.strategies.given import has_parts
+from notebook_accel.training.strategies.spread_models import has_parts
 from notebook_accel.training.strategies.stages import balance
 from tests.training.harness import run_ranks
 from tests.training.meshes import (

@@ -14,7 +14,7 @@ from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.renewal import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
+from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,7 +28,7 @@ from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParalle
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import fit_sizes
 from notebook_accel.training.strategies import dtensors, recipe
-from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
+from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -32,7 +32,7 @@ from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.models.compiling import compile_in_place
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
-from notebook_accel.training.strategies.given import has_parts
+from notebook_accel.training.strategies.spread_models import has_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accel.training.strategies.given import TakesSpreadModels
+from notebook_accel.training.strategies.spread_models import TakesSpreadModels
 
 __all__ = ["SingleDevice"]
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import retie_parameters, tied_names
-from notebook_accel.training.strategies.given import has_parts
+from notebook_accel.training.strategies.spread_models import has_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
