@@ -8,7 +8,7 @@ layers talk most)::
                                                     1: [ rank 2, rank 3 ]
 
 Ranks of one column have different samples and shards; ranks of one row the same samples, and
-parts of the same layers. How a model is spread over it is in ``recipe``.
+parts of the same layers. How a model is spread over it is in ``parallelize``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from notebook_accel.training.processes.renewal import note_mesh
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.parallelism import fit_sizes
-from notebook_accel.training.strategies import dtensors, recipe
+from notebook_accel.training.strategies import dtensors, parallelize
 from notebook_accel.training.strategies.spread_models import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class MeshParallel(TakesSpreadModels):
             for name, weight in part._parameters.items()
             if weight is not None
         ]
-        recipe.spread(
+        parallelize.parallelize(
             model,
             self.mesh,
             parallelism=self.parallelism,

@@ -1,4 +1,4 @@
-"""The recipe: how one model is spread over the mesh, step by step, in the order that must be kept.
+"""How one model is spread over the mesh, step by step, in the order that must be kept.
 
 The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
 step works on what the one before has left:
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.parallelism import ParallelismConfig
 
-__all__ = ["spread"]
+__all__ = ["parallelize"]
 
 
-def spread(
+def parallelize(
     model: Module,
     mesh: DeviceMesh,
     *,
