@@ -10,7 +10,7 @@ comes the function
 
     def cell():
         global math, total
-        from notebook_accel.training.functions.cell_names import rank
+        from notebook_accel.training.functions.cell_globals import rank
         from notebook_accel.notebook.cell_function import shown as _notebook_accel_shown
         import math
         total = rank + 1
@@ -34,7 +34,7 @@ __all__ = ["PROVIDED", "cell_function", "shown"]
 # What a cell of the magic finds in its ranks. In a session, a name of the notebook's that is called
 # so counts from its next assignment on.
 PROVIDED = ("accelerator", "device", "rank", "world_size")
-_PROVIDER = "notebook_accel.training.functions.cell_names"
+_PROVIDER = "notebook_accel.training.functions.cell_globals"
 # Characters of a value's text: about four pages.
 _MAX_SHOWN = 20_000
 _SHOW = "_notebook_accel_shown"

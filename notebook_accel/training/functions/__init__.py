@@ -1,1 +1,1 @@
-"""What stands on an ``Accelerator``: local SGD, FSDP functions, the names of a session's cells."""
+"""Code that uses an ``Accelerator``: local SGD, FSDP functions, the names that a cell finds."""
