@@ -346,7 +346,8 @@ class RunFolder:
             with open_regular(self._rescued_path) as file:
                 if os.fstat(file.fileno()).st_size > 2 * _RESCUED_BYTES:
                     raise OSError("it is larger than what is written here")
-                return import_module("notebook_accel.training.preparing.rescue").Rescued.read(file)
+                module = import_module("notebook_accel.training.preparing.state_after_stop")
+                return module.Rescued.read(file)
         except FileNotFoundError:
             return None
         except Exception as error:  # what torch raises for whatever bytes there are

@@ -15,7 +15,7 @@ from notebook_accel.training.data import PreparedLoader, prepare_loader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
 from notebook_accel.training.models.blueprint import blueprint_of
-from notebook_accel.training.preparing.rescue import parts_of
+from notebook_accel.training.preparing.state_after_stop import parts_of
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import (

@@ -28,7 +28,7 @@ from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from notebook_accel.training.models.blueprint import blueprint_of
-from notebook_accel.training.preparing.rescue import RankPart, TensorPiece
+from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece
 from tests.launches import call, launch
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 from tests.waiting import eventually
