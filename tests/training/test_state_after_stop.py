@@ -27,7 +27,7 @@ from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
-from notebook_accel.training.models.blueprint import blueprint_of
+from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece
 from tests.launches import call, launch
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
@@ -307,7 +307,7 @@ def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
     early = part(3, first).join([replace(part(3), models=[], weights=[])])
     assert early.weights == [None]
     assert early.missing == torn.missing
-    other_model = replace(part(3, first), models=[blueprint_of(torch.nn.Linear(1, 1))])
+    other_model = replace(part(3, first), models=[copy_on_meta(torch.nn.Linear(1, 1))])
     kept = other_model.join([part(3, second)])
     assert kept.models == [None]
     assert kept.weights[0].keys() == {"a"}  # type: ignore[union-attr]

@@ -163,14 +163,14 @@ class PreparedModel:
         inner: the model.
         wrapped: what the user calls.
         training: whether it is trained.
-        blueprint: the model without weights, as it was before the strategy spread it; None where it
+        meta_copy: the model without weights, as it was before the strategy spread it; None where it
             did not.
     """
 
     inner: Module
     wrapped: Module
     training: bool
-    blueprint: Module | None = None
+    meta_copy: Module | None = None
 
 
 def tied_names(model: Module) -> list[list[str]]:

@@ -14,7 +14,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.data import PreparedLoader, prepare_loader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
-from notebook_accel.training.models.blueprint import blueprint_of
+from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.state_after_stop import parts_of
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
@@ -201,13 +201,13 @@ class Preparation:
             [size for item in objects for size in _batch_sizes(item, self._num_shares)],
         )
         spreads = self.plan.strategy.spreads_weights
-        blueprints = [
-            blueprint_of(uncompiled(given.model)) if spreads and given.training else None
+        copies = [
+            copy_on_meta(uncompiled(given.model)) if spreads and given.training else None
             for given in call.models
         ]
         wrapped, stepped = self.plan.strategy.prepare(call)
-        for given, model, blueprint in zip(call.models, wrapped, blueprints, strict=True):
-            self._keep(PreparedModel(given.model, model, given.training, blueprint))
+        for given, model, meta_copy in zip(call.models, wrapped, copies, strict=True):
+            self._keep(PreparedModel(given.model, model, given.training, meta_copy))
         made = dict(zip(models, wrapped, strict=True))
         objects[:] = [made.get(id(item), item) for item in objects]
         for index, optimizer in zip(optimizers, stepped, strict=True):

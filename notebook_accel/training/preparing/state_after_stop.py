@@ -19,7 +19,7 @@ import torch
 
 from notebook_accel.training.collectives.nested import honor_type, recursively_apply
 from notebook_accel.training.models import uncompiled
-from notebook_accel.training.models.blueprint import fill
+from notebook_accel.training.models.meta_copy import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -119,7 +119,7 @@ class RankPart:
     """What one rank has of what is rescued.
 
     A model is sent with its weights, and then its entry in ``weights`` is None. Or it is a
-    blueprint (blueprint.py) or None, and ``weights`` has its state dict, with a
+    meta copy (meta_copy.py) or None, and ``weights`` has its state dict, with a
     :class:`TensorPiece` in place of each tensor of which other ranks have the rest.
     """
 
@@ -186,7 +186,7 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
     )
     if is_first:
         models_sent = [
-            known.blueprint if is_part else model
+            known.meta_copy if is_part else model
             for known, model, is_part in zip(known_models, models, in_parts, strict=True)
         ]
         yield replace(without, models=models_sent)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from notebook_accel.training.models import AutocastForward
-from notebook_accel.training.models.blueprint import blueprint_of, fill
+from notebook_accel.training.models.meta_copy import copy_on_meta, fill
 
 
 class Reader(nn.Module):
@@ -40,17 +40,17 @@ def test_it_is_the_model_again_once_it_has_the_weights() -> None:
     tokens = torch.tensor([0, 3, 1])
     model = Reader()
     model.register_forward_hook(doubled)
-    blueprint = blueprint_of(model)
-    assert blueprint is not None
-    assert all(weight.is_meta for weight in blueprint.parameters())
-    # What is done to the model from here on, as a strategy does, is nothing to the blueprint.
+    meta_copy = copy_on_meta(model)
+    assert meta_copy is not None
+    assert all(weight.is_meta for weight in meta_copy.parameters())
+    # What is done to the model from here on, as a strategy does, is nothing to the meta copy.
     AutocastForward.install(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
     model.head.register_forward_hook(doubled)
     model.recurrent = nn.Identity()  # type: ignore[assignment]
     trained = Reader()
     trained.register_forward_hook(doubled)
     trained(tokens)  # moves the averages of the norm
-    made: Any = pickle.loads(pickle.dumps(blueprint))
+    made: Any = pickle.loads(pickle.dumps(meta_copy))
     fill(made, trained.state_dict())
     assert type(made) is Reader
     assert made.head.weight is made.embed.weight
@@ -64,9 +64,9 @@ def test_weights_of_another_kind_and_other_weights_are_refused() -> None:
         pass
 
     model = nn.Linear(1, 1)
-    blueprint = blueprint_of(model)
-    assert blueprint is not None
+    meta_copy = copy_on_meta(model)
+    assert meta_copy is not None
     with pytest.raises(KeyError):
-        fill(blueprint, {"bias": torch.zeros(1)})
+        fill(meta_copy, {"bias": torch.zeros(1)})
     model.weight = Own(torch.zeros(1, 1))
-    assert blueprint_of(model) is None
+    assert copy_on_meta(model) is None

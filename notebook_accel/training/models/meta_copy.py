@@ -1,8 +1,8 @@
 """A model without its weights, as it was before a strategy spread it over the ranks.
 
-rank:      prepare --> blueprint_of(model), then the model is cut, divided or sharded in place
-rescue:    the blueprint travels to the notebook, and so do the pieces of its weights
-notebook:  fill(blueprint, whole weights) --> the model as the user made it
+rank:      prepare --> copy_on_meta(model), then the model is cut, divided or sharded in place
+rescue:    the meta copy travels to the notebook, and so do the pieces of its weights
+notebook:  fill(meta_copy, whole weights) --> the model as the user made it
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from notebook_accel.training.models import ReplacedForward
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["blueprint_of", "fill"]
+__all__ = ["copy_on_meta", "fill"]
 
 
-def blueprint_of(model: Module) -> Module | None:
+def copy_on_meta(model: Module) -> Module | None:
     """A copy of a model whose weights take no memory; they lie on torch's meta device.
 
     Everything else is shared with the model. The dictionaries that torch keeps in each module are
@@ -63,17 +63,17 @@ def _replace(by_name: dict[str, Any], new: Mapping[int, Any]) -> None:
     by_name.update({name: new[id(old)] for name, old in by_name.items() if old is not None})
 
 
-def fill(blueprint: Module, weights: Mapping[str, Any]) -> None:
-    """Give a blueprint whole weights, whose memory it shares from then on, and whole buffers.
+def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:
+    """Give a meta copy whole weights, whose memory it shares from then on, and whole buffers.
 
     Raises:
         Exception: the weights are not those of the model, or its classes do not take them.
     """
     made: dict[int, Parameter] = {}
-    for name, empty in [*blueprint.named_parameters(remove_duplicate=False)]:
+    for name, empty in [*meta_copy.named_parameters(remove_duplicate=False)]:
         if id(empty) not in made:
             made[id(empty)] = Parameter(weights[name], empty.requires_grad)
         owner, _, last = name.rpartition(".")
-        setattr(blueprint.get_submodule(owner), last, made[id(empty)])
+        setattr(meta_copy.get_submodule(owner), last, made[id(empty)])
     # Buffers, and what modules keep beside their tensors; a weight is copied onto itself.
-    blueprint.load_state_dict(weights)
+    meta_copy.load_state_dict(weights)
