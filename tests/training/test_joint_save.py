@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from notebook_accel import Accelerator, ProjectConfiguration
 from notebook_accel.training.checkpoint import joint_save
 from notebook_accel.training.collectives import wait
-from notebook_accel.training.strategies.ddp import DataParallel
+from notebook_accel.training.strategies.ddp import DDPStrategy
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.waiting import eventually
@@ -104,7 +104,7 @@ def saves_models(folder: Path) -> list[str]:
     if accelerator.is_main_process:
         accelerator.save_model(model, folder / "encoder")
         accelerator.save_model(model, folder / "decoder")
-    DataParallel.saves_together = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    DDPStrategy.saves_together = property(lambda self: True)  # type: ignore[assignment,method-assign]
     accelerator.save_model(model, folder / "parts")
     accelerator.save_state(folder / "state")
     wait()

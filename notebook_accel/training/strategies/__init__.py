@@ -72,7 +72,7 @@ STRATEGIES = {
     "deepspeed": Choice(_wants_deepspeed, "deepspeed", "DeepSpeedZero"),
     "pipeline": Choice(_wants_stages, "pipeline", "PipelineParallel"),
     "mesh": Choice(_wants_weights_in_parts, "mesh", "MeshParallel"),
-    "ddp": Choice(_has_several_ranks, "ddp", "DataParallel"),
+    "ddp": Choice(_has_several_ranks, "ddp", "DDPStrategy"),
     "single": Choice(_is_anything, "single", "SingleDevice"),
 }
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
-__all__ = ["DataParallel"]
+__all__ = ["DDPStrategy"]
 
 
-class DataParallel(TakesSpreadModels):
+class DDPStrategy(TakesSpreadModels):
     """Torch's ``DistributedDataParallel``."""
 
     def __init__(self, request: Request) -> None:
@@ -41,11 +41,11 @@ class DataParallel(TakesSpreadModels):
         model = super().prepare_model(given)
         # Torch refuses to wrap a model that has nothing to exchange.
         trains = given.training and any(weight.requires_grad for weight in model.parameters())
-        if given.model in _TELLS:
-            _TELLS.pop(given.model).remove()
+        if given.model in _THAW_HOOKS:
+            _THAW_HOOKS.pop(given.model).remove()
         if not trains or has_parts(model.parameters()):
             if given.training and not trains:
-                _TELLS[given.model] = model.register_forward_pre_hook(_tell_if_thawed)
+                _THAW_HOOKS[given.model] = model.register_forward_pre_hook(_warn_if_thawed)
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
         device_ids = None if given.device is None else devices.wrapper_device_ids(given.device)
@@ -116,8 +116,8 @@ _OF_BLOCKS = (
 )
 
 _WRAPPED: WeakKeyDictionary[Module, _WrappedFor] = WeakKeyDictionary()
-# Of models of which nothing trains: what tells of one that is thawed.
-_TELLS: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
+# Of models of which nothing trains: the hook that warns once one is thawed.
+_THAW_HOOKS: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
 
 
 def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> None:
@@ -133,7 +133,7 @@ def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> Non
     wrapped.register_forward_pre_hook(_follow_what_trains)
 
 
-def _tell_if_thawed(model: Module, _: Any) -> None:
+def _warn_if_thawed(model: Module, _: Any) -> None:
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters()):
         notice_once(
             "thawed after prepare",
