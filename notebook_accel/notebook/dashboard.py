@@ -54,6 +54,9 @@ class Dashboard(View):
     own, and by a cell's thread while that waits for the run, one at a time (under a lock). Clicks
     change nothing on the page by themselves.
 
+    Attributes:
+        panel: the panel; None until the run has lasted for a moment.
+
     Args:
         clicks: how clicks get through while a cell runs.
         waits: whether the cell waits for the run. Where it does not, what ranks display stands in
@@ -78,7 +81,7 @@ class Dashboard(View):
         self._slot = DisplaySlot() if slot is None else slot
         self._has_own_slot = slot is None
         self._lost_text: LostWidgetText | None = None
-        self._panel: LivePanel | None = None
+        self.panel: LivePanel | None = None
         self._lock = threading.RLock()
         self._is_drawing = False
         self._has_changed = False
@@ -146,8 +149,8 @@ class Dashboard(View):
             if state.status == "stopping" and self._stopping_since is None:
                 self._stopping_since = time.monotonic()
             self._throughput.note(state, now=time.monotonic())
-            if self._panel is not None:
-                self._panel.read(state)
+            if self.panel is not None:
+                self.panel.read(state)
 
     def poll(self) -> None:
         self._clicks.pump()
@@ -155,7 +158,7 @@ class Dashboard(View):
             if not self._is_drawing and not self._has_ended and self._run is not None:
                 assert self._lost_text is not None, "a run is opened before it is waited for"
                 self._begin_drawing(self._run, self._lost_text)
-        self._draw()
+        self.draw()
         self._show_new_displays()
         if self._waits and time.monotonic() >= self._opened_at + _LASTING_SECONDS:
             self._show_lost_text()
@@ -177,14 +180,14 @@ class Dashboard(View):
             if self._lost_text is not None:
                 # First, since what stands in the slot hides it no longer.
                 self._lost_text.clear()
-            if self._panel is None and self._is_cell:
+            if self.panel is None and self._is_cell:
                 self._slot.hold(render_slim(state).bundle)
                 return
             summary = self._summary(self._run, state, with_displays=not self._waits)
-            if self._panel is None:
+            if self.panel is None:
                 self._slot.show(summary.bundle)
             else:
-                self._panel.finish(summary)
+                self.panel.finish(summary)
 
     def reopen(self, run: Run) -> None:
         with self._lock:
@@ -192,8 +195,8 @@ class Dashboard(View):
                 DisplaySlot().show(self._summary(run, run.state).bundle)
                 RankDisplays().show_new(run.state)
                 self._is_lacking = False
-                if self._panel is not None:
-                    self._panel.has_summary_elsewhere()
+                if self.panel is not None:
+                    self.panel.has_summary_elsewhere()
             else:
                 # Not one more panel: each would be drawn, and sent, five times a second.
                 self._slot.place()
@@ -210,7 +213,7 @@ class Dashboard(View):
             state,
             call_of(run).metrics.sample(),
             with_displays=with_displays,
-            asked_stacks=None if self._panel is None else self._panel.asked_stacks,
+            asked_stacks=None if self.panel is None else self.panel.asked_stacks,
         )
 
     def _make_panel(self, state: RunState) -> None:
@@ -231,7 +234,7 @@ class Dashboard(View):
             f"{run_list.expression(self._run.id)}.show() draws it again; after a restart of the "
             "kernel it shows what was kept."
         )
-        self._panel = panel
+        self.panel = panel
 
     def _show_lost_text(self) -> None:
         """Say what to type if the panel is lost. Only the launching cell's thread may call this."""
@@ -244,7 +247,7 @@ class Dashboard(View):
         # No event wakes it: an interrupt in the cell's thread could leave one locked for good.
         while not self._has_ended:
             time.sleep(_DRAW_SECONDS / 2)
-            guarded.guard(self._draw)
+            guarded.guard(self.draw)
         time.sleep(_AGAIN_SECONDS)
         guarded.guard(self._send_end_again)
 
@@ -252,28 +255,28 @@ class Dashboard(View):
         with self._lock:
             if self._lost_text is not None:
                 self._lost_text.clear()
-            if self._panel is not None:
-                self._panel.send_again()
+            if self.panel is not None:
+                self.panel.send_again()
             else:
                 self._slot.send_again()
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
         """Draw what is known now, where it changed or the clock moves on."""
         with self._lock:
             now = time.monotonic()
             wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
             if self._state is None or self._has_ended or now < self._drawn_at + wait:
                 return
-            if self._panel is None:
+            if self.panel is None:
                 if now >= self._opened_at + self._panel_seconds:
                     self._make_panel(self._state)
                 return
             # What changes while it is drawn, by a click, is drawn next time.
             self._has_changed = False
-            if self._panel.draw(self._state, self._details(self._state, self._panel)):
+            if self.panel.draw(self._state, self._details(self._state, self.panel)):
                 self._has_changed = True
             if not self._waits:
-                self._panel.draw_displays(self._state)
+                self.panel.draw_displays(self._state)
             # From the end: on a busy machine drawing itself takes long, and the next messages
             # would follow the last ones at once.
             self._drawn_at = time.monotonic()

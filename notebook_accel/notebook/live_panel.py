@@ -124,6 +124,7 @@ class LivePanel:
     """The widgets of one panel. What clicks change on the page is drawn by :meth:`draw`.
 
     Attributes:
+        box: the panel as a widget.
         asked_stacks: what the newest click on Stacks has found; None where nobody clicked.
 
     Args:
@@ -206,7 +207,7 @@ class LivePanel:
         ):
             widget.add_class(name)
         # Stop comes first for the keyboard.
-        self._box = self._lasting.make(
+        self.box = self._lasting.make(
             ipywidgets.VBox,
             [
                 self._style,
@@ -221,7 +222,7 @@ class LivePanel:
                 self._alert,
             ],
         )
-        self._box.add_class("na-panel")
+        self.box.add_class("na-panel")
 
     def _small_button(self, description: str, tooltip: str) -> Any:
         button = self._widgets.make(ipywidgets.Button, description=description, tooltip=tooltip)
@@ -230,7 +231,7 @@ class LivePanel:
 
     def show(self, text: str) -> None:
         """Display the panel; ``text`` is what a saved file has of it, should it come to no end."""
-        self._slot.show(widget_view(self._box, text))
+        self._slot.show(widget_view(self.box, text))
 
     @property
     def picked(self) -> int | None:
@@ -309,12 +310,12 @@ class LivePanel:
         button = self._lasting.make(ipywidgets.Button)
         button.add_class("na-lacking")
         button.on_click(self._on_lacking)
-        self._box.children = (self._body, self._ended_note, button)
+        self.box.children = (self._body, self._ended_note, button)
         html = snapshot.bundle["text/html"]
         self._body.value = f"{_ENDED_STYLE}{self._hiding_style}{html}"
         self._ended_note.value = str(_SAY_LACKING)
-        self._box.remove_class("na-panel")
-        self._box.add_class("na-ended")
+        self.box.remove_class("na-panel")
+        self.box.add_class("na-ended")
         self._widgets.close()
 
         # Not closed with the others, for pages that were reloaded; but each page that connects

@@ -356,6 +356,7 @@ class ConfigPicker:
 
     Attributes:
         run: the last run that was launched from the form, or None.
+        box: the form as a widget.
 
     Example:
         >>> from notebook_accel import ConfigPicker, LaunchConfig
@@ -401,7 +402,7 @@ class ConfigPicker:
             )
         }
         self._buttons["Launch"].button_style = "primary"
-        self._box = self._lay_out()
+        self.box = self._lay_out()
         self._listen()
         self.fill(config)
 
@@ -442,8 +443,8 @@ class ConfigPicker:
             print(_IN_A_TERMINAL)  # noqa: T201
             return
         clicks = clicks_for(shell.kernel)
-        clicks.keep_order(_all_in(self._box))
-        DisplaySlot().show(widget_view(self._box, _SAVED))
+        clicks.keep_order(_all_in(self.box))
+        DisplaySlot().show(widget_view(self.box, _SAVED))
         self._lost_text.place()
         # Shown once more, the form has the run below it there too.
         self._slot.place()

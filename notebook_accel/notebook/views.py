@@ -114,9 +114,9 @@ class CellDashboard(Dashboard):
         )
         self._slot.show(render_line(text).bundle)
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
         self._place_in_cell()
-        super()._draw()
+        super().draw()
 
     def print_end(self) -> None:
         self._place_in_cell()

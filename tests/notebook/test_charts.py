@@ -18,6 +18,7 @@ from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.metrics_view import MetricsView, groups_of
 from tests.notebook.test_markup import HOSTILE, Tags
+from tests.notebook.widgets import field, part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -247,9 +248,9 @@ def live(steps: int, **values: Callable[[int], float]) -> LiveCurves:
 
 def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
     view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
-    view._scale.value = is_log
+    field(view.box, "Scale").value = is_log
     view.draw(curves, now=0.0)
-    return str(view._charts.value)
+    return str(view.box.children[-1].value)
 
 
 @pytest.mark.parametrize("steps", [221, 1_250, 20_000])
@@ -331,20 +332,23 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
     view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
     view.draw(curves, now=0.0)
-    view._group.value = "eval"
-    view._after.click()
+    field(view.box, "Which metrics").value = "eval"
+    field(view.box, "more →").click()
     view.draw(curves, now=10.0)
-    assert view._title.value == "metrics 7-7 of 7"
-    assert view._charts.value.count("class='na-chart'") == 6
+    assert part(view.box, "na-log-title").value == "metrics 7-7 of 7"
+    assert view.box.children[-1].value.count("class='na-chart'") == 6
     curves.add(0, 1, {"train/accuracy": 1.0})
     view.draw(curves, now=20.0)
-    assert (view._group.value, view._title.value) == ("eval", "metrics 7-7 of 7")
-    assert len(view._group.options) == 3
-    view._group.value = ""
+    assert (field(view.box, "Which metrics").value, part(view.box, "na-log-title").value) == (
+        "eval",
+        "metrics 7-7 of 7",
+    )
+    assert len(field(view.box, "Which metrics").options) == 3
+    field(view.box, "Which metrics").value = ""
     view.draw(curves, now=30.0)
-    assert view._title.value == "metrics 1-6 of 9"
+    assert part(view.box, "na-log-title").value == "metrics 1-6 of 9"
     # A group is named as metrics are, however long its name is.
     curves.add(0, 2, {"\x1b[2J" + "long" * 1000 + "/loss": 1.0})
     view.draw(curves, now=40.0)
-    label = view._group.options[-1][0]
+    label = field(view.box, "Which metrics").options[-1][0]
     assert (label[:8], label[-6:], len(label)) == ("longlong", "…/ (1)", 45)

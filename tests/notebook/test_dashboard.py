@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import pytest
-from ipywidgets.widgets import widget as widget_module
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook import dashboard, display_slot, live_panel
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.panel import Details
 from tests.notebook.states import after, running, succeeded
-from tests.notebook.test_panel import hanging
+from tests.notebook.widgets import classes, field, inside, live_widgets, part
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -52,10 +55,18 @@ class Page:
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Page:
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    """A page; runs that a test leaves open on it are ended."""
     monkeypatch.setattr(dashboard, "_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(dashboard, "_PANEL_SECONDS", 0.0)
-    return Page(monkeypatch)
+    yield Page(monkeypatch)
+    while _shown:
+        shown = _shown.pop()
+        shown.end()
+        shown.await_last_message()
+
+
+_shown: list[Shown] = []
 
 
 class Shown:
@@ -82,11 +93,20 @@ class Shown:
         before = set(threading.enumerate())
         self.view.open(self.run)
         (self.thread,) = set(threading.enumerate()) - before
-        self.view._draw()
+        _shown.append(self)
+        self.view.draw()
 
     @property
     def panel(self) -> Any:
-        return self.view._panel
+        return self.view.panel
+
+    def field(self, label: str) -> Any:
+        """A field or a button of the panel."""
+        return field(self.panel.box, label)
+
+    def part(self, name: str) -> Any:
+        """What the panel shows in one place: "na-body"."""
+        return part(self.panel.box, name)
 
     def end(self) -> None:
         """End the run, without what is sent a moment later."""
@@ -102,7 +122,7 @@ def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "_PANEL_SECONDS", 600.0)
-    before = len(widget_module._instances)
+    before = live_widgets()
     shown = Shown()
     assert page.only["text/plain"].startswith("train: running, 2 ranks")
     shown.end()
@@ -112,50 +132,42 @@ def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
     page.shown.clear()
     shown.await_last_message()
     assert page.only == ended
-    assert len(widget_module._instances) == before
+    assert live_widgets() == before
 
 
-def test_a_cell_that_ends_before_it_is_waited_for_costs_one_message(page: Page) -> None:
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_cell_that_ends_at_once_is_one_line(page: Page, is_waited_for: bool) -> None:
     run: Any = SimpleNamespace(id="calm-otter", state=running(2), config=None)
-    before = threading.active_count()
-    view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
-    view.open(run)
-    run.state = succeeded(run.state)
-    # Another thread hears of the end: it must not be the first to show anything.
-    view.close(run.state)
-    assert page.num_messages == 0
-    view.print_end()
-    assert "succeeded" in page.only["text/plain"]
-    assert (page.num_messages, len(page.placed)) == (1, 1)
-    assert threading.active_count() == before
-
-
-def test_a_cell_that_is_waited_for_says_that_it_runs(page: Page) -> None:
-    run: Any = SimpleNamespace(id="calm-otter", state=running(2), config=None)
-    view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
-    view.open(run)
     before = set(threading.enumerate())
-    view.poll()
-    (thread,) = set(threading.enumerate()) - before
-    assert page.only["text/plain"].startswith("train: running")
+    view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
+    view.open(run)
+    if is_waited_for:
+        view.poll()
+        assert page.only["text/plain"].startswith("train: running")
+    # Another thread hears of the end: it must not be the first to show anything.
     view.close(succeeded(run.state))
-    assert "succeeded" in page.only["text/plain"]
+    assert page.num_messages == 2 * is_waited_for
     view.print_end()
-    thread.join(10)
+    assert "succeeded" in page.only["text/plain"]
     assert len(page.placed) == 1
+    drawing = set(threading.enumerate()) - before
+    assert len(drawing) == is_waited_for
+    for thread in drawing:
+        thread.join(10)
 
 
-def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(page: Page) -> None:
+def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_AGAIN_SECONDS", 0.2)
     slot = DisplaySlot()
     first = Shown(slot)
-    assert page.only[WIDGET]["model_id"] == first.panel._box.model_id
+    assert page.only[WIDGET]["model_id"] == first.panel.box.model_id
     first.end()
     assert "succeeded" in page.only["text/html"]
-    first.await_last_message()
     second = Shown(slot)
-    # The other's thread may come as late as this.
-    first.view._send_end_again()
-    assert page.only[WIDGET]["model_id"] == second.panel._box.model_id
+    first.await_last_message()
+    assert page.only[WIDGET]["model_id"] == second.panel.box.model_id
     second.end()
     second.await_last_message()
     assert "succeeded" in page.only["text/html"]
@@ -165,32 +177,31 @@ def test_the_summary_takes_the_place_of_a_panel_that_is_still_whole(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = Shown()
-    whole = shown.panel._box.children
+    body = shown.part("na-body")
+    whole = shown.panel.box.children, body.value
     seen: list[Any] = []
 
     def update(bundle: dict[str, Any], **more: Any) -> None:
-        seen.append((shown.panel._box.children, shown.panel._body.value))
+        seen.append((shown.panel.box.children, body.value))
         page.update(bundle, **more)
 
-    before = shown.panel._body.value
     monkeypatch.setattr(display_slot, "update_display", update)
     shown.end()
-    assert seen[0] == (whole, before)
+    assert seen[0] == whole
     # For pages that were reloaded, which know the widget only.
-    assert shown.panel._box.children[0] is shown.panel._body
-    assert page.only["text/html"] in shown.panel._body.value
+    assert shown.panel.box.children[0] is body
+    assert page.only["text/html"] in body.value
     # What the style sheet of a live panel says of one whose kernel is gone is not for summaries.
-    assert shown.panel._box._dom_classes == ("na-ended",)
-    shown.await_last_message()
+    assert classes(shown.panel.box) == ["na-ended"]
 
 
 def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -> None:
     shown = Shown()
-    before = len(widget_module._instances)
+    before = live_widgets()
     shown.view.reopen(shown.run)
-    assert len(widget_module._instances) == before
+    assert live_widgets() == before
     panel, text = page.shown
-    assert page.shown[panel][WIDGET]["model_id"] == shown.panel._box.model_id
+    assert page.shown[panel][WIDGET]["model_id"] == shown.panel.box.model_id
     # What to type stands there as well, should the panel be lost.
     assert "find_run('calm-otter').show() draws" in page.shown[text]["text/plain"]
     shown.view.reopen(shown.run)
@@ -198,7 +209,6 @@ def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -
     shown.end()
     assert "succeeded" in page.shown[panel]["text/html"]
     assert not any(page.shown[text].values())
-    shown.await_last_message()
 
 
 @pytest.mark.parametrize(
@@ -213,18 +223,10 @@ def test_the_panel_says_where_clicks_wait(
     page: Page, clicks: type[ClicksAfterTheCell], on_panel: str, on_stop: str
 ) -> None:
     shown = Shown(clicks=clicks)
-    advice = "".join(widget.value for widget in shown.panel._advice)
-    assert (on_panel in advice, bool(advice)) == (True, bool(on_panel))
-    assert set(shown.panel._advice) <= set(shown.panel._box.children)
-    assert shown.panel._stop.tooltip.endswith(on_stop)
-    shown.end()
-    shown.await_last_message()
-
-
-def inside(widget: Any) -> list[Any]:
-    """All widgets in a tree of them."""
-    children = getattr(widget, "children", ())
-    return [found for child in children for found in (child, *inside(child))]
+    assert page.placed
+    html = "".join(str(getattr(widget, "value", "")) for widget in shown.panel.box.children)
+    assert (on_panel in html, "'na na-muted na-advice'" in html) == (True, bool(on_panel))
+    assert shown.field("Stop").tooltip.endswith(on_stop)
 
 
 def inputs(widget: Any) -> list[Any]:
@@ -245,134 +247,107 @@ def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(
 
     def update(bundle: dict[str, Any], **more: Any) -> None:
         if WIDGET in bundle:
-            panel = widget_module._instances[bundle[WIDGET]["model_id"]]
+            panel = live_widgets()[bundle[WIDGET]["model_id"]]
             found.append((inputs(panel), [*let_through]))
         page.update(bundle, **more)
 
     monkeypatch.setattr(display_slot, "update_display", update)
     shown = Shown(clicks=Clicks)
     ((clickable, let_through_by_then),) = found
-    assert {shown.panel._stop, shown.panel._log._search} <= set(clickable)
+    assert {shown.field("Stop"), shown.field("Search the output")} <= set(clickable)
     assert set(clickable) <= set(let_through_by_then)
-    shown.end()
-    shown.await_last_message()
-
-
-def test_all_that_can_be_clicked_has_a_name_in_words(page: Page) -> None:
-    """A screen reader says an arrow by its shape."""
-    shown = Shown()
-    clickable = inputs(shown.panel._box)
+    # A screen reader says an arrow by its shape.
     assert len(clickable) >= 12
     for widget in clickable:
         assert re.search("[A-Za-z]{3}", widget.description)
         assert widget.tooltip
-    shown.end()
-    shown.await_last_message()
 
 
 def test_a_page_needs_the_core_widgets_alone_and_loads_nothing_from_elsewhere(page: Page) -> None:
     shown = Shown()
-    kinds = {widget._model_module for widget in [shown.panel._box, *inside(shown.panel._box)]}
+    assert page.placed
+    widgets = [shown.panel.box, *inside(shown.panel.box)]
+    kinds = {one.get_state("_model_module")["_model_module"] for one in widgets}
     assert kinds == {"@jupyter-widgets/controls"}
-    shown.end()
-    shown.await_last_message()
     folder = Path(dashboard.__file__).parent
     files = [path for kind in ("py", "css") for path in folder.rglob(f"*.{kind}")]
     addresses = {found for path in files for found in re.findall(r"//[\w.]+/", path.read_text())}
     assert addresses == {"//www.w3.org/"}, "that of SVG is a name, and no place"
 
 
-def test_a_screen_reader_is_told_of_a_hang_once(page: Page) -> None:
-    shown = Shown()
-    told: list[str] = []
-    shown.panel._alert.observe(lambda change: told.append(change["new"]), names="value")
-    with shown.view._lock:  # the panel's own thread draws a run that does not hang
-        for now in (1042.0, 1043.0):
-            state = replace(hanging(), ended=now)
-            shown.panel.draw(state, Details(now=now))
-            assert f"for 0:{now - 1029:.0f}: the run hangs" in shown.panel._body.value
-        assert len(told) == 1
-        assert "the run hangs" in told[0]
-    shown.end()
-    shown.await_last_message()
-
-
 def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
     stopped: list[bool] = []
-    shown = Shown(stop=lambda: stopped.append(True))
-    button = shown.panel._stop
+    button = Shown(stop=lambda: stopped.append(True)).field("Stop")
+    assert page.placed
     for words in ("Interrupt", "last_run().rescued", "should_stop"):
         assert words in button.tooltip
     button.click()
     button.click()
     assert stopped == [True]
-    shown.end()
-    shown.await_last_message()
 
 
 def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
     killed: list[float] = []
-    shown = Shown(kill=lambda: killed.append(clock.now))
+    kill = Shown(kill=lambda: killed.append(clock.now)).field("Kill")
+    assert page.placed
     for clock.now in (1000.0, 1000.3, 1004.5, 1004.8, 1005.0, 1006.5):
-        shown.panel._kill.click()
+        kill.click()
     assert killed == [1006.5]
-    shown.end()
-    shown.await_last_message()
+
+
+STACKS = "".join(f"rank {rank}\nThread 0x7f{rank}a\n  in wait\n" for rank in range(3))
 
 
 def test_stacks_that_somebody_asked_for_are_in_the_summary(page: Page) -> None:
-    shown = Shown(stacks=lambda: "rank 0\n  in wait\nrank 1\n  in <module>\n")
+    """Ranks that stand in the same place share one."""
+    shown = Shown(stacks=lambda: f"{STACKS}rank 3\nThread 0x1\n  in <module>\n")
     is_drawn = threading.Event()
-    shown.panel._note.observe(lambda _: is_drawn.set(), names="value")
-    shown.panel._ask_stacks.click()
+    shown.part("na-note").observe(lambda _: is_drawn.set(), names="value")
+    button = shown.field("Stacks")
+    button.click()
     assert is_drawn.wait(10)
     shown.end()
     shown.await_last_message()
     html = page.only["text/html"]
     (folded,) = re.findall("<details>.*?</details>", html)
-    for words in ("stacks after ", "rank 0", "in wait", "in &lt;module&gt;"):
+    for words in ("stacks after ", "ranks 0-2", "in wait", "rank 3", "in &lt;module&gt;"):
         assert words in folded
+    assert folded.count("in wait") == 1
     # A click that is answered after the end says nothing of the run.
-    before = shown.panel.asked_stacks
-    shown.panel._fetch_stacks()
-    assert shown.panel.asked_stacks is before
+    before = set(threading.enumerate())
+    button.click()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
     shown.view.reopen(shown.run)
     assert [bundle["text/html"] for bundle in page.shown.values()] == [html, html]
-
-
-def test_ranks_that_stand_in_the_same_place_share_a_stack(page: Page) -> None:
-    text = "".join(f"rank {rank}\nThread 0x7f{rank}a\n  in wait\n" for rank in range(3))
-    shown = Shown(stacks=lambda: f"{text}rank 3\nThread 0x1\n  in step\n")
-    shown.panel._fetch_stacks()
-    assert shown.panel.asked_stacks.stacks == (
-        ("ranks 0-2", "Thread 0x7f0a\n  in wait\n"),
-        ("rank 3", "Thread 0x1\n  in step\n"),
-    )
-    shown.end()
-    shown.await_last_message()
 
 
 def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     def logs(rank: int | None, max_bytes: int | None = None) -> str:
         raise FileNotFoundError("run calm-otter was deleted from disk")
 
-    def fail(_state: Any) -> None:
+    def fail(*_: Any) -> None:
         drawn.set()
         raise ZeroDivisionError
 
     drawn = threading.Event()
     shown = Shown(logs=logs)
-    monkeypatch.setattr(shown.panel, "_draw_note", fail)
-    for _ in range(2):
-        assert drawn.wait(10)
-        drawn.clear()
-    shown.panel._log._save.click()
-    shown.panel._log.draw(shown.run.state)
-    assert "was deleted from disk" in shown.panel._log._link.value
-    shown.end()
-    shown.await_last_message()
+    assert page.placed
+    with monkeypatch.context() as context:
+        context.setattr(live_panel, "render_panel", fail)
+        for _ in range(2):
+            assert drawn.wait(10)
+            drawn.clear()
+    shown.field("Save").click()
+    await_link(shown, "was deleted from disk")
+
+
+def await_link(shown: Shown, *texts: str) -> None:
+    """Wait until the panel has a link with these texts."""
+    link = shown.part("na-link")
+    eventually(lambda: all(text in link.value for text in texts), within=10, what=f"link: {texts}")
 
 
 def test_of_a_large_log_a_link_saves_the_end(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,27 +359,35 @@ def test_of_a_large_log_a_link_saves_the_end(page: Page, monkeypatch: pytest.Mon
         return "the end\n" * 250
 
     shown = Shown(logs=last)
+    assert page.placed
     grown = [replace(rank, log_end=5_000) for rank in shown.run.state.ranks]
     shown.run.state = replace(shown.run.state, ranks=tuple(grown))
-    log = shown.panel._log
-    log._save.click()
-    log.draw(shown.run.state)
-    assert "all ranks, last 2 KB of 10 KB" in log._link.value
-    assert "title='All of it is in /runs/1'" in log._link.value
-    assert "download='calm-otter-all-ranks.txt'" in log._link.value
-    log._filter.value = 1
-    log._save.click()
-    log.draw(shown.run.state)
-    assert "rank 1, last 2 KB of 5 KB" in log._link.value
+    shown.field("Save").click()
+    await_link(
+        shown,
+        "all ranks, last 2 KB of 10 KB",
+        "title='All of it is in /runs/1'",
+        "download='calm-otter-all-ranks.txt'",
+    )
+    shown.field("Output of").value = 1
+    shown.field("Save").click()
+    await_link(shown, "rank 1, last 2 KB of 5 KB")
     assert asked == [(None, 3_000), (1, 3_000)]
-    shown.end()
-    shown.await_last_message()
+
+
+def displayed(rank: int, html: str) -> wire.Displayed:
+    return wire.Displayed(rank=rank, data={"text/html": html, "text/plain": "<HTML>"})
+
+
+def displays_of(shown: Shown) -> Any:
+    """The widget with what a rank displayed."""
+    return shown.panel.box.children[-2]
 
 
 def test_where_no_cell_waits_the_panel_has_what_a_rank_displays(page: Page) -> None:
     shown = Shown(waits=False)
     is_drawn = threading.Event()
-    drawn = shown.panel._displays
+    drawn = displays_of(shown)
     drawn.observe(lambda _: is_drawn.set(), names="value")
     shown.run.state = after(shown.run.state, displayed(0, "<i>of 0</i>"), displayed(1, "<i>of 1"))
     shown.view.update(shown.run.state)
@@ -418,7 +401,6 @@ def test_where_no_cell_waits_the_panel_has_what_a_rank_displays(page: Page) -> N
     html = next(iter(page.shown.values()))["text/html"]
     for words in ("succeeded", "<i>of 0</i>", "what rank 1 displayed"):
         assert words in html
-    shown.await_last_message()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -427,6 +409,7 @@ def test_what_to_type_if_the_panel_is_lost_stands_below_it_until_the_end(
 ) -> None:
     """A cell that waits for its run can still add it, and does where the run lasts."""
     shown = Shown(waits=waits)
+    body, style = shown.part("na-body"), shown.part("na-gone").value
     assert len(page.placed) == 2 - waits
     monkeypatch.setattr(dashboard, "_LASTING_SECONDS", 0.0)
     shown.view.poll()
@@ -436,9 +419,9 @@ def test_what_to_type_if_the_panel_is_lost_stands_below_it_until_the_end(
     assert "find_run('calm-otter').show() draws what was kept" in text["text/plain"]
     (its_class,) = re.findall("class='(na-lost-.*?)'", text["text/html"])
     hidden = f".{its_class} {{ display: none; }}"
-    assert hidden in shown.panel._style.value
+    assert hidden in style
     shown.end()
-    assert hidden in shown.panel._body.value, "a page that was reloaded has both still"
+    assert hidden in body.value, "a page that was reloaded has both still"
     shown.await_last_message()
     summary, text = page.shown.values()
     assert "succeeded" in summary["text/html"]
@@ -456,7 +439,6 @@ def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page: P
     assert WIDGET in panel
     shown.end()
     assert "of 0" not in next(iter(page.shown.values()))["text/html"]
-    shown.await_last_message()
     shown.view.show_displays(shown.run, 1)
     assert list(page.shown.values())[-1]["text/plain"] == "rank 1 displayed nothing"
     # Nobody asked for what a rank displayed: of a run without it, the summary alone is shown.
@@ -472,15 +454,15 @@ def test_what_is_displayed_in_a_loop_does_not_flood_the_page(
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
     shown = Shown()
+    assert page.placed
     sent: list[float] = []
-    shown.panel._displays.observe(lambda _: sent.append(clock.now), names="value")
+    displays_of(shown).observe(lambda _: sent.append(clock.now), names="value")
     state = shown.run.state
-    large = "x" * 600_000
     for clock.now, html in (
         (1000.0, "1"),
         (1000.5, "2"),
         (1001.1, "3"),
-        (1003.0, large),
+        (1003.0, "x" * 600_000),
         (1004.5, "5"),
         (1005.1, "6"),
     ):
@@ -490,13 +472,6 @@ def test_what_is_displayed_in_a_loop_does_not_flood_the_page(
         state = after(state, plot)
         shown.panel.draw_displays(state)
     assert sent == [1000.0, 1001.1, 1003.0, 1005.1]
-    shown.end()
-    shown.await_last_message()
-    assert page.placed
-
-
-def displayed(rank: int, html: str) -> wire.Displayed:
-    return wire.Displayed(rank=rank, data={"text/html": html, "text/plain": "<HTML>"})
 
 
 @pytest.mark.parametrize("limit", ["_MAX_ENDED", "_MAX_ENDED_SIZE"])
@@ -504,12 +479,12 @@ def test_widgets_of_older_runs_are_closed(
     page: Page, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(live_panel, limit, 1)
-    monkeypatch.setattr(live_panel, "_ended", type(live_panel._ended)())
+    monkeypatch.setattr(live_panel, "_ended", deque())
     left: list[int] = []
     for _ in range(3):
         shown = Shown()
         shown.end()
         shown.await_last_message()
-        left.append(len(widget_module._instances))
+        left.append(len(live_widgets()))
     assert left[1] == left[2] == left[0]
     assert page.placed

@@ -14,6 +14,7 @@ from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.markup import Markup
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import Tags
+from tests.notebook.widgets import classes, field, part
 
 if TYPE_CHECKING:
     import pytest
@@ -31,7 +32,7 @@ def view_of(state: Any) -> LogView:
 
 def blocks(view: LogView) -> list[Any]:
     """The widgets of the blocks, as the page lays them out."""
-    shown = [widget for widget in view._blocks.children if widget.value]
+    shown = [widget for widget in part(view.box, "na-blocks").children if widget.value]
     return sorted(shown, key=lambda widget: int(re.findall(r"order:(\d+)", widget.value)[0]))
 
 
@@ -51,7 +52,7 @@ def test_new_lines_change_the_newest_block_alone() -> None:
     draw_all(view, state)
     assert text(view).splitlines() == [f"line {n}" for n in range(250)]
     changed: list[Any] = []
-    for widget in view._blocks.children:
+    for widget in part(view.box, "na-blocks").children:
         widget.observe(lambda change: changed.append(change["owner"]), names="value")
     state = after(state, output(0, "line 250\n"))
     view.read(state)
@@ -71,7 +72,7 @@ def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
     numbers = [int(line.split()[1]) for line in text(view).splitlines()]
     assert numbers == list(range(numbers[0], 20_000))
     assert len(numbers) >= 2000
-    assert len(view._blocks.children) <= 40
+    assert len(part(view.box, "na-blocks").children) <= 40
 
 
 def test_two_thousand_lines_of_two_hundred_characters_can_be_reached() -> None:
@@ -115,14 +116,14 @@ def test_the_chosen_rank_is_shown_alone_and_then_all_again() -> None:
     view.read(state)
     draw_all(view, state)
     assert text(view) == "0zero1one"
-    view._filter.value = 1
+    field(view.box, "Output of").value = 1
     draw_all(view, state)
     assert text(view) == "one"
     state = after(state, output(0, "more\n"))
     view.read(state)
     draw_all(view, state)
     assert text(view) == "one"
-    view._filter.value = -1
+    field(view.box, "Output of").value = -1
     draw_all(view, state)
     assert text(view) == "0zero1one0more"
 
@@ -133,21 +134,21 @@ def test_the_button_makes_a_box_that_starts_at_the_newest_line() -> None:
     view.read(state)
     view.draw(state)
     before = view.box.children[-1]
-    view._follow.click()
+    field(view.box, "↓ newest").click()
     view.draw(state)
     assert view.box.children[-1] is not before
-    assert view.box.children[-1].children == (view._blocks,)
+    assert view.box.children[-1].children == (part(view.box, "na-blocks"),)
 
 
 def test_it_takes_no_room_before_anything_was_printed() -> None:
     state = running(1)
     view = view_of(state)
     view.draw(state)
-    assert "na-hidden" in view.box._dom_classes
+    assert "na-hidden" in classes(view.box)
     state = after(state, output(0, "a\n"))
     view.read(state)
     view.draw(state)
-    assert "na-hidden" not in view.box._dom_classes
+    assert "na-hidden" not in classes(view.box)
 
 
 def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> None:
@@ -155,17 +156,17 @@ def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> N
     view = view_of(state)
     view.read(state)
     draw_all(view, state)
-    view._search.value = " LOSS "
+    field(view.box, "Search the output").value = " LOSS "
     draw_all(view, state)
     assert text(view) == "0a loss1Loss"
     state = after(state, output(1, "no\nmore loss\n"))
     view.read(state)
     draw_all(view, state)
     assert text(view) == "0a loss1Loss\nmore loss"
-    view._filter.value = 0
+    field(view.box, "Output of").value = 0
     draw_all(view, state)
     assert text(view) == "a loss"
-    view._search.value = ""
+    field(view.box, "Search the output").value = ""
     draw_all(view, state)
     assert text(view) == "a loss\nb"
 
@@ -175,32 +176,33 @@ def test_a_search_says_how_many_lines_it_has_found() -> None:
     view = view_of(state)
     view.read(state)
     draw_all(view, state)
-    assert view._title.value == "output"
-    view._search.value = "needle"
+    title = part(view.box, "na-log-title")
+    assert title.value == "output"
+    field(view.box, "Search the output").value = "needle"
     draw_all(view, state)
-    assert (text(view), view._title.value) == ("", "nothing found")
-    assert "na-optional" not in view._title._dom_classes
+    assert (text(view), title.value) == ("", "nothing found")
+    assert "na-optional" not in classes(title)
     for lines, said in (("the needle\n", "1 hit"), ("hay\na nee", "1 hit"), ("dle", "2 hits")):
         state = after(state, output(0, lines))
         view.read(state)
         draw_all(view, state)
-        assert view._title.value == said
+        assert title.value == said
     assert text(view) == "the needle\na needle"
-    assert "na-optional" not in view._title._dom_classes
-    view._search.value = ""
+    assert "na-optional" not in classes(title)
+    field(view.box, "Search the output").value = ""
     draw_all(view, state)
-    assert view._title.value == "output"
-    assert "na-optional" in view._title._dom_classes
+    assert title.value == "output"
+    assert "na-optional" in classes(title)
 
 
 def test_the_whole_output_of_the_chosen_ranks_is_a_link() -> None:
     state = after(running(2), output(0, "a\n"))
     view = view_of(state)
     view.read(state)
-    view._save.click()
+    field(view.box, "Save").click()
     view.draw(state)
-    assert view._link.value == "<a>all</a>"
-    view._filter.value = 1
-    view._save.click()
+    assert part(view.box, "na-link").value == "<a>all</a>"
+    field(view.box, "Output of").value = 1
+    field(view.box, "Save").click()
     view.draw(state)
-    assert view._link.value == "<a>1</a>"
+    assert part(view.box, "na-link").value == "<a>1</a>"

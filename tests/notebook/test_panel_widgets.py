@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipywidgets
-from ipywidgets.widgets import widget as widget_module
 
 from notebook_accel.notebook.live_panel import PanelWidgets
+from tests.notebook.widgets import live_widgets
 
 
 def test_widgets_share_one_layout_and_a_style_a_kind_and_are_closed_with_them() -> None:
-    before = set(widget_module._instances)
+    before = set(live_widgets())
     widgets = PanelWidgets()
     texts = [widgets.make(ipywidgets.HTML, f"text {number}") for number in range(5)]
     buttons = [widgets.make(ipywidgets.Button, description="Stop") for _ in range(5)]
@@ -23,7 +23,7 @@ def test_widgets_share_one_layout_and_a_style_a_kind_and_are_closed_with_them() 
     # One that is closed before leaves the others as they are.
     boxes[0].close()
     assert boxes[1].layout.comm is not None
-    assert len(set(widget_module._instances) - before) == 14 + 1 + 2 + 2
+    assert len(set(live_widgets()) - before) == 14 + 1 + 2 + 2
     widgets.close()
-    assert set(widget_module._instances) == before
+    assert set(live_widgets()) == before
     assert hidden.layout.comm is None

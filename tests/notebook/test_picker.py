@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import resource
-import subprocess
 import sys
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from html import unescape
 from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import ipywidgets
 import pytest
 import yaml
 from ipykernel.compiler import XCachingCompiler
@@ -21,7 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
-from notebook_accel.config import default_config_path
+from notebook_accel.config import default_config_path, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.launch.run import call_of
@@ -29,21 +29,15 @@ from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
-from notebook_accel.notebook.picker import (
-    as_code,
-    as_yaml,
-    devices_line,
-    plugin_rows,
-    read_arguments,
-    setting_rows,
-)
+from notebook_accel.notebook.picker import as_code, as_yaml, devices_line, read_arguments
+from tests.notebook.widgets import classes, field, inside
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from notebook_accel.launch.request import LaunchRequest
-    from notebook_accel.notebook.picker import ConfigPicker
 
 FULL = LaunchConfig(
     num_processes=2,
@@ -60,11 +54,7 @@ FULL = LaunchConfig(
     fsdp={"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": False, "min_num_params": 100},
     parallelism={"dp_shard_size": 2},
 )
-
-
-def _shown_code(html: str) -> str:
-    """The text of a code box, which has a button beside it."""
-    return unescape(html.removeprefix("<pre>").partition("</pre>")[0])
+LABELS = {name: one.label for name, one in settings_of(LaunchConfig).items()}
 
 
 @pytest.fixture(autouse=True)
@@ -75,44 +65,67 @@ def _folder_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def row(picker: ConfigPicker, name: str) -> Any:
-    return picker._rows[name]
+class Form:
+    """A form as a person has it before him."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.picker = config_picker(config)
+        self.box = self.picker.box
+        self.save, self.load, self.launch = (
+            self.field(name) for name in ("Save", "Load", "Launch")
+        )
+        self.message = self.box.children[-1]
+        self.plugins = [one for one in self.box.children if "na-plugin" in classes(one)]
+
+    def field(self, name: str) -> Any:
+        """The field of a setting, or one with that label."""
+        return field(self.box, LABELS.get(name) or name)
+
+    def note(self, name: str) -> str:
+        """What stands beside a field."""
+        rows = (one.children for one in inside(self.box) if "na-row" in classes(one))
+        return next(note.value for widget, note in rows if widget is self.field(name))
+
+    @property
+    def texts(self) -> list[str]:
+        """The code and the YAML, each of which has a button beside it."""
+        (tab,) = (one for one in self.box.children if isinstance(one, ipywidgets.Tab))
+        boxes = (one.value.removeprefix("<pre>").partition("</pre>")[0] for one in tab.children)
+        return [unescape(text) for text in boxes]
 
 
-def test_every_setting_has_a_row() -> None:
-    assert {*setting_rows(), *PLUGINS} == {field.name for field in fields(LaunchConfig)}
-    for plugin in PLUGINS.values():
-        assert [row.name for row in plugin_rows(plugin)] == list(plugin.options)
+def test_every_setting_and_option_has_a_field() -> None:
+    form = Form()
+    for name in LABELS.keys() - PLUGINS.keys():
+        assert form.field(name).tooltip
+    options = [[one.description for one in inputs_in(box)] for box in form.plugins]
+    assert options == [list(plugin.options) for plugin in PLUGINS.values()]
+
+
+def inputs_in(box: Any) -> list[Any]:
+    return [one for one in inside(box) if hasattr(one, "description") and one.description]
 
 
 @pytest.mark.parametrize("config", [LaunchConfig(), FULL])
-def test_a_form_gives_back_what_it_was_filled_with(config: LaunchConfig) -> None:
-    assert config_picker(config).config == config
-
-
-def test_the_code_and_the_yaml_mean_the_settings(tmp_path: Path) -> None:
+def test_a_form_gives_back_what_it_was_filled_with(config: LaunchConfig, tmp_path: Path) -> None:
+    form = Form(config)
+    assert form.picker.config == config
+    code, text = form.texts
     scope: dict[str, Any] = {}
-    code = as_code(FULL, "train", "3e-4, epochs=2")
-    assert code.endswith(
-        "notebook_launcher(train, args=(0.0003,), kwargs={'epochs': 2}, config=config)"
-    )
     exec(code.rpartition("\n")[0], scope)
-    assert scope["config"] == FULL
-    for config in (FULL, LaunchConfig()):
-        assert LaunchConfig(**(yaml.safe_load(as_yaml(config)) or {})) == config
-    picker = config_picker(FULL)
-    shown = _shown_code(picker._yaml.value)
-    assert LaunchConfig(**yaml.safe_load(shown)) == FULL
-    picker._path.value = str(tmp_path / "a" / "b.yaml")
-    picker._buttons["Save"].click()
-    assert LaunchConfig.load(picker._path.value) == FULL
-    other = config_picker(LaunchConfig())
-    other._path.value = picker._path.value
-    other._buttons["Load"].click()
-    assert other.config == FULL
+    assert scope["config"] == config
+    assert LaunchConfig(**(yaml.safe_load(text) or {})) == config
+    path = str(tmp_path / "a" / "b.yaml")
+    form.field("File").value = path
+    form.save.click()
+    assert LaunchConfig.load(path) == config
+    other = Form(LaunchConfig(num_processes=5))
+    other.field("File").value = path
+    other.load.click()
+    assert other.picker.config == config
 
 
-def test_the_code_of_an_infinite_number_runs() -> None:
+def test_the_code_and_the_yaml_of_an_infinite_number_mean_it() -> None:
     config = LaunchConfig(grace=inf, deepspeed={"zero_stage": 2, "gradient_clipping": inf})
     scope: dict[str, Any] = {}
     exec(as_code(config, None, "").rpartition("\n")[0], scope)
@@ -121,25 +134,21 @@ def test_the_code_of_an_infinite_number_runs() -> None:
 
 
 def test_a_bad_value_is_told_beside_its_field_and_nothing_can_be_launched() -> None:
-    picker = config_picker()
-    row(picker, "num_processes").widget.value = "zero"
-    assert "expected a whole number" in row(picker, "num_processes")._note.value
-    assert "expected" not in row(picker, "seed")._note.value
+    form = Form()
+    form.field("num_processes").value = "zero"
+    assert "expected a whole number" in form.note("num_processes")
     with pytest.raises(ConfigError):
-        picker.config  # noqa: B018
-    assert picker._buttons["Save"].disabled
-    assert picker._buttons["Launch"].disabled
-    row(picker, "num_processes").widget.value = "2"
-    assert "expected" not in row(picker, "num_processes")._note.value
-    assert picker.config == LaunchConfig(num_processes=2)
-    assert not picker._buttons["Save"].disabled
-    assert "Define a function in a cell" in picker._message.value
-
-
-def test_two_settings_that_do_not_go_together_are_told() -> None:
-    picker = config_picker({"num_processes": 2})
-    row(picker, "engine").widget.value = "inline"
-    assert "engine=&#39;inline&#39; has 1 rank" in row(picker, "engine")._note.value
+        form.picker.config  # noqa: B018
+    assert form.save.disabled
+    assert form.launch.disabled
+    form.field("num_processes").value = "2"
+    assert "expected" not in form.note("num_processes")
+    assert form.picker.config == LaunchConfig(num_processes=2)
+    assert not form.save.disabled
+    assert "Define a function in a cell" in form.message.value
+    # Two settings that do not go together.
+    form.field("engine").value = "inline"
+    assert "engine=&#39;inline&#39; has 1 rank" in form.note("engine")
 
 
 # What a person types that makes no sense, field by field.
@@ -157,43 +166,34 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_the_reason_stands_beside_the_field_that_it_is_about(name: str) -> None:
-    picker = config_picker()
-    row(picker, name).widget.value = WRONG[name]
-    marked = [one.name for one in picker._all_rows() if "na-wrong" in one._note.value]
-    assert marked == [name]
-    assert "expected" in row(picker, name)._note.value
-    assert "expected" not in picker._message.value
-
-
-def test_every_field_that_takes_text_has_a_value_that_is_refused() -> None:
-    typed = {name for name, one in setting_rows().items() if hasattr(one.widget, "placeholder")}
-    assert typed == WRONG.keys()
+def test_the_reason_stands_beside_the_field_that_it_is_about() -> None:
+    form = Form()
+    names = LABELS.keys() - PLUGINS.keys()
+    assert {name for name in names if hasattr(form.field(name), "placeholder")} == WRONG.keys()
+    for name, wrong in WRONG.items():
+        before, form.field(name).value = form.field(name).value, wrong
+        assert [one for one in names if "na-wrong" in form.note(one)] == [name]
+        assert "expected" in form.note(name)
+        assert "expected" not in form.message.value
+        form.field(name).value = before
 
 
 def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Notebook(monkeypatch).define("train")
-    picker = config_picker(LaunchConfig())
-    row(picker, "engine").widget.value = "inline"
-    assert "copy the code into a cell" in row(picker, "engine")._note.value
-    assert picker._buttons["Launch"].disabled
-    assert not picker._buttons["Save"].disabled
-    row(picker, "engine").widget.value = ""
-    assert "copy the code" not in row(picker, "engine")._note.value
-    assert not picker._buttons["Launch"].disabled
+    form = Form(LaunchConfig())
+    form.field("engine").value = "inline"
+    assert "copy the code into a cell" in form.note("engine")
+    assert form.launch.disabled
+    assert not form.save.disabled
+    form.field("engine").value = ""
+    assert "copy the code" not in form.note("engine")
+    assert not form.launch.disabled
     # The settings may come from elsewhere, too.
     monkeypatch.setenv("NOTEBOOK_ACCEL_ENGINE", "inline")
     with pytest.raises(ConfigError, match="copy the code into a cell"):
-        launcher.launch_below(
-            print,
-            (),
-            {},
-            config=LaunchConfig(),
-            slot=DisplaySlot(),
-        )
+        launcher.launch_below(print, (), {}, config=LaunchConfig(), slot=DisplaySlot())
 
 
 @pytest.mark.parametrize(
@@ -209,58 +209,53 @@ def test_what_it_cannot_start_with_is_named(config: Any, said: str) -> None:
 
 
 def test_options_unfold_with_their_strategy_and_are_checked() -> None:
-    picker = config_picker()
-    boxes = picker._plugin_boxes
-
-    def unfolded() -> set[str]:
-        return {name for name, box in boxes.items() if box.layout.display is None}
-
-    assert unfolded() == set()
-    chosen = [names for _, names in picker._strategy.widget.options]
-    assert {name for names in chosen for name in names} == PLUGINS.keys() == boxes.keys()
+    form = Form()
+    strategy = form.field("Strategy")
+    chosen = [names for _, names in strategy.options]
+    assert {name for names in chosen for name in names} == PLUGINS.keys()
     for names in chosen:
-        picker._strategy.widget.value = names
-        assert unfolded() == {*names}
-    picker._strategy.widget.value = ("fsdp",)
-    assert picker.config.fsdp == {}
-    smallest = next(row for row in picker._plugins["fsdp"] if row.name == "min_num_params")
-    smallest.widget.value = "none"
-    assert "expected a whole number" in smallest._note.value
-    smallest.widget.value = "1000"
-    assert picker.config.fsdp == {"min_num_params": 1000}
+        strategy.value = names
+        unfolded = [box.layout.display is None for box in form.plugins]
+        assert unfolded == [name in names for name in PLUGINS]
+    strategy.value = ("fsdp",)
+    assert form.picker.config.fsdp == {}
+    form.field("min_num_params").value = "none"
+    assert "expected a whole number" in form.note("min_num_params")
+    form.field("min_num_params").value = "1000"
+    assert form.picker.config.fsdp == {"min_num_params": 1000}
     # A mesh without a size is none; FSDP and DeepSpeed have defaults.
-    picker._strategy.widget.value = ("parallelism",)
-    assert picker.config == LaunchConfig()
+    strategy.value = ("parallelism",)
+    assert form.picker.config == LaunchConfig()
 
 
 def test_a_saved_file_is_where_it_was_asked_for_and_the_default_one_is_named(
     tmp_path: Path,
 ) -> None:
-    picker = config_picker(FULL)
-    picker._path.value = "~/c.yaml"
-    picker._buttons["Save"].click()
+    form = Form(FULL)
+    form.field("File").value = "~/c.yaml"
+    form.save.click()
     assert LaunchConfig.load(tmp_path / "home" / "c.yaml") == FULL
-    assert "each launch" not in picker._message.value
-    picker._path.value = str(default_config_path())
-    picker._buttons["Save"].click()
-    assert "each launch takes" in picker._message.value
+    assert "each launch" not in form.message.value
+    form.field("File").value = str(default_config_path())
+    form.save.click()
+    assert "each launch takes" in form.message.value
 
 
 def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
-    picker = config_picker()
-    picker._path.value = str(tmp_path / "none.yaml")
-    picker._buttons["Load"].click()
-    assert "cannot be read" in picker._message.value
+    form = Form()
+    form.field("File").value = str(tmp_path / "none.yaml")
+    form.load.click()
+    assert "cannot be read" in form.message.value
     # Of Accelerate's own file it is told what a launch here does not use.
     (tmp_path / "theirs.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\nnum_processes: 2\ndynamo_config:\n"
         "  dynamo_backend: INDUCTOR\n  dynamo_new_thing: much\n"
     )
-    picker._path.value = str(tmp_path / "theirs.yaml")
-    picker._buttons["Load"].click()
-    assert picker.config.num_processes == 2
-    assert "dynamo_new_thing=" in picker._message.value
-    assert "not used here" in picker._message.value
+    form.field("File").value = str(tmp_path / "theirs.yaml")
+    form.load.click()
+    assert form.picker.config.num_processes == 2
+    assert "dynamo_new_thing=" in form.message.value
+    assert "not used here" in form.message.value
 
 
 def test_arguments_are_read_as_a_call_has_them() -> None:
@@ -299,6 +294,11 @@ class Notebook:
             call(None)
         return function
 
+    def show(self, form: Form, *, has: str) -> None:
+        """Run a cell that shows a form, which then looks at the machine until it has a text."""
+        form.picker._ipython_display_()
+        eventually(lambda: has in form.box.children[1].value, within=10, what=has)
+
     def launch(self, function: Any, args: Any, kwargs: Any, **given: Any) -> Any:
         self.launched.append((function, args, kwargs))
         self.given = given
@@ -307,16 +307,17 @@ class Notebook:
 
 def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = Notebook(monkeypatch)
-    picker = config_picker(LaunchConfig())
-    picker._ipython_display_()
-    assert "Define a function" in picker._message.value
-    assert picker._buttons["Launch"].disabled
+    form = Form(LaunchConfig())
+    notebook.show(form, has="2 CPU cores")
+    assert "Define a function" in form.message.value
+    assert form.launch.disabled
     notebook.define("train")
-    assert picker._function.value == "train"
-    assert "Define a function" not in picker._message.value
-    assert not picker._buttons["Launch"].disabled
+    function = form.field("Function")
+    assert function.value == "train"
+    assert "Define a function" not in form.message.value
+    assert not form.launch.disabled
     notebook.define("evaluate")
-    assert (picker._function.options, picker._function.value) == (("train", "evaluate"), "train")
+    assert (function.options, function.value) == (("train", "evaluate"), "train")
 
 
 def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
@@ -325,21 +326,19 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
     notebook = Notebook(monkeypatch)
     notebook.define("train")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    picker = config_picker(LaunchConfig())
-    processes = row(picker, "num_processes")
-    launch, save = picker._buttons["Launch"], picker._buttons["Save"]
+    form = Form(LaunchConfig())
 
     def told(number: str) -> tuple[str, bool]:
-        processes.widget.value = number
-        assert not save.disabled, "the settings make sense elsewhere"
-        return processes._note.value, launch.disabled
+        form.field("num_processes").value = number
+        assert not form.save.disabled, "the settings make sense elsewhere"
+        return form.note("num_processes"), form.launch.disabled
 
     before = told("100000")
     assert before == (told("2")[0], False), "nothing is known of the machine yet"
     told("100000")
-    picker._look()
-    assert "100000 ranks need about" in processes._note.value
-    assert launch.disabled
+    notebook.show(form, has="No accelerator")
+    eventually(lambda: form.launch.disabled, within=10, what="refused")
+    assert "100000 ranks need about" in form.note("num_processes")
     text, is_disabled = told("64")
     assert "64 ranks share 2 CPU cores, and take about 16.0 GB" in text
     assert "na-warn" in text
@@ -348,16 +347,16 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
     # With accelerators there is one a rank, unless ranks train on the CPU.
     device = Device(index=0, name="H200", memory=2**37)
     notebook.machine = replace(notebook.machine, devices=(device,))
-    picker._look()
-    assert "but this machine has 1" in processes._note.value
-    assert launch.disabled
-    row(picker, "devices").widget.value = "cpu"
+    notebook.show(form, has="H200")
+    eventually(lambda: form.launch.disabled, within=10, what="refused")
+    assert "but this machine has 1" in form.note("num_processes")
+    form.field("devices").value = "cpu"
     assert told("2") == before
-    row(picker, "devices").widget.value = "0, 5"
-    assert "this machine has the accelerators 0:" in row(picker, "devices")._note.value
-    assert launch.disabled
-    row(picker, "devices").widget.value = "0"
-    assert "this machine has" not in row(picker, "devices")._note.value
+    form.field("devices").value = "0, 5"
+    assert "this machine has the accelerators 0:" in form.note("devices")
+    assert form.launch.disabled
+    form.field("devices").value = "0"
+    assert "this machine has" not in form.note("devices")
     assert not told("1")[1]
 
 
@@ -366,21 +365,21 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
 ) -> None:
     notebook = Notebook(monkeypatch)
     notebook.define("train")
-    picker = config_picker(LaunchConfig())
-    picker._ipython_display_()
-    picker._buttons["Launch"].click()
+    form = Form(LaunchConfig())
+    notebook.show(form, has="2 CPU cores")
+    form.launch.click()
     panel = {"text/plain": "the panel"}
     notebook.given["slot"].show(panel)
-    form, lost, *places = notebook.displayed
+    shown, lost, *places = notebook.displayed
     # A file has no widgets: what it keeps of the form says how to have it.
-    assert form == widget_view(picker._box, form["text/plain"])
+    assert shown == widget_view(form.box, shown["text/plain"])
     assert lost["text/plain"].endswith("Run the cell again to see it.")
     # In a page that draws the form, the form hides that.
     (its_class,) = re.findall("class='(na-lost-.*?)'", lost["text/html"])
-    assert f".{its_class} {{ display: none; }}" in picker._box.children[0].value
+    assert f".{its_class} {{ display: none; }}" in form.box.children[0].value
     assert places == [{"text/plain": "", "text/html": ""}]
-    picker._ipython_display_()
-    assert notebook.displayed[3:] == [form, lost, panel]
+    notebook.show(form, has="2 CPU cores")
+    assert notebook.displayed[3:] == [shown, lost, panel]
 
 
 class Launcher:
@@ -405,13 +404,6 @@ class Launcher:
         for cell in cells:
             assert self.shell.run_cell(cell, store_history=True).success
 
-    def click(self, config: LaunchConfig, arguments: str = "") -> None:
-        """Launch the newest function by a form."""
-        picker = config_picker(config)
-        picker._arguments.value = arguments
-        picker._buttons["Launch"].click()
-        assert self.given is not None, picker._message.value
-
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
@@ -429,11 +421,11 @@ def test_a_click_launches_as_the_code_of_the_form_does(
     started.run("def train(rate=1): ...")
     # A setting of the form, one of the environment and one of the default file.
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
-    for form in (LaunchConfig(mixed_precision="bf16"), LaunchConfig(debug=True)):
-        started.click(form)
+    for config in (LaunchConfig(mixed_precision="bf16"), LaunchConfig(debug=True)):
+        form = Form(config)
+        form.launch.click()
         by_click = started.given
-        code = config_picker(form)._code.value
-        code = _shown_code(code)
+        code = form.texts[0]
         started.run(code.replace("config=config)", "config=config, block=False)"))
         assert started.given.config == by_click.config
         assert started.given.notices == by_click.notices
@@ -448,24 +440,24 @@ def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
 ) -> None:
     notebook = Notebook(monkeypatch)
     train = notebook.define("train")
-    picker = config_picker(LaunchConfig())
-    button = picker._buttons["Launch"]
-    picker._arguments.value = "0.5, epochs="
+    form = Form(LaunchConfig())
+    button, arguments = form.launch, form.field("Arguments")
+    arguments.value = "0.5, epochs="
     assert button.disabled
-    assert "is no list of arguments" in picker._message.value
-    assert "Arguments that make no sense" in picker._code.value
-    picker._arguments.value = "0.5, **{}"
-    assert "args=(0.5,), kwargs={**{}}" in picker._code.value
-    picker._arguments.value = "0.5, epochs=3"
-    assert "args=(0.5,), kwargs={&#39;epochs&#39;: 3}" in picker._code.value
+    assert "is no list of arguments" in form.message.value
+    assert "Arguments that make no sense" in form.texts[0]
+    arguments.value = "0.5, **{}"
+    assert "args=(0.5,), kwargs={**{}}" in form.texts[0]
+    arguments.value = "0.5, epochs=3"
+    assert "args=(0.5,), kwargs={'epochs': 3}" in form.texts[0]
     button.click()
     button.click()
     assert notebook.launched == [(train, (0.5,), {"epochs": 3})]
-    assert "run = notebook_accel.find_run(&#39;calm-otter&#39;)" in picker._message.value
+    assert "run = notebook_accel.find_run(&#39;calm-otter&#39;)" in form.message.value
     assert (button.disabled, button.description) == (True, "Running")
     told = threading.Event()
     button.observe(lambda _: told.set(), names="disabled")
-    call_of(picker.run).ended.set()
+    call_of(form.picker.run).ended.set()
     assert told.wait(10)
     assert (button.disabled, button.description) == (False, "Launch")
 
@@ -476,24 +468,23 @@ def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(
     """A kernel with subshells calls listeners in two threads, and a check clears what was said."""
     file = tmp_path / "picked.yaml"
     LaunchConfig(fsdp={"min_num_params": 1000}).save(file)
-    picker = config_picker(LaunchConfig(num_processes=1))
-    picker._path.value = str(file)
-    click = threading.Thread(target=picker._buttons["Load"].click, daemon=True)
-    refresh = picker._refresh_functions
+    form = Form(LaunchConfig(num_processes=1))
+    form.field("File").value = str(file)
+    click = threading.Thread(target=form.load.click, daemon=True)
 
-    def refresh_while_a_click_comes() -> None:
-        monkeypatch.setattr(picker, "_refresh_functions", refresh)
+    def as_yaml_while_a_click_comes(config: LaunchConfig) -> str:
+        monkeypatch.setattr(picker_module, "as_yaml", as_yaml)
         click.start()
         # One that did not wait would be over long before.
         click.join(0.5)
-        refresh()
+        return as_yaml(config)
 
-    monkeypatch.setattr(picker, "_refresh_functions", refresh_while_a_click_comes)
-    row(picker, "seed").widget.value = "7"
+    monkeypatch.setattr(picker_module, "as_yaml", as_yaml_while_a_click_comes)
+    form.field("seed").value = "7"
     click.join(10)
     assert not click.is_alive()
-    assert "Loaded from" in picker._message.value
-    assert picker.config == LaunchConfig(fsdp={"min_num_params": 1000})
+    assert "Loaded from" in form.message.value
+    assert form.picker.config == LaunchConfig(fsdp={"min_num_params": 1000})
 
 
 def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
@@ -505,19 +496,3 @@ def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
     assert "8 CPU cores, 64 GB of memory, 1 GB of it free" in text
     assert "No accelerator" in devices_line(Machine(kind="cpu", devices=(), **host))
     assert "no driver" in devices_line(Machine(kind="cpu", devices=(), error="no driver", **host))
-
-
-LOOK = """
-import sys
-from notebook_accel import config_picker
-picker = config_picker({})
-picker._look()
-print("CPU cores" in picker._devices.value, "torch" in sys.modules)
-"""
-
-
-def test_devices_are_looked_at_by_another_process() -> None:
-    """This one could wake a device by torch alone, which it does not even import."""
-    command = [sys.executable, "-c", LOOK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout == "True False\n", done.stderr
