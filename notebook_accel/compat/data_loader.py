@@ -3,6 +3,8 @@
 from notebook_accel.compat import _accelerate
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.distribute import prepare_data_loader
+from notebook_accel.training.data.iterable_datasets import IterableDatasetShard
 from notebook_accel.training.data.loaders import DataLoaderShard
 from notebook_accel.training.data.loaders import PreparedLoader as DataLoaderStateMixin
 from notebook_accel.training.data.samplers import (
@@ -11,9 +13,7 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
     get_sampler,
 )
-from notebook_accel.training.data.sharding import prepare_data_loader
 from notebook_accel.training.data.skipping import SkipDataLoader
-from notebook_accel.training.data.streams import IterableDatasetShard
 
 from .logging import *
 from .state import *

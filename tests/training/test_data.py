@@ -17,8 +17,8 @@ from notebook_accel.training.data import (
     SkipDataLoader,
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.data.iterable_datasets import IterableDatasetShard
 from notebook_accel.training.data.samplers import BatchSamplerShard
-from notebook_accel.training.data.streams import IterableDatasetShard
 from tests.training.loading import (
     Sharded,
     SizedStream,

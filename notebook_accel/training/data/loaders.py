@@ -40,6 +40,8 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.collectives.nested import find_batch_size
+from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
+from notebook_accel.training.data.loader_wrapper import LoaderWrapper, new_loader
 from notebook_accel.training.data.replay import IndexSource, replayed, skip
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
@@ -51,9 +53,7 @@ from notebook_accel.training.data.samplers import (
     num_samples_of,
     samplers_of,
 )
-from notebook_accel.training.data.streams import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.transfer import make_transfer
-from notebook_accel.training.data.wrapping import LoaderAround, new_loader
 from notebook_accel.training.processes.random_states import as_plain
 from notebook_accel.training.processes.seeding import new_generator, synchronize_rng_state
 from notebook_accel.training.stepping.active_loaders import (
@@ -125,7 +125,7 @@ class LoaderOptions:
         return self.data_group.index
 
 
-class PreparedLoader(LoaderAround):
+class PreparedLoader(LoaderWrapper):
     """What the prepared loaders have in common: ``prepare`` makes them around the user's."""
 
     # What a launch tells a user who passes it one of these as an argument

@@ -1,4 +1,4 @@
-"""Which samples each rank gets, by their indices; those of streams are in ``streams``.
+"""Which samples each rank gets, by their indices; those of streams are in ``iterable_datasets``.
 
 Every rank runs through the whole order of samples and takes its own part of each *round*: the
 samples on which all ranks work at the same step. With 2 ranks, 8 samples and batches of 3::

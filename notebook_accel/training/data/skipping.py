@@ -7,15 +7,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from notebook_accel.training.data.loader_wrapper import LoaderWrapper, copied, new_loader
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import SkipBatchSampler
-from notebook_accel.training.data.wrapping import LoaderAround, copied, new_loader
 from notebook_accel.training.settings.handlers import as_steps
 
 __all__ = ["SkipDataLoader", "skip_first_batches"]
 
 
-class SkipDataLoader(LoaderAround):
+class SkipDataLoader(LoaderWrapper):
     """A loader, not prepared, without the first batches of an iterable dataset.
 
     Args:

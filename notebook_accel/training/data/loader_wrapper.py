@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["LoaderAround", "as_stateful", "copied", "is_stateful", "new_loader"]
+__all__ = ["LoaderWrapper", "as_stateful", "copied", "is_stateful", "new_loader"]
 
 
-class LoaderAround(DataLoader[Any]):
+class LoaderWrapper(DataLoader[Any]):
     """A loader that runs another one, and looks up there what it does not have itself."""
 
     base_dataloader: DataLoader[Any]

@@ -21,6 +21,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
+from notebook_accel.training.data.loader_wrapper import as_stateful, copied
 from notebook_accel.training.data.loaders import DataLoaderShard, LoaderOptions, PreparedLoader
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
@@ -32,8 +34,6 @@ from notebook_accel.training.data.samplers import (
     share_of,
 )
 from notebook_accel.training.data.skipping import SkipDataLoader
-from notebook_accel.training.data.streams import IterableDatasetShard, ShortRoundCollate
-from notebook_accel.training.data.wrapping import as_stateful, copied
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.seeding import new_generator
 from notebook_accel.training.settings.notices import notice_once
