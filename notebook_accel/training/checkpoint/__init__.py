@@ -29,7 +29,7 @@ from notebook_accel.training.checkpoint.joint_save import JointSave, describe
 from notebook_accel.training.checkpoint.start import Start, candidates, find_damage
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
-from notebook_accel.training.files import zero
+from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.files.atomic import Partial, complete_version
 from notebook_accel.training.files.pieces import (
     Piece,
@@ -436,12 +436,12 @@ class PreparedParts:
                     numbered("model", index, ".safetensors"),
                     numbered("pytorch_model", index, ".bin"),
                     f"pytorch_model_fsdp_{index}",
-                    zero.FOLDER,
+                    deepspeed_files.FOLDER,
                 ]
                 for index in range(len(self.models))
             ),
             *(
-                [numbered("optimizer", index, ".bin"), f"optimizer_{index}", zero.FOLDER]
+                [numbered("optimizer", index, ".bin"), f"optimizer_{index}", deepspeed_files.FOLDER]
                 for index in range(len(self.optimizers))
             ),
         ]
@@ -533,8 +533,8 @@ class PreparedParts:
             sharded.read_model(model, folder, index, options, strict=strict)
             return
         state = load_weights(folder, index, options)
-        if state is None and zero.is_in(folder):
-            state = zero.read_weights(folder, options)
+        if state is None and deepspeed_files.is_in(folder):
+            state = deepspeed_files.read_weights(folder, options)
         if state is None:
             raise FileNotFoundError(numbered("model", index, ".safetensors"))
         self.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
@@ -549,8 +549,8 @@ class PreparedParts:
             sharded.read_optimizer(optimizer, names, folder, index, on_host(options))
             return
         path = folder / numbered("optimizer", index, ".bin")
-        if not path.exists() and zero.is_in(folder):
-            zero.say_optimizer_begins_anew(folder)
+        if not path.exists() and deepspeed_files.is_in(folder):
+            deepspeed_files.say_optimizer_begins_anew(folder)
             return
         if not path.exists():
             raise FileNotFoundError(path.name)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current, has_process_group
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
-from notebook_accel.training.files import zero
+from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.deepspeed_plugin import is_open
@@ -317,14 +317,18 @@ class DeepSpeedZero(Strategy):
                     safe_set_full_fp32_param(weight, value.float())
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:
-        return None if self.engine is None else zero.EnginePiece(self.engine.engine, options)
+        return (
+            None
+            if self.engine is None
+            else deepspeed_files.EnginePiece(self.engine.engine, options)
+        )
 
     def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
-        if self.engine is None or not zero.is_in(folder):
+        if self.engine is None or not deepspeed_files.is_in(folder):
             return False
-        zero.check(folder)
+        deepspeed_files.check(folder)
         given = {"load_module_strict": strict, **options}
-        self.engine.engine.load_checkpoint(str(folder), tag=zero.FOLDER, **given)
+        self.engine.engine.load_checkpoint(str(folder), tag=deepspeed_files.FOLDER, **given)
         return True
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
