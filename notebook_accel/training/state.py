@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import set_debugging
-from notebook_accel.training.collectives.agreement import is_debugging
+from notebook_accel.training.collectives.debug_mode import is_debugging
 from notebook_accel.training.models.compiling import TorchDynamoPlugin
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.processes import ProcessInfo, devices, topology

@@ -24,7 +24,7 @@ from notebook_accel.training.collectives import (
     reduce,
     split_between,
 )
-from notebook_accel.training.collectives.agreement import DistributedOperationException
+from notebook_accel.training.collectives.debug_mode import DistributedOperationException
 from notebook_accel.training.collectives.nested import (
     convert_to_fp32,
     find_batch_size,

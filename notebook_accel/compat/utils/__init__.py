@@ -8,7 +8,7 @@ from notebook_accel.training.collectives import (
     broadcast,
     broadcast_object_list,
 )
-from notebook_accel.training.collectives.agreement import DistributedOperationException
+from notebook_accel.training.collectives.debug_mode import DistributedOperationException
 from notebook_accel.training.collectives.nested import (
     convert_to_fp32,
     find_batch_size,

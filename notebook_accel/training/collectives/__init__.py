@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.launch.rank import has_process_group
-from notebook_accel.training.collectives.agreement import (
+from notebook_accel.training.collectives.debug_mode import (
     ask_to_debug,
     is_debugging,
     objects_of_ranks,
