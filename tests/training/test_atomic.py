@@ -50,9 +50,9 @@ def _expected(version: str) -> dict[str, str]:
 
 
 def _save(final: Path, version: str) -> None:
-    partial = atomic.Partial.of(final)
-    _make(partial.path, version)
-    partial.publish(is_ours=_is_ours)
+    staged = atomic.StagedFolder.of(final)
+    _make(staged.path, version)
+    staged.publish(is_ours=_is_ours)
 
 
 def _is_killed(action: Callable[[], None], step: int) -> bool:
@@ -138,13 +138,13 @@ def test_a_folder_that_is_not_there_yet_is_there_whole_or_not_at_all(tmp_path: P
 @pytest.mark.parametrize("name", ["model", "run[1]", "a*", "a.b"])
 def test_only_what_is_left_of_this_name_is_swept(name: str, tmp_path: Path) -> None:
     final = tmp_path / name
-    live = [atomic.staging_folder(tmp_path / other) for other in (f"{name}.best", "another")]
+    live = [atomic.staging_path(tmp_path / other) for other in (f"{name}.best", "another")]
     for folder in live:
         _make(folder, "live")
-    _make(atomic.staging_folder(final), "left")
-    atomic.staging_folder(final).write_text("a file that was being written")
+    _make(atomic.staging_path(final), "left")
+    atomic.staging_path(final).write_text("a file that was being written")
     (tmp_path / f".{name}.mine.partial").write_text("the user's")
-    atomic.Partial.of(final).discard()
+    atomic.StagedFolder.of(final).discard()
     kept = {folder.name for folder in live} | {f".{name}.mine.partial"}
     assert set(os.listdir(tmp_path)) == kept
 

@@ -30,7 +30,7 @@ from notebook_accel.training.checkpoint.start import Start, candidates, find_dam
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files import deepspeed_files
-from notebook_accel.training.files.atomic import Partial, complete_version
+from notebook_accel.training.files.atomic import StagedFolder, complete_version
 from notebook_accel.training.files.pieces import (
     Piece,
     complete,
@@ -158,10 +158,10 @@ class Checkpoints:
             self.numbering.follow(save.final)
         return str(save.final)
 
-    def _make_folder(self, asked: str | os.PathLike[str] | None) -> Partial:
+    def _make_folder(self, asked: str | os.PathLike[str] | None) -> StagedFolder:
         if asked is not None:
-            return Partial.of(resolved(asked))
-        return Partial(self.numbering.folder(), NUMBERED.pattern, self.numbering.next)
+            return StagedFolder.of(resolved(asked))
+        return StagedFolder(self.numbering.folder(), NUMBERED.pattern, self.numbering.next)
 
     def _finish(
         self,
@@ -173,7 +173,7 @@ class Checkpoints:
     ) -> None:
         """Publish what all ranks have written; in a thread, where they write in the background."""
         save.finish(results, lambda of_ranks: complete(written, of_ranks))
-        if save.partial is not None and is_numbered:
+        if save.folder is not None and is_numbered:
             self.numbering.remove_oldest()
 
     def wait(self) -> None:
@@ -360,7 +360,7 @@ class Checkpoints:
         self, save: JointSave, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[Piece]:
         """This rank's part of a checkpoint, collected piece by piece; hooks may write into it."""
-        strategy, writes = self._plan.strategy, save.partial is not None
+        strategy, writes = self._plan.strategy, save.folder is not None
         parts = self._parts
         weights = parts.collect_weights(writes=writes)
         self._run_save_hooks(weights, save.staged)

@@ -29,7 +29,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.rank import current
 from notebook_accel.training.checkpoint.folders import is_ours
 from notebook_accel.training.collectives.exchange import exchange
-from notebook_accel.training.files.atomic import Partial
+from notebook_accel.training.files.atomic import StagedFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,12 +54,12 @@ class JointSave:
     Attributes:
         final: where the checkpoint will be.
         staged: where this rank writes it.
-        partial: the same, on the rank that has made that folder; None on the others.
+        folder: the same, on the rank that has made that folder; None on the others.
     """
 
     final: Path
     staged: Path
-    partial: Partial | None = None
+    folder: StagedFolder | None = None
 
     def __init__(self, call: str, here: Topology) -> None:
         self._call = call
@@ -102,7 +102,7 @@ class JointSave:
             "all of them"
         )
 
-    def open(self, make: Callable[[], Partial], *, each_machine: bool) -> None:
+    def open(self, make: Callable[[], StagedFolder], *, each_machine: bool) -> None:
         """Agree on the folder, which rank 0 makes; on another machine with a disk of its own, that
         machine's first rank makes one of the same name.
 
@@ -116,19 +116,19 @@ class JointSave:
         here = self._here
         leader = self._own - here.local_process_index
         if self._own == 0:
-            self.partial = make()
+            self.folder = make()
         elif self._own == leader:
             ((final, staged),) = self._hear("folder/0")
             if not Path(staged).exists() and each_machine:
-                self.partial = Partial.of(Path(final))
+                self.folder = StagedFolder.of(Path(final))
             elif not Path(staged).exists():
                 raise NotebookAccelError(
                     f"{staged}, which rank 0 has made, is not seen on the machine of rank "
                     f"{self._own}: save to a disk that all machines share, or set "
                     "ProjectConfiguration(save_on_each_node=True), with which each has all of it"
                 )
-        if self.partial is not None:
-            final, staged = str(self.partial.final), str(self.partial.path)
+        if self.folder is not None:
+            final, staged = str(self.folder.final), str(self.folder.path)
         if self._own != leader:
             ((final, staged),) = self._hear(f"folder/{leader}")
         elif not self._is_alone:
@@ -155,7 +155,7 @@ class JointSave:
             if others:
                 self._say("done")
             return
-        if self.partial is not None:
+        if self.folder is not None:
             last = self._own + self._here.local_num_processes
             self._hear(*(f"wrote/{rank}" for rank in range(self._own + 1, last)))
             self._publish()
@@ -163,8 +163,8 @@ class JointSave:
         self._hear("done")
 
     def _publish(self) -> None:
-        assert self.partial is not None
-        self.partial.publish(is_ours=is_ours)
+        assert self.folder is not None
+        self.folder.publish(is_ours=is_ours)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank could not write, and remove what it wrote.
@@ -181,8 +181,8 @@ class JointSave:
                     raise self._failure_of_another() from error
                 self._say("failed", [self._own, describe(error)])
         finally:
-            if self.partial is not None:
-                self.partial.discard()
+            if self.folder is not None:
+                self.folder.discard()
 
     def _say(self, key: str, value: Any = None) -> None:
         self._store.set(key, json.dumps(value))

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
-    "Partial",
+    "StagedFolder",
     "complete_version",
     "naming_full_disk",
     "publish_folder",
     "replacing_file",
     "say_who_else_saves",
-    "staging_folder",
+    "staging_path",
 ]
 
 _PARTIAL = ".partial"
@@ -62,7 +62,7 @@ _CANNOT_WRITE = re.compile(r"inline_container\.cc|PytorchStreamWriter|os error (
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a path beside ``path`` to write to; it replaces ``path`` when the block ends well."""
     final = Path(path)
-    staged = staging_folder(final)
+    staged = staging_path(final)
     try:
         with naming_full_disk(final.parent):
             yield staged
@@ -94,7 +94,7 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def staging_folder(final: Path) -> Path:
+def staging_path(final: Path) -> Path:
     """A name beside ``final``, on the same disk, that nobody else uses; it says who writes."""
     return final.with_name(f".{final.name}.{_writer()}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
 
@@ -104,7 +104,7 @@ def _writer() -> str:
     return f"run-{run}" if run else f"process-{os.getpid()}"
 
 
-class Partial:
+class StagedFolder:
     """A folder to write in, which no other process removes as long as this one lives.
 
     Args:
@@ -126,7 +126,7 @@ class Partial:
                 if writer != _writer():
                     say_who_else_saves(parent / name, writer.replace("-", " ", 1))
             self.final = parent / choose(list(others))
-            self.path = staging_folder(self.final)
+            self.path = staging_path(self.final)
             self.path.mkdir()
             lock = os.open(self.path, os.O_RDONLY)
             with suppress(OSError):  # a disk without locks, where nobody sweeps
@@ -134,7 +134,7 @@ class Partial:
         self._unlock = weakref.finalize(self, os.close, lock)
 
     @classmethod
-    def of(cls, final: Path) -> Partial:
+    def of(cls, final: Path) -> StagedFolder:
         """One for a folder of a given name."""
         return cls(final.parent, re.escape(final.name), lambda _: final.name)
 
@@ -277,8 +277,8 @@ def _finish_update(final: Path) -> None:
                 (target / name).mkdir()
         for name in (*files, *links):
             if name != _REMOVED:
-                _replace_by_link(Path(source, name), target / name, staging_folder(final))
-    done = staging_folder(final)
+                _replace_by_link(Path(source, name), target / name, staging_path(final))
+    done = staging_path(final)
     update.rename(done)
     shutil.rmtree(done, ignore_errors=True)
 
@@ -327,7 +327,7 @@ def _link(source: str, target: str) -> None:
 
 def _can_exchange(final: Path) -> bool:
     """Whether folders beside ``final`` can trade places: NFS and some others cannot."""
-    first, second = staging_folder(final), staging_folder(final)
+    first, second = staging_path(final), staging_path(final)
     first.mkdir()
     second.mkdir()
     try:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.training.files.atomic import Partial, naming_full_disk, replacing_file
+from notebook_accel.training.files.atomic import StagedFolder, naming_full_disk, replacing_file
 from notebook_accel.training.files.state_files import (
     check_regular,
     explain,
@@ -170,13 +170,13 @@ def save_model(
     """
     limit = _as_bytes(max_shard_size)
     final = folder.expanduser().resolve()
-    partial = Partial.of(final)
+    staged = StagedFolder.of(final)
     try:
         with naming_full_disk(final.parent):
-            _save_sharded(state, partial.path, limit=limit, safe=safe)
-        partial.publish(is_ours=lambda name: bool(_MODEL_FILE.fullmatch(name)))
+            _save_sharded(state, staged.path, limit=limit, safe=safe)
+        staged.publish(is_ours=lambda name: bool(_MODEL_FILE.fullmatch(name)))
     finally:
-        partial.discard()
+        staged.discard()
 
 
 def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe: bool) -> None:
