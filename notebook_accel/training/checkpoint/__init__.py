@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.checkpoint.background import Pending, make_writer
+from notebook_accel.training.checkpoint.background import BackgroundSave, make_writer
 from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
     NUMBERED,
@@ -83,7 +83,7 @@ class Checkpoints:
         self._project = project
         self.numbering = Numbering(project)
         self._writer = make_writer()
-        self._pending: Pending | None = None
+        self._background_save: BackgroundSave | None = None
 
     def register(self, objects: Sequence[Any]) -> None:
         """Keep these objects' states in checkpoints too.
@@ -147,12 +147,12 @@ class Checkpoints:
                 taken = self._writer.take(list(pieces))
                 for piece in taken:
                     piece.prepare(save.staged)
-                wait = self._writer.start(lambda: write_prepared(taken, save.staged))
+                wait = self._writer.begin(lambda: write_prepared(taken, save.staged))
         except BaseException as error:
             save.fail(error)
             raise
         if in_background:
-            self._pending = Pending(save, wait, partial(finish, taken))
+            self._background_save = BackgroundSave(save, wait, partial(finish, taken))
             current().before_return[self] = self.wait
         if output_dir is None:
             self.numbering.follow(save.final)
@@ -182,7 +182,7 @@ class Checkpoints:
         Raises:
             NotebookAccelError: it could not be written.
         """
-        pending, self._pending = self._pending, None
+        pending, self._background_save = self._background_save, None
         if pending is not None:
             current().before_return.pop(self, None)
             pending.wait()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.checkpoint.joint_save import JointSave
     from notebook_accel.training.files.pieces import Piece
 
-__all__ = ["HostCopies", "Pending", "Writer", "make_writer"]
+__all__ = ["HostCopies", "BackgroundSave", "Writer", "make_writer"]
 
 # The longest that an interrupt goes unheard while somebody waits for the writer.
 _SLICE_SECONDS = 0.1
@@ -56,13 +56,13 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class Writer:
-    """Writes in the background; this one copies, and the thread of :class:`Pending` writes."""
+    """Writes in the background; this one copies, and the thread of :class:`BackgroundSave` writes."""
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Copies of the pieces, which later steps of the training cannot change."""
         return [piece.with_state(copy.deepcopy(piece.state)) for piece in pieces]
 
-    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """Begin ``work``; gives a function that waits for its end, and gives its result.
 
         A forked process begins at once. Here the work is done as that function is called.
@@ -82,7 +82,7 @@ class ForkingWriter(Writer):
         staging.finish()
         return taken
 
-    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
         # Not a pipe: another process that is forked meanwhile would hold its end open. And no file,
         # whose disk may be full.
         answer = os.fdopen(os.memfd_create("checkpoint-answer"), "w+b")
@@ -174,7 +174,7 @@ def make_writer() -> Writer:
     return ForkingWriter() if sys.platform == "linux" else Writer()
 
 
-class Pending:
+class BackgroundSave:
     """A save that is being written.
 
     Args:
