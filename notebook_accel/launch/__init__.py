@@ -4,16 +4,15 @@ The way of a launch, from ``notebook_launcher(f)`` to ``f`` and back; each line 
 
     notebook/launcher.py       the person's arguments -> one LaunchRequest
     launch/launcher.py         checks it, packs f (payload/), has the engine plan the ranks
-    engines/base.py, local.py  agents for the plan -> RankPool; RankCall.start sends wire.BeginCall
+    engines/local.py           agents for the plan -> RankPool; RankCall.start sends wire.BeginCall
     template/handle.py         asks the template for an agent
     ---- another process ----
     template/process.py        forks the agent
     agent/agent.py             forks the ranks, passes the call on to them
-    worker/main.py             a rank: reads the call
-    worker/call.py             unpacks it and calls  f
+    worker/main.py             a rank: reads the call, unpacks it and calls  f
     ---- back in the kernel, in the thread of the pool ----
     control/pool.py            hears the agents: Returned, Raised, Metrics, RankEnded, ...
-    control/rank_call.py       folds them into a RunState; the verdict at the end; the view draws
+    control/call.py            folds them into a RunState; the verdict at the end; the view draws
     run.py                     the handle: results, or the error of the rank at fault
 
 Four records go this way: ``LaunchRequest`` (what was asked), ``payload.PackedCall`` (what travels),

@@ -30,14 +30,13 @@ import msgspec
 
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch import run_list, wire
-from notebook_accel.launch.control.call import Call
+from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
 from notebook_accel.launch.control.run_folder import RunFolder, runs_folder
 from notebook_accel.launch.control.state import Failure, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.engines.base import sendable
 from notebook_accel.launch.payload import Packed, Registry, unpack_exception
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.run import Run
@@ -45,6 +44,7 @@ from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def start_keeper(
                 check=False,
             )
         try:
-            with sendable(packed) as (packet, fds):
+            with sendable(packed.packed) as (packet, fds):
                 pickled = pickle.dumps((asked, described, import_path()))
                 channel.send(wire.Detach(request=pickled, payload=packet), fds)
             first, _ = channel.receive()
@@ -239,15 +239,15 @@ class AttachedCall(Call):
         config: LaunchConfig,
         view: View,
     ) -> None:
-        super().__init__(
-            _state_of(first),
+        new = NewCall(
+            state=_state_of(first),
             config=config,
             folder=folder,
             metrics=MetricReader(folder.path),
             view=view,
-            results=StoredResults(folder.path),
             handle=partial(run_list.expression_to_attach, folder.id),
         )
+        super().__init__(new, results=StoredResults(folder.path))
         self._channel = channel
         self._lock = threading.RLock()  # of who sends
         self._stacks: dict[float, str] = {}

@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import preflight, run_list
-from notebook_accel.launch.control.call import NewCall
+from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.environment import rank_environment
 from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.metrics_file import MetricStore
-from notebook_accel.launch.control.rank_call import RankCall
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, start_keeper
 from notebook_accel.launch.engines import engine_for
-from notebook_accel.launch.engines.base import sendable
 from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of, raise_error
@@ -35,6 +33,7 @@ from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
+from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
@@ -153,9 +152,9 @@ class Session:
         def begin() -> Run:
             with (
                 _new_run(request, self.world_size, self._folder) as (new, opened),
-                sendable(packed) as (packet, fds),
+                sendable(packed.packed) as (packet, fds),
             ):
-                call = RankCall(self._pool, request, packed, new)
+                call = RankCall(self._pool, packed, new)
                 try:
                     call.start(packet, fds, open_run=new.open, last=False)
                 finally:
@@ -441,14 +440,21 @@ def _new_run(
             detached=request.detach,
         )
         typed = run_list.expression_to_attach if request.detach else run_list.expression_now
+        metrics = MetricStore(folder.path)
+        undo.callback(metrics.close)
         new = NewCall(
             state=first,
+            config=request.config,
             folder=folder,
-            metrics=MetricStore(folder.path),
+            metrics=metrics,
+            view=request.view,
             handle=partial(typed, folder.id),
             open=partial(_open_run, request, opened),
+            timeout=request.timeout,
+            advise=request.advise,
+            keeps_error=request.keeps_error,
+            sources=request.sources,
         )
-        undo.callback(new.metrics.close)
         try:
             yield new, opened
         except BaseException as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.control.call import Call
+from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.control.state import Failure
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.call import CallView
     from notebook_accel.launch.control.run_folder import RunFolder
-    from notebook_accel.launch.control.state import RunState
 
 __all__ = [
     "add",
@@ -173,18 +172,9 @@ def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) 
 class PastCall(Call):
     """A call of another process, as it is on disk."""
 
-    def __init__(
-        self, state: RunState, folder: RunFolder, config: LaunchConfig, view: CallView
-    ) -> None:
-        super().__init__(
-            state,
-            config=config,
-            folder=folder,
-            metrics=MetricReader(folder.path),
-            view=view,
-            handle=partial(expression, state.run),
-        )
-        if state.has_ended:
+    def __init__(self, new: NewCall) -> None:
+        super().__init__(new)
+        if self.state.has_ended:
             self.ended.set()
 
     def check_waiting(self) -> None:
@@ -239,4 +229,12 @@ def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
         config = LaunchConfig.load(folder.config_path)
     except ConfigError:  # of another version of this package
         config = LaunchConfig()
-    return Run(PastCall(state, folder, config, view()))
+    new = NewCall(
+        state=state,
+        config=config,
+        folder=folder,
+        metrics=MetricReader(folder.path),
+        view=view(),
+        handle=partial(expression, state.run),
+    )
+    return Run(PastCall(new))

@@ -10,7 +10,7 @@ In the kernel (``control/``) a message from an agent comes to four places, each 
 
     pool.py _take -> state.py apply_to_processes     what it changes of the rank processes
                   -> pool.py _pass_between_agents    what the other agents must know of it
-                  -> rank_call.py take               results, metrics and stacks of the call
+                  -> call.py take                    results, metrics and stacks of the call
                        -> state.py apply             what it changes of the call, as views draw it
 
 Bytes of a connection are decoded into the types below and nothing else (transport/encoding.py):

@@ -14,8 +14,8 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
+from notebook_accel.launch.control.call import RankCall
 from notebook_accel.launch.control.pool import RankPool
-from notebook_accel.launch.control.rank_call import RankCall
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run

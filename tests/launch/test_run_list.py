@@ -11,7 +11,7 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list, wire
-from notebook_accel.launch.control.call import Call
+from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
@@ -27,8 +27,8 @@ def run_in(root: Path) -> Run:
     folder = RunFolder.make(root)
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
     metrics = MetricReader(folder.path)
-    call = Call(state, config=LaunchConfig(), folder=folder, metrics=metrics, view=View())
-    return Run(call)
+    new = NewCall(state=state, config=LaunchConfig(), folder=folder, metrics=metrics, view=View())
+    return Run(Call(new))
 
 
 def test_runs_that_begin_at_once_in_two_threads_are_both_listed(

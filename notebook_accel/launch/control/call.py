@@ -1,43 +1,87 @@
-"""In the kernel: one call of a function, as the handle of its run knows it.
+"""In the kernel: one call of a function, from its sending to its verdict.
 
     Run (run.py) --asks--> Call
-                             RankCall      on ranks of a pool (rank_call.py)
+                             RankCall      on ranks of a pool (pool.py)
                              InlineCall    in the notebook's own process (engines/inline.py)
                              AttachedCall  conducted by a keeper process (detached.py)
                              PastCall      another kernel's, as it is on disk (run_list.py)
 
-A call is the one record of what goes on; everything else that is told of it comes from here. A
-:class:`NewCall` is what the launcher has made for it before there are ranks.
+A call is the one record of what goes on; everything else that is told of it comes from here. It is
+made of a :class:`NewCall`, which the launcher has before there are ranks.
+
+A :class:`RankCall` folds what the ranks say into the run's state, keeps results until somebody asks
+for them, writes metrics to disk, has the view draw at most five times a second, and decides at the
+end what came of it. The thread of its :class:`RankPool` brings it the messages and gives it its
+turns; the methods of a :class:`Call` are for the threads of whoever holds the run.
+
+It ends in this order, in the pool's thread up to ``ended``::
+
+    the last rank's Returned, Raised or RankEnded -> is_over
+    CallEnded to the agents; all output of the call is here
+    finish: final state (verdict, metrics file closed, state saved) -> view.close -> ended is set
+    the thread that waits: view.print_end, then the run's error is raised (run.py)
+
+Where the launch itself fails, before there is a run, ``view.launch_failed`` is all that is called.
 """
 
 from __future__ import annotations
 
+import contextvars
+import logging
+import os
+import threading
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from notebook_accel.launch.system.interrupts import Latch
+import msgspec
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.curves import LiveCurves
+from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.stacks import stacks_text
+from notebook_accel.launch.control.state import RESCUED, Failure, apply, starting
+from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.control.verdict import closing_advice, judge
+from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.system.open_files import make_room
+from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.curves import LiveCurves
+    from notebook_accel.launch.control.agent_link import LostAgent
     from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
-    from notebook_accel.launch.control.results import Results
+    from notebook_accel.launch.control.pool import RankPool
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.payload import CellSource, PackedCall
     from notebook_accel.launch.system.interrupts import Presses
 
-__all__ = ["Call", "CallView", "NewCall"]
+__all__ = ["Call", "CallView", "NewCall", "RankCall"]
+
+_log = logging.getLogger(__name__)
 
 # Between two looks at the person's interrupts; a view's ``poll`` is called as often.
 _SLICE_SECONDS = 0.05
+# Five times a second looks live; a page that redraws more often makes the notebook slow.
+_DRAW_SECONDS = 0.2
+# Characters of why the ranks are started again.
+_MAX_REASON = 200
+# What the kernel opens at the end of a call, beside the descriptor of each rank's result.
+_FILES_OF_END = 8
 
 
 class CallView(Protocol):
     """What is asked of the view that shows a run: a ``View`` of ``view/__init__.py``."""
 
+    def update(self, state: RunState) -> None: ...
+    def close(self, state: RunState) -> None: ...
     def poll(self) -> None: ...
     def stop_waiting(self) -> None: ...
     def print_end(self) -> None: ...
@@ -47,35 +91,39 @@ class CallView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class NewCall:
-    """A call before there are ranks for it.
+    """What a call begins with.
 
     Attributes:
-        state: before anything of the call exists.
-        folder: of its logs and metrics.
-        metrics: where they are written.
-        handle: gives what a person types for the run.
-        open: lists the run of the call, and shows it: somebody conducts it from now on.
+        state: the newest state; before there are ranks, that nothing of the call exists.
+        config: how it was launched.
+        folder: of its logs.
+        metrics: what was given to ``accelerator.log``.
+        view: shows it.
+        handle: gives what a person types for the run now: a launch that raised gave nobody its
+            handle.
+        open: lists the run of a new call, and shows it: somebody conducts it from now on.
+        timeout, advise, keeps_error, sources: as the ``LaunchRequest`` has them.
     """
 
     state: RunState
+    config: LaunchConfig
     folder: RunFolder
-    metrics: MetricStore
-    handle: Callable[[], str]
-    open: Callable[[Call], None]
+    metrics: MetricReader
+    view: CallView
+    handle: Callable[[], str] = lambda: ""
+    open: Callable[[Call], None] = lambda _: None
+    timeout: float | None = None
+    advise: bool = False
+    keeps_error: bool = False
+    sources: Sequence[CellSource] = ()
 
 
 class Call:
     """One call, and who conducts it.
 
     Attributes:
-        state: the newest state.
-        config: how it was launched.
-        folder: of its logs.
-        metrics: what was given to ``accelerator.log``.
-        view: shows it.
+        state, config, folder, metrics, view, handle: as :class:`NewCall` has them.
         results: what the ranks return; None once the call has ended, when only handles have it.
-        handle: gives what a person types for the run now: a launch that raised gave nobody its
-            handle.
         ended: set once the call has ended and the view has drawn its end.
         timeout: seconds after which the call is ended; None for never.
         timed_out: whether that has ended it.
@@ -86,29 +134,19 @@ class Call:
     """
 
     curves: LiveCurves | None = None
-    timeout: float | None = None
     timed_out = False
     number = 0
     rescued_as = ""
 
-    def __init__(
-        self,
-        state: RunState,
-        *,
-        config: LaunchConfig,
-        folder: RunFolder,
-        metrics: MetricReader,
-        view: CallView,
-        results: Results | None = None,
-        handle: Callable[[], str] = lambda: "",
-    ) -> None:
-        self.state = state
-        self.config = config
-        self.folder = folder
-        self.metrics = metrics
-        self.view = view
+    def __init__(self, new: NewCall, *, results: Results | None = None) -> None:
+        self.state = new.state
+        self.config = new.config
+        self.folder = new.folder
+        self.metrics = new.metrics
+        self.view = new.view
+        self.handle = new.handle
+        self.timeout = new.timeout
         self.results = results
-        self.handle = handle
         self.ended = Latch()
 
     # ---- the end -----------------------------------------------------------------------------
@@ -193,3 +231,394 @@ def _labelled(rank: int, text: str) -> str:
     # Not splitlines(): a form feed ends no line.
     lines = text.removesuffix("\n").split("\n") if text else []
     return "".join(f"[rank {rank}] {line}\n" for line in lines)
+
+
+class RankCall(Call):
+    """A call on the ranks of a pool.
+
+    The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread, and ``finish``
+    once, at the end. ``note_stop`` may come from any thread.
+    """
+
+    metrics: MetricStore
+
+    def __init__(self, pool: RankPool, packed: PackedCall, new: NewCall) -> None:
+        """Make ready; :meth:`start` sends the call.
+
+        Args:
+            pool: the ranks.
+            packed: what is called.
+            new: the call so far.
+        """
+        is_detached = new.state.detached
+        super().__init__(
+            new,
+            results=StoredResults(new.folder.path) if is_detached else Results(packed.registry),
+        )
+        # Reentrant: a finalizer that stops the call may run in a thread that holds it.
+        self._state_lock = threading.RLock()
+        self._pool = pool
+        self._message = wire.BeginCall(
+            payload=wire.Packet(header=b""),
+            grace=new.config.grace,
+            keeps_error=new.keeps_error,
+            by_value=is_detached,
+        )
+        self._fds: tuple[int, ...] = ()
+        # The run keeps what its advice needs, and none of its arguments: what the person drops
+        # while it goes on is freed.
+        self._advised = replace(packed, packed=Packed(b"")) if new.advise else None
+        self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        self._labels = {source.filename: source.label for source in new.sources}
+        self._hangs = HangWatch(self._labels)
+        self.curves = LiveCurves()
+        self._start_again: Callable[[int], RankPool] | None = None
+        self._close: Callable[[], None] | None = None
+        self._num_restarts = 0
+        self._is_stopped = False
+        self._is_time_over = False
+        self._num_stops = 0
+        self._next_draw = 0.0
+        self._drawn: RunState | None = None
+        # ipykernel 7.0 needs the context of the cell for displays from a thread.
+        self._context = contextvars.copy_context()
+
+    # ---- what the handle asks --------------------------------------------------------------
+
+    def stop(self, grace: float | None = None) -> None:
+        self._num_stops += 1
+        if self._num_stops > 1:
+            self.press(1)
+        elif self.note_stop():
+            self._pool.stop(call=self.number, grace=grace)
+
+    def press(self, number: int) -> None:
+        ends = [self._pool.interrupt, self._pool.terminate]
+        if number > len(ends):
+            self.kill()
+        elif self.note_stop():
+            ends[number - 1](call=self.number)
+
+    def kill(self) -> None:
+        if self.note_stop():
+            self._pool.kill(call=self.number)
+
+    def stacks(self, rank: int | None = None) -> str:
+        return stacks_text(self._pool.stacks(rank), self._labels)
+
+    def note_stop(self) -> bool:
+        """Note that somebody wants the end; False where the call has ended already."""
+        with held(), self._state_lock:
+            if self.state.has_ended:
+                return False
+            # Once every rank has ended its part, a stop only hurries the exit of the processes: the
+            # call keeps its result.
+            # Of one that failed and may begin again, there is more to come.
+            has_result = self.is_over and (self._start_again is None or self.ended_well)
+            self._is_stopped = self._is_stopped or not has_result
+            if self.state.status in ("starting", "running"):
+                self.state = replace(self.state, status="stopping")
+            return True
+
+    # ---- its sending
+
+    def restart_by(self, start_again: Callable[[int], RankPool], close: Callable[[], None]) -> None:
+        """Have the ranks started again after a failure, as often as the settings say.
+
+        Args:
+            start_again: starts them, for the attempt of this number; they are not listened to yet.
+            close: called once no other attempt follows.
+        """
+        self._start_again, self._close = start_again, close
+
+    def start(
+        self,
+        packet: wire.Packet,
+        fds: tuple[int, ...],
+        *,
+        open_run: Callable[[Call], None],
+        last: bool,
+    ) -> None:
+        """Send the call; its run begins.
+
+        Args:
+            packet: what is called.
+            fds: the descriptors that belong to it; they stay the caller's.
+            open_run: ``NewCall.open``.
+            last: whether the rank processes end after it. The pool is not listened to yet then.
+
+        Raises:
+            LaunchError: a call is running, or a rank process has ended.
+        """
+        pool = self._pool
+        message = msgspec.structs.replace(self._message, payload=packet, last=last)
+        with pool.paused():
+            pool.check_free()
+            try:
+                if self._start_again is not None:
+                    self._message, self._fds = message, tuple(map(os.dup, fds))
+                pool.send_call(self, message, fds)
+                # After the call has its number: who finds the run in the list may stop or kill it.
+                open_run(self)
+            except BaseException:
+                # A session's other calls are not ours to end: kill only if this call was sent (it
+                # has a number then), or the ranks exist for it alone.
+                if self.number or last:
+                    self.kill()
+                self._let_go()
+                raise
+            finally:
+                # Also where the run could not be opened: without its thread nobody sees the ranks
+                # end.
+                if last:
+                    pool.start()
+
+    def _send_again(self, start_again: Callable[[int], RankPool]) -> None:
+        """Send the call to new ranks.
+
+        Raises:
+            NotebookAccelError, OSError: they could not be started; nothing is left of them.
+        """
+        self._num_restarts += 1
+        pool = start_again(self._num_restarts)
+        try:
+            self._renew(pool)
+            pool.send_call(self, self._message, self._fds)
+        except BaseException:
+            pool.kill()
+            raise
+        finally:
+            pool.start()
+
+    def _let_go(self) -> None:
+        """The call is not sent once more."""
+        if self._close is not None:
+            self._close()
+        fds, self._fds = self._fds, ()
+        for fd in fds:
+            os.close(fd)
+
+    # ---- what the pool calls: `begin` in the launching thread, the rest in its own
+
+    def begin(self, number: int) -> None:
+        """Note the call's number before it is sent; once more, with 0, if it could not be sent."""
+        self.number = number
+        ranks = (
+            replace(rank, pid=process.pid, agent=process.agent)
+            for rank, process in zip(self.state.ranks, self._pool.processes, strict=True)
+        )
+        self.state = replace(self.state, ranks=tuple(ranks))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank's part of the call has ended."""
+        return all(rank.has_ended for rank in self.state.ranks)
+
+    @property
+    def ended_well(self) -> bool:
+        return self.state.ended_well
+
+    def take(self, message: wire.Message, fds: Sequence[int]) -> None:
+        """Keep what a message brings; its descriptors are the call's from now on."""
+        if isinstance(message, wire.Returned) and message.rank is not None:
+            assert self.results is not None, "nothing comes after the end"
+            self.results.keep(message.rank, message.value, list(fds))
+            fds = ()
+        elif isinstance(message, wire.Raised) and message.rescued and message.rank is not None:
+            assert self.results is not None, "nothing comes after the end"
+            self.results.keep_part(message.rank, message.rescued, list(fds))
+            fds = ()
+        for fd in fds:
+            # Only results bring descriptors. Others come from code in the rank that wrote to its
+            # channel.
+            os.close(fd)
+        if isinstance(message, wire.Metrics):
+            self.metrics.add(message.metrics)
+            for metric in message.metrics:
+                if self.curves is not None and metric.rank is not None:
+                    self.curves.add(metric.rank, metric.step, metric.values)
+        elif isinstance(message, wire.Stacks):
+            self._hangs.take(message)
+        self._change(partial(apply, message))
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """The agent of these ranks is gone, and they are with it."""
+
+        def without(state: RunState) -> RunState:
+            lost = (
+                replace(rank, status="failed", ended=time.time(), ended_by_agent=True)
+                if rank.rank in ranks and not rank.has_ended
+                else rank
+                for rank in state.ranks
+            )
+            return replace(state, ranks=tuple(lost))
+
+        self._change(without)
+
+    def _change(self, change: Callable[[RunState], RunState]) -> None:
+        """Change the state while the call runs."""
+        with self._state_lock:
+            before = self.state
+            state = change(before)
+            if self.state is not before and state.status in ("starting", "running"):
+                # A finalizer has stopped the call meanwhile, in this very thread (`note_stop`).
+                state = replace(state, status="stopping")
+            self.state = state
+
+    def tick(self) -> None:
+        """Look at the clock, and draw if that is due."""
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._time_out()
+        if now < self._next_draw:
+            return
+        self._next_draw = now + _DRAW_SECONDS
+        self._heed_others()
+        # A result is lost if no descriptor is free when it comes.
+        make_room(self.state.world_size + _FILES_OF_END)
+        self.metrics.flush()
+        if self.metrics.lost_notice:
+            self._change(partial(apply, wire.Notice(text=self.metrics.lost_notice)))
+        self._change(partial(self._hangs.look, now=now))
+        if self._hangs.asks(self.state, now=now):
+            self._pool.send(wire.DumpStacks(run=self._pool.run))
+        if self.state is not self._drawn:
+            self._view_state()
+
+    def _heed_others(self) -> None:
+        """End the call where another process has asked for it (``notebook-accel stop``)."""
+        how, _, seconds = self.folder.take_stop().partition(" ")
+        if how == "kill":
+            self.kill()
+        elif how:
+            self.stop(float(seconds) if seconds else None)
+
+    def _time_out(self) -> None:
+        """End the call, politely the first time, and harder each grace period after that."""
+        if not self._is_time_over:
+            self._is_time_over = True
+            # It is not what ends a call that was stopped before, or whose ranks have all ended.
+            self.timed_out = not (self._is_stopped or self.is_over)
+            self.stop()
+        else:
+            self.press(self._num_stops)
+            self._num_stops += 1
+        self._deadline = time.monotonic() + self._pool.grace
+
+    def finish(self, lost: Sequence[LostAgent]) -> None:
+        """The call has ended: decide what came of it and let everybody know.
+
+        Args:
+            lost: the agents that ended before their ranks had.
+        """
+        if self._start_again is not None:
+            if self._begins_again(self._start_again, lost):
+                return
+            self._let_go()
+        try:
+            with self._state_lock:
+                self._set_final_state(lost)
+        except Exception as error:  # in the pool's only thread: who waits would wait for ever
+            self._fail_by(error)
+        finally:
+            self._context.run(self.view.close, self.state)
+            self.curves = None
+            self.ended.set()
+
+    def _begins_again(
+        self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
+    ) -> bool:
+        """Start the ranks again after a failure; False where the run has ended with it."""
+        with self._state_lock:
+            state = self.state
+            folder = str(self.folder.path)
+            verdict = judge(state, is_stopped=self._is_stopped, lost=lost, log_dir=folder)
+        most, number = self.config.max_restarts, self._num_restarts + 1
+        if verdict.failure is None or self._is_stopped or number > most:
+            return False
+        first_line = one_line(verdict.failure.message.partition("\n")[0], _MAX_REASON)
+        text = f"{first_line}; the ranks are started again, {number} of {most} times"
+        self._change(partial(apply, wire.Notice(text=text)))
+        self._view_state()
+        before = self._pool
+        before.await_agents()
+        try:
+            self._send_again(start_again)
+        except Exception as error:  # in the pool's only thread; and the failure is told in any case
+            text = f"the ranks could not be started again: {error}"
+            with self._state_lock:
+                self._pool, self.state = before, apply(wire.Notice(text=text), state)
+            return False
+        if self._is_stopped:  # while they came
+            self._pool.kill()
+        return True
+
+    def _view_state(self) -> None:
+        self._drawn = self.state
+        self._context.run(self.view.update, self.state)
+
+    def _renew(self, pool: RankPool) -> None:
+        """Other ranks take the place of those that have ended; the call is sent to them next."""
+        with self._state_lock:
+            self._pool = pool
+            assert self.results is not None, "the run has not ended"
+            self.results.clear()
+            self._hangs = HangWatch(self._labels)
+            fresh = starting(run="", name="", world_size=len(pool.processes), started=0.0)
+            status = "stopping" if self._is_stopped else "starting"
+            self.state = replace(self.state, ranks=fresh.ranks, hang=None, status=status)
+
+    def _fail_by(self, error: Exception) -> None:
+        """Our own code failed while it looked for what came of the call: that is told instead."""
+        _log.warning("the end of run %s could not be judged", self.state.run, exc_info=error)
+        failure = Failure(
+            message=(
+                f"the ranks have ended, but notebook_accel failed to say how: "
+                f"{type(error).__name__}: {error}. What they returned is in the results of the "
+                "run's handle (run.results), and what they printed in its logs"
+            ),
+            traceback="".join(traceback.format_exception(error)),
+        )
+        with self._state_lock:
+            self.results = self._advised = None
+            self.state = replace(
+                self.state, status="failed", ended=self.state.now(), failure=failure
+            )
+
+    def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
+        """The final state; nobody may change it any more."""
+        self.metrics.flush()
+        self.metrics.close()
+        verdict = judge(
+            self.state,
+            is_stopped=self._is_stopped,
+            lost=lost,
+            log_dir=str(self.folder.path),
+        )
+        state = replace(
+            self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
+        )
+        lines = [self.metrics.lost_notice] if self.metrics.lost_notice else []
+        results, advised = self.results, self._advised
+        # Results may be large, and what advice needs holds objects of the notebook: from here on
+        # only the run's handle keeps results.
+        self.results = self._advised = None
+        lines += results.lost if results is not None else ()
+        lines += closing_advice(self.state, advised) if advised is not None else ()
+        for line in lines:
+            state = apply(wire.Notice(text=line), state)
+        has_rescued = results is not None and results.has_rescued
+        state = replace(state, has_rescued=has_rescued)
+        lost_notice = self.folder.save(state)
+        if results is not None and has_rescued:
+            unsaved = self.folder.save_rescued(results)
+            # Said only after the state was saved, which other kernels read: it is for this one.
+            by_id = f"notebook_accel.find_run({self.folder.id!r}).rescued"
+            later, loss = "after another launch or a restart", ""
+            if unsaved:
+                later, loss = "after another launch", f". A restart loses {unsaved}: save it before"
+            self.rescued_as = f"{self.handle()}.rescued ({later}: {by_id}){loss}"
+            state = apply(wire.Notice(text=RESCUED + self.rescued_as), state)
+        if lost_notice:
+            state = apply(wire.Notice(text=lost_notice), state)
+        self.state = state

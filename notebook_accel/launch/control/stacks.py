@@ -1,7 +1,7 @@
 """Stacks as a person reads them: cells by their names, and no frame of the launcher's own.
 
 A rank writes its stacks by ``faulthandler``, which works while native code holds the GIL but knows
-only file names, and shows the frames of ``worker/call.py`` that called the function of the user.
+only file names, and shows the frames of ``worker/main.py`` that called the function of the user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Frame", "frames_of_function", "readable", "stacks_text"]
 # What faulthandler writes of the frame that calls the function, the newest frame first. In a
 # session a second one stands above it.
 _CALLER = re.compile(
-    r'^  File ".*[/\\](launch[/\\]worker[/\\]call|notebook[/\\]worker[/\\]calls)\.py", '
+    r'^  File ".*[/\\](launch[/\\]worker[/\\]main|notebook[/\\]worker[/\\]calls)\.py", '
     r"line \d+ in (_run|__call__)$"
 )
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')

@@ -1,7 +1,8 @@
 """How the processes of a run come about: one file an engine, and the one table of them.
 
-A new engine is a new file here, with a class derived from :class:`AgentEngine` (or :class:`Engine`)
-of ``base.py``, and a line in :data:`ENGINES`, by which the settings (``config/``) know it.
+A new engine is a new file here, with a class derived from :class:`AgentEngine` of ``local.py`` (or
+:class:`Engine` of ``base.py``), and a line in :data:`ENGINES`, by which the settings (``config/``)
+know it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What an engine must do: say which ranks a launch gets, and bring them about.
 
     plan_ranks: LaunchRequest ---> RankPlan: the ranks of each agent
-    start_agents: RankPlan ------> AgentLinks, each of which waits for wire.Launch
-    start_ranks: AgentLinks -----> RankPool, to which calls are sent (control/pool.py)
-    launch: LaunchRequest -------> a RankCall that goes on: start ranks, call, end them
+    start_ranks: RankPlan -------> RankPool, to which calls are sent (control/pool.py)
+    launch: LaunchRequest -------> a Call that goes on: start ranks, call, end them
 
-An engine with agents writes the first two; nothing else about ranks differs between engines.
+An engine whose ranks have agents writes ``plan_ranks`` and ``start_agents`` (``AgentEngine`` in
+local.py); nothing else about ranks differs between engines.
 
 One launch passes through three records, from the person's side to the agents':
 
@@ -19,43 +19,25 @@ a PackedCall the message ``wire.BeginCall``.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-import pickle
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
-
-import msgspec
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.environment import num_threads_of, rank_environment
-from notebook_accel.launch.control.pool import RankPool
-from notebook_accel.launch.control.rank_call import RankCall
-from notebook_accel.launch.payload.notebook_state import capture
-from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.processes import import_path
-from notebook_accel.launch.transport.segment import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.control.call import NewCall
+    from notebook_accel.launch.control.pool import RankPool
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = [
-    "AgentEngine",
-    "Engine",
-    "RankPlan",
-    "abandon",
-    "sendable",
-]
+__all__ = ["Engine", "RankPlan"]
 
 
 # Arguments of Accelerate's notebook_launcher that only a launch over several machines reads. Here
@@ -198,105 +180,3 @@ class Engine(ABC):
             f"a session needs ranks that stay between calls, and {self.description} has none: "
             "choose another engine"
         )
-
-
-class AgentEngine(Engine):
-    """An engine whose ranks are held by one or more agents."""
-
-    keeps_ranks = True
-    start_method: ClassVar[str] = "fork"
-    """How its agents bring rank processes about, by the table of agent/agent.py."""
-
-    @abstractmethod
-    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """One agent for each of the plan, in its order, each of which waits for ``wire.Launch``.
-
-        Raises:
-            LaunchError: one could not be started; nothing is left of the others.
-        """
-
-    def start_ranks(
-        self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
-    ) -> RankPool:
-        message = _launch_message(request, plan, run=run, start_method=self.start_method)
-        with held():
-            links = self.start_agents(request, plan, run=run)
-            try:
-                pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
-                for link in links:
-                    folder = str(log_dir) if link.sees_files else None
-                    own = {"ranks": link.ranks, "log_dir": folder, **link.launch_fields}
-                    pool.send_launch(link, msgspec.structs.replace(message, **own))
-            except BaseException:
-                abandon(links)
-                raise
-            return pool
-
-    def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Which ranks there are after a failure, and behind which agents.
-
-        Raises:
-            ConfigError, LaunchError: there can be none.
-        """
-        return self.plan_ranks(request)
-
-    def close(self) -> None:
-        """No more ranks are to be started."""
-
-    def launch(
-        self, request: LaunchRequest, new: NewCall, plan: RankPlan, packed: PackedCall | None
-    ) -> None:
-        assert packed is not None, "needs_payload"
-        folder, of_ranks = new.folder, request.without_function()
-
-        def start_again(attempt: int) -> RankPool:
-            plan = self.plan_again(of_ranks)
-            variables = {**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-            plan = replace(plan, environment=variables)
-            return self.start_ranks(of_ranks, plan, run=folder.id, log_dir=folder.path)
-
-        # Before any rank is started: where there is no memory for it, nothing is to be undone.
-        with sendable(packed) as (packet, fds), held():
-            pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
-            call = RankCall(pool, request, packed, new)
-            if request.config.max_restarts:
-                call.restart_by(start_again, self.close)
-            call.start(packet, fds, open_run=new.open, last=True)
-
-
-def abandon(links: Iterable[AgentLink]) -> None:
-    """End agents for which there is no run."""
-    for link in links:
-        link.channel.close()
-        link.end()
-
-
-def _launch_message(
-    request: LaunchRequest, plan: RankPlan, *, run: str, start_method: str
-) -> wire.Launch:
-    """What starts the rank processes of a run, without each agent's own ranks and folder."""
-    num_threads = num_threads_of(request.environment, plan.world_size)
-    of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
-    return wire.Launch(
-        run=run,
-        world_size=plan.world_size,
-        ranks=(),
-        environment=rank_environment(request.config, of_engine=of_engine),
-        directory=os.getcwd(),
-        path=tuple(import_path()),
-        log_dir=None,
-        num_threads=num_threads,
-        start_method=start_method,
-        notebook=request.notebook or pickle.dumps(capture(request.config.seed)),
-    )
-
-
-@contextlib.contextmanager
-def sendable(packed: PackedCall) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
-    """A packed call as ``wire.BeginCall`` has it, with its descriptors, open inside the block."""
-    packet, fds = pack(packed.packed)
-    try:
-        yield packet, fds
-    finally:
-        for fd in fds:
-            os.close(fd)

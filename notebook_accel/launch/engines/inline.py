@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from notebook_accel.launch.control.call import NewCall
+    from notebook_accel.launch.control.metrics_file import MetricStore
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
 
@@ -48,7 +49,7 @@ class InlineEngine(Engine):
     def launch(
         self, request: LaunchRequest, new: NewCall, plan: RankPlan, packed: PackedCall | None
     ) -> None:
-        call = InlineCall(request, new)
+        call = InlineCall(new)
         new.open(call)
         variables = {**request.environment, **_ALONE}
         try:
@@ -59,8 +60,8 @@ class InlineEngine(Engine):
             call.note_interrupt()
             raise
         finally:
-            new.metrics.close()
-            lost_notice = new.folder.save(call.state)
+            call.metrics.close()
+            lost_notice = call.folder.save(call.state)
             if lost_notice:
                 call.state = apply(wire.Notice(text=lost_notice), call.state)
             call.drop_results()
@@ -71,16 +72,11 @@ class InlineEngine(Engine):
 class InlineCall(Call):
     """A call that is over when its launch returns."""
 
-    def __init__(self, request: LaunchRequest, new: NewCall) -> None:
+    metrics: MetricStore
+
+    def __init__(self, new: NewCall) -> None:
         self._kept = Results(Registry())
-        super().__init__(
-            new.state,
-            config=request.config,
-            folder=new.folder,
-            metrics=new.metrics,
-            view=request.view,
-            results=self._kept,
-        )
+        super().__init__(new, results=self._kept)
 
     def stacks(self, rank: int | None = None) -> str:
         if self.state.has_ended:

@@ -1,30 +1,54 @@
-"""Ranks as processes of this machine: template -> agent -> ranks."""
+"""Ranks that agents hold, and those of this machine: template -> agent -> ranks.
+
+launch: start_agents -> AgentLinks, each of which waits for wire.Launch
+        start_ranks --> RankPool; RankCall.start sends wire.BeginCall
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
 import socket
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from notebook_accel import tpu
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough_devices
 from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
-from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
-from notebook_accel.launch.engines.base import AgentEngine, RankPlan
+from notebook_accel.launch.control.call import RankCall
+from notebook_accel.launch.control.environment import (
+    ON_CPU,
+    WITHOUT_DEVICES,
+    num_threads_of,
+    rank_environment,
+)
+from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.engines.base import Engine, RankPlan
+from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.system.interrupts import held
+from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
+from notebook_accel.launch.transport.segment import sendable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
-    from notebook_accel.launch import wire
+    from notebook_accel.launch.control.call import NewCall
+    from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
     from notebook_accel.launch.transport.channel import Channel
 
-__all__ = ["LocalEngine", "fork_agent", "tcp_pair"]
+__all__ = ["AgentEngine", "LocalEngine", "abandon", "fork_agent", "tcp_pair"]
 
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it
 # may get its turn a second later.
@@ -41,6 +65,97 @@ _ASK_FOR_MORE = (
 _VARIABLES: dict[str, Callable[[Mapping[str, str], int], dict[str, str]]] = {
     "tpu": tpu.launch_variables
 }
+
+
+class AgentEngine(Engine):
+    """An engine whose ranks are held by one or more agents."""
+
+    keeps_ranks = True
+    start_method: ClassVar[str] = "fork"
+    """How its agents bring rank processes about, by the table of agent/agent.py."""
+
+    @abstractmethod
+    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        """One agent for each of the plan, in its order, each of which waits for ``wire.Launch``.
+
+        Raises:
+            LaunchError: one could not be started; nothing is left of the others.
+        """
+
+    def start_ranks(
+        self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
+    ) -> RankPool:
+        message = _launch_message(request, plan, run=run, start_method=self.start_method)
+        with held():
+            links = self.start_agents(request, plan, run=run)
+            try:
+                pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
+                for link in links:
+                    folder = str(log_dir) if link.sees_files else None
+                    own = {"ranks": link.ranks, "log_dir": folder, **link.launch_fields}
+                    pool.send_launch(link, msgspec.structs.replace(message, **own))
+            except BaseException:
+                abandon(links)
+                raise
+            return pool
+
+    def plan_again(self, request: LaunchRequest) -> RankPlan:
+        """Which ranks there are after a failure, and behind which agents.
+
+        Raises:
+            ConfigError, LaunchError: there can be none.
+        """
+        return self.plan_ranks(request)
+
+    def close(self) -> None:
+        """No more ranks are to be started."""
+
+    def launch(
+        self, request: LaunchRequest, new: NewCall, plan: RankPlan, packed: PackedCall | None
+    ) -> None:
+        assert packed is not None, "needs_payload"
+        folder, of_ranks = new.folder, request.without_function()
+
+        def start_again(attempt: int) -> RankPool:
+            plan = self.plan_again(of_ranks)
+            variables = {**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            plan = replace(plan, environment=variables)
+            return self.start_ranks(of_ranks, plan, run=folder.id, log_dir=folder.path)
+
+        # Before any rank is started: where there is no memory for it, nothing is to be undone.
+        with sendable(packed.packed) as (packet, fds), held():
+            pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
+            call = RankCall(pool, packed, new)
+            if request.config.max_restarts:
+                call.restart_by(start_again, self.close)
+            call.start(packet, fds, open_run=new.open, last=True)
+
+
+def abandon(links: Iterable[AgentLink]) -> None:
+    """End agents for which there is no run."""
+    for link in links:
+        link.channel.close()
+        link.end()
+
+
+def _launch_message(
+    request: LaunchRequest, plan: RankPlan, *, run: str, start_method: str
+) -> wire.Launch:
+    """What starts the rank processes of a run, without each agent's own ranks and folder."""
+    num_threads = num_threads_of(request.environment, plan.world_size)
+    of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
+    return wire.Launch(
+        run=run,
+        world_size=plan.world_size,
+        ranks=(),
+        environment=rank_environment(request.config, of_engine=of_engine),
+        directory=os.getcwd(),
+        path=tuple(import_path()),
+        log_dir=None,
+        num_threads=num_threads,
+        start_method=start_method,
+        notebook=request.notebook or pickle.dumps(capture(request.config.seed)),
+    )
 
 
 class LocalEngine(AgentEngine):

@@ -35,7 +35,7 @@ from notebook_accel.launch.control.environment import (
     num_threads_of,
     rank_environment,
 )
-from notebook_accel.launch.engines.base import AgentEngine, abandon
+from notebook_accel.launch.engines.local import AgentEngine, abandon
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.machine_link import (

@@ -13,6 +13,7 @@ The segment is a memfd: no name, no file, no limit of /dev/shm, gone with its la
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -24,9 +25,19 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["MAX_INLINE_BYTES", "attach", "create", "finish", "layout", "pack", "seal", "unpack"]
+__all__ = [
+    "MAX_INLINE_BYTES",
+    "attach",
+    "create",
+    "finish",
+    "layout",
+    "pack",
+    "seal",
+    "sendable",
+    "unpack",
+]
 
 
 # Up to this size a value is copied into the message that it belongs to. A larger one lies in a
@@ -55,6 +66,17 @@ def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
     if sum(sizes) <= MAX_INLINE_BYTES:
         return wire.Packet(header=header, sizes=sizes, inline=tuple(map(bytes, buffers))), ()
     return wire.Packet(header=header, sizes=sizes), (seal(buffers),)
+
+
+@contextlib.contextmanager
+def sendable(packed: Packed) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
+    """What :func:`pack` gives, whose descriptors are open inside of the block."""
+    packet, fds = pack(packed)
+    try:
+        yield packet, fds
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:

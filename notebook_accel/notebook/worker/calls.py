@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.launch import rank
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.worker import call
 from notebook_accel.launch.worker.tracebacks import error_text, users_frames
 
 if TYPE_CHECKING:
@@ -293,9 +292,11 @@ class PostMortem:
 
     def _ready(self) -> _Debugger:
         if self._debugger is None:
+            from notebook_accel.launch.worker import main  # in a rank alone
+
             self._debugger = _Debugger(stdout=self._output, nosigint=True, readrc=False)
             self._debugger.reset()
-            entry = users_frames(self._error, caller=call.__file__)
+            entry = users_frames(self._error, caller=main.__file__)
             self._debugger.setup(None, _without_ours(entry))
         return self._debugger
 

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import payload, run_list, wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
-from notebook_accel.launch.control.call import NewCall
+from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import RankPool
-from notebook_accel.launch.control.rank_call import RankCall
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
-from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.segment import pack
 from notebook_accel.launch.view import View
@@ -142,17 +140,18 @@ class PlayedRun:
         return call
 
     def new_call(self, **asked: Any) -> RankCall:
-        """A call that was not sent; ``asked`` are fields of its request."""
+        """A call that was not sent; ``asked`` are fields of its record."""
         world_size = len(self.pool.processes)
         new = NewCall(
             state=starting(run=RUN, name="train", world_size=world_size, started=time.time()),
+            config=LaunchConfig(),
             folder=self.folder,
             metrics=MetricStore(self.folder.path),
+            view=self.view,
             handle=partial(run_list.expression_now, self.folder.id),
-            open=lambda _: None,
+            **asked,
         )
-        request = LaunchRequest(config=LaunchConfig(), view=self.view, **asked)
-        return RankCall(self.pool, request, payload.pack_call(len, ([],)), new)
+        return RankCall(self.pool, payload.pack_call(len, ([],)), new)
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ TRAINER = (
     (f"{SITE}/transformers/trainer.py", 3000, "train"),
     (CELL, 30, "train"),
 )
-# In a session, above launch/worker/call.py: a group that is made before the cell, and a library.
+# In a session, above launch/worker/main.py: a group that is made before the cell, and a library.
 SESSION = ("/src/notebook_accel/notebook/worker/calls.py", 137, "__call__")
 NEW_GROUP = (
     (f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"),
@@ -75,7 +75,7 @@ SLEEP = ((CELL, 5, "train"),)
 
 def dump(frames: tuple[tuple[str, int, str], ...]) -> str:
     lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
-    caller = '  File "/src/notebook_accel/launch/worker/call.py", line 90 in _run'
+    caller = '  File "/src/notebook_accel/launch/worker/main.py", line 90 in _run'
     return (
         "\n".join([f"{OTHER_THREAD}Thread 0x02 (most recent call first):", *lines, caller]) + "\n"
     )

@@ -12,7 +12,8 @@ import pytest
 
 from notebook_accel import LaunchError
 from notebook_accel.launch import wire
-from notebook_accel.launch.control import pool, rank_call
+from notebook_accel.launch.control import call as calls
+from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.channel import encode
@@ -188,7 +189,7 @@ def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(
     def fails(*_: object) -> list[str]:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(rank_call, "closing_advice", fails)
+    monkeypatch.setattr(calls, "closing_advice", fails)
     (agent,) = one.agents
     call = one.begin_call(advise=True)
     agent.return_all()

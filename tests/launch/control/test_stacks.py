@@ -18,7 +18,7 @@ Thread 0x01 (most recent call first):
 
 Current thread 0x02 (most recent call first):
   File "/tmp/ipykernel_1/123.py", line 4 in slow
-  File "/site-packages/notebook_accel/launch/worker/call.py", line 171 in _run
+  File "/site-packages/notebook_accel/launch/worker/main.py", line 171 in _run
   File "/site-packages/notebook_accel/launch/worker/main.py", line 90 in main
   File "/usr/lib/python3.11/multiprocessing/process.py", line 108 in run
 """
@@ -33,7 +33,7 @@ def test_the_users_line_comes_first_and_our_frames_are_gone() -> None:
         "  Cell In[16], line 4 in slow",
     ]
     assert "  Cell In[16], line 9 in of_the_user" in lines
-    assert "worker/call.py" not in told
+    assert "in _run" not in told
 
 
 def test_a_rank_that_is_in_no_call_or_gives_no_answer_says_so() -> None:

@@ -9,14 +9,12 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import wire
-from notebook_accel.launch.engines import base
-from notebook_accel.launch.engines.base import (
-    AgentEngine,
-    RankPlan,
-    sendable,
-)
+from notebook_accel.launch.engines import local
+from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.engines.local import AgentEngine
 from notebook_accel.launch.payload import pack_call
 from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
@@ -48,7 +46,7 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
             call.kill()
 
         call = run.new_call()
-        with sendable(pack_call(len, ())) as (packet, fds):
+        with sendable(pack_call(len, ()).packed) as (packet, fds):
             call.start(packet, fds, open_run=stop_and_kill, last=False)
         said = [agent.next() for _ in range(3)]
         assert [(type(message), message.call) for message in said] == [
@@ -78,7 +76,7 @@ def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(base, "RankPool", fails)
+    monkeypatch.setattr(local, "RankPool", fails)
     request = LaunchRequest(name="train", config=LaunchConfig())
     engine = OfTwo()
     with pytest.raises(ZeroDivisionError):

@@ -1,20 +1,35 @@
-"""What a rank's process does between calls."""
+"""What a rank's process does between calls, how a call ends, what the words of an error say."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import sys
+import time
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel.errors import RunStopped
+from notebook_accel.launch import payload, wire
+from notebook_accel.launch.rank import LaunchedContext
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.scoreboard import Scoreboard
-from notebook_accel.launch.worker import groups
+from notebook_accel.launch.transport.scoreboard import RankRow, Scoreboard
+from notebook_accel.launch.transport.segment import MAX_INLINE_BYTES, pack
+from notebook_accel.launch.worker import groups, main
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL, Interrupts
-from notebook_accel.launch.worker.main import Inherited, Worker
+from notebook_accel.launch.worker.main import (
+    Inherited,
+    Outcome,
+    Worker,
+    _is_full_shm,
+    _says_lost_peer,
+    _shm_hint,
+    run_call,
+)
+from notebook_accel.launch.worker.tracebacks import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,3 +104,205 @@ def test_a_stuck_rank_is_disconnected_though_it_has_interrupted_itself_before(
         signal.raise_signal(signal.SIGINT)  # now it has seen the agent's
     worker.disconnect_if_stuck()
     assert disconnected == [3]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]",
+        "Connection reset by peer",
+        "Broken pipe",
+        "The client socket has failed: the TCPStore on rank 0\nwas closed",
+        "store->get('key') timed out after 300000ms",
+        "Read error [127.0.0.1]:33: gloo pair",
+        "Timed out waiting 1800000ms for recv operation to complete",
+        "failed to recv, got 0 bytes",
+        "NCCL communicator was aborted on rank 1",
+        "Last error: socketProgress: Connection closed by remote peer localhost<40123>",
+    ],
+)
+def test_what_torch_says_of_a_peer_that_is_gone(text: str) -> None:
+    assert _says_lost_peer(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "closed the store", "shapes do not match", "the store is open", "gloo read error"],
+)
+def test_what_says_something_else(text: str) -> None:
+    assert not _says_lost_peer(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_full"),
+    [
+        (
+            RuntimeError("unable to write to file </torch_7_1_0>: No space left on device (28)"),
+            True,
+        ),
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_7>"), True),
+        (RuntimeError("DataLoader worker (pid 7) ... are out of shared memory."), True),
+        (OSError(28, "No space left on device"), True),
+        (OSError(2, "No such file"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("unable to write to file </torch_7_1_0>"), False),
+    ],
+)
+def test_a_full_shared_memory_is_known(error: Exception, is_full: bool) -> None:
+    assert _is_full_shm(error, "in _make_name SemLock") is is_full
+
+
+def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
+    of_nccl = (
+        "NCCL error in: NCCLUtils.cpp:77, unhandled system error. Last error: Error while creating "
+        "shared memory segment /dev/shm/nccl-b7Rfgk (size 9637888)"
+    )
+    assert "NCCL_SHM_DISABLE" in _shm_hint(RuntimeError(of_nccl), "")
+    assert "num_workers=0" in _shm_hint(RuntimeError("out of shared memory"), "")
+    assert not _shm_hint(RuntimeError("CUDA out of memory"), "")
+
+
+def test_a_full_disk_is_no_full_shared_memory() -> None:
+    assert not _is_full_shm(OSError(28, "No space left on device"), "in save")
+
+
+@pytest.mark.parametrize("word", ["store ", "read error ", "timed out waiting ", "connection "])
+def test_a_long_text_takes_no_long_time(word: str) -> None:
+    text = word * 200_000
+    begin = time.perf_counter()
+    assert not _says_lost_peer(text)
+    # A search that begins anew at each word would take minutes.
+    assert time.perf_counter() - begin < 20
+
+
+def test_a_long_text_keeps_its_begin_and_its_end() -> None:
+    assert shorten("short") == "short"
+    short = shorten("begin" + "x" * 1_000_000 + "end")
+    assert short.startswith("beginx")
+    assert short.endswith("xend")
+    assert "950,008 characters left out" in short
+
+
+def new_context() -> LaunchedContext:
+    return LaunchedContext(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        run="r",
+        send=lambda _: None,
+        board=Scoreboard(1),
+    )
+
+
+def outcome_of(
+    packet: wire.Packet,
+    fds: tuple[int, ...],
+    context: LaunchedContext,
+    *,
+    is_interrupted: bool = False,
+) -> Outcome:
+    before = signal.getsignal(signal.SIGINT)
+    row = RankRow()
+    row.interrupted_call = int(is_interrupted)
+    try:
+        return run_call(
+            wire.BeginCall(run="r", call=1, payload=packet, grace=1.0),
+            [*fds],
+            context=context,
+            interrupts=Interrupts(row),
+            sent_before=None,
+            setup_error=None,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def leave(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+class FailingStream:
+    """What the user's code has put in the place of standard error."""
+
+    def write(self, _text: str) -> None:
+        raise RuntimeError("not now")
+
+    flush = write
+
+
+@pytest.mark.parametrize("stream", [FailingStream(), None], ids=["failing", "none"])
+def test_a_stream_of_the_users_own_hides_no_error(
+    stream: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    packet, fds = pack(payload.pack_call(leave, (KeyError("lost"),)).packed)
+    outcome = outcome_of(packet, fds, new_context())
+    assert isinstance(outcome.message, wire.Raised)
+    assert outcome.message.type_name == "KeyError"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_finished"),
+    [(None, True), (RunStopped(), True), (SystemExit(0), True), (SystemExit(3), False)],
+)
+def test_what_was_put_off_is_done_however_the_function_is_left(
+    error: BaseException | None, is_finished: bool
+) -> None:
+    context, done = new_context(), []
+    context.before_return["it"] = lambda: done.append("it")
+    packet, fds = pack(payload.pack_call(leave, (error,)).packed)
+    outcome_of(packet, fds, context)
+    assert done == ["it"] * is_finished
+
+
+class Wordless:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def leave_by(code: object) -> None:
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("code", "exitcode"),
+    [(True, 1), (256, 1), (-1, 255), (0.0, 1), (np.int64(0), 1), (np.zeros(2), 1), (Wordless(), 1)],
+)
+def test_whatever_the_function_exits_with_is_told(code: object, exitcode: int) -> None:
+    packet, fds = pack(payload.pack_call(leave_by, (code,)).packed)
+    outcome = outcome_of(packet, fds, new_context())
+    assert isinstance(outcome.message, wire.Raised)
+    assert (outcome.message.kind, outcome.message.exitcode) == ("exit", exitcode)
+    assert outcome.exitcode == exitcode
+
+
+def test_an_interrupt_after_the_result_was_packed_drops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else closes the segment of a result: it would stay for as long as the rank."""
+
+    def pack_and_interrupt(packed: payload.Packed) -> tuple[wire.Packet, tuple[int, ...]]:
+        packet, fds = pack(packed)
+        signal.raise_signal(signal.SIGINT)
+        return packet, fds
+
+    packet, fds = pack(payload.pack_call(bytes, (MAX_INLINE_BYTES + 1,)).packed)
+    monkeypatch.setattr(main, "pack", pack_and_interrupt)
+    outcome = outcome_of(packet, fds, new_context())
+    assert isinstance(outcome.message, wire.Returned)
+    [fd] = outcome.fds
+    os.close(fd)
+
+
+def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it() -> None:
+    """A session would have its arguments in memory to its end."""
+    large = bytearray(MAX_INLINE_BYTES + 1)
+    packet, fds = pack(payload.pack_call(len, (large,)).packed)
+    outcome = outcome_of(packet, fds, new_context(), is_interrupted=True)
+    assert isinstance(outcome.message, wire.Raised)
+    assert outcome.message.kind == "interrupted"
+    [fd] = fds
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -11,7 +11,8 @@ import pytest
 
 from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch import payload, run_list, wire
-from notebook_accel.launch.control import pool, rank_call
+from notebook_accel.launch.control import call as calls
+from notebook_accel.launch.control import pool
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.segment import pack
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
@@ -92,7 +93,7 @@ def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(
     call, channel = run.begin_call(), agent.link.channel
     assert isinstance(agent.next(), wire.BeginCall)
     owner, name = {
-        "the state": (rank_call, "apply"),
+        "the state": (calls, "apply"),
         "what comes": (channel, "drain"),
         "what goes": (channel, "flush"),
     }[where]
