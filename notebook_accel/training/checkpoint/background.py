@@ -56,7 +56,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class Writer:
-    """Writes in the background; this one copies, and the thread of :class:`BackgroundSave` writes."""
+    """Writes in the background; this one copies, :class:`BackgroundSave` writes in its thread."""
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Copies of the pieces, which later steps of the training cannot change."""
