@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,11 +14,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import torch
 
-from notebook_accel import LaunchConfig, LaunchError, WorkerError
+from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError
 from notebook_accel.launch import engines
+from notebook_accel.launch.control import pool
 from notebook_accel.launch.engines.elastic import join
 from notebook_accel.launch.view import View
 from tests.engines import joined
@@ -48,6 +51,82 @@ class TestElastic(EngineContract):
     test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one = None
     test_what_is_left_to_do_after_the_return_is_bounded = None
     test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own = None
+
+    def test_output_of_all_agents_is_whole(self) -> None:
+        num_bytes = 12_000_000  # more than may be under way at once
+
+        def train() -> None:
+            for _ in range(num_bytes // 100):
+                print("x" * 99)
+            print("last of", os.environ["RANK"])
+
+        run = self.launch(train, n=4)
+        for rank in range(4):
+            path = run.log_dir / f"rank-{rank}.log"
+            assert path.stat().st_size == num_bytes + 10
+            assert run.logs(rank).endswith(f"x\nlast of {rank}\n")
+
+    @pytest.mark.parametrize("reads", [True, False], ids=["reads should_stop", "never asks"])
+    def test_all_agents_ranks_leave_at_the_same_point(self, reads: bool, tmp_path: Path) -> None:
+        def train(folder: str, reads: bool) -> None:
+            import torch
+            import torch.distributed as dist
+
+            from notebook_accel.launch import rank
+
+            _join_group()
+            me, step = dist.get_rank(), 0
+
+            def count() -> bool:
+                # Ranks come one after the other: a stop finds some that passed, some that did not.
+                time.sleep(0.005 * me)
+                if reads:
+                    return not rank.current().should_stop()
+                rank.current().count_batch()
+                return True
+
+            try:
+                while count():
+                    dist.all_reduce(torch.ones(1))
+                    rank.current().count_step()
+                    step += 1
+            finally:
+                Path(folder, f"{me}-{time.time_ns()}").write_text(str(step))
+
+        for number in range(3):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            run = self.running(train, str(folder), reads, n=4)
+            eventually(
+                lambda run=run, n=number: min(rank.steps for rank in run.state.ranks) > 3 + n,
+                within=BUSY,
+                what="steps are counted",
+            )
+            run.stop()
+            with contextlib.nullcontext() if reads else pytest.raises(RunStopped):
+                run.wait(BUSY)
+            assert run.status == "stopped"
+            steps = [path.read_text() for path in folder.iterdir()]
+            assert len(steps) == 4
+            assert len(set(steps)) == 1, steps
+
+    def test_a_frozen_agent_holds_up_neither_a_stop_nor_a_kill(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
+        monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
+
+        def train() -> None:
+            time.sleep(600)
+
+        for end in ("stop", "kill"):
+            run = self.running(train, n=4)
+            agent_of_the_last = psutil.Process(run.pids[-1]).ppid()
+            os.kill(agent_of_the_last, signal.SIGSTOP)
+            getattr(run, end)()
+            with pytest.raises(RunStopped):
+                run.wait(30)
+            assert run.status == "stopped"
 
 
 class Waits(View):

@@ -17,11 +17,11 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.agent import Agent
+from notebook_accel.launch.engines.local import tcp_pair
 from notebook_accel.launch.rank import current
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.transport.channel import Channel
 from tests.engines.processes import gone
-from tests.engines.two_agents import tcp_pair
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
 from tests.waiting import eventually
 
