@@ -17,14 +17,15 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage docs test-binder test-chaos test-datasets test-deepspeed test-eight \
-  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-pythons test-ray \
+  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-long test-pythons test-ray \
   test-soak test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
   clean
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
 	@echo 'make lab             open the same notebook in JupyterLab'
-	@echo 'make test            ruff, mypy and all tests'
+	@echo 'make test            ruff, mypy and the tests of all main ways: ten minutes'
+	@echo 'make test-long       further cases, all examples and pages: as long again'
 	@echo 'make check           ruff and mypy'
 	@echo 'make coverage        the tests, with the lines that they miss'
 	@echo 'make docs            build the site of documentation; writes build/docs/html/'
@@ -50,18 +51,22 @@ help:
 	@echo 'make bench           the figures of benchmarks/README.md, peers beside us'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
-# Several files at a time (with JOBS=1 one), then the browsers two at a time, and then, alone, what
-# measures or fills the machine. A file's tests stay together, so that the fixtures of a module are
-# made once. Only files that name a marker are read for it: to read all takes each process 10 s.
+# Several files at a time (with JOBS=1 one), and then the browsers two at a time: some ten minutes. A
+# file's tests stay together, so that the fixtures of a module are made once. Only files that name a marker are read for it: to read all takes each process 10 s.
 marked = $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.$(1)' tests)
 test: check browser
 ifeq ($(JOBS)$(strip $(ARGS)),$(filter-out 1,$(JOBS)))
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial'
-	$(PYTEST) --numprocesses 2 --dist loadfile -m browser $(call marked,browser)
-	$(PYTEST) -m serial $(call marked,serial)
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial and not long'
+	$(PYTEST) --numprocesses 2 --dist loadfile -m 'browser and not long' $(call marked,browser)
 else
 	$(PYTEST) $(ARGS)
 endif
+
+# What takes longer, and then, alone, what measures or fills the machine.
+test-long: browser
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'long and not browser' $(call marked,long)
+	$(PYTEST) --numprocesses 2 --dist loadfile -m 'long and browser' $(call marked,browser)
+	$(PYTEST) -m serial $(call marked,serial)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from _pytest.mark.structures import ParameterSet
+
 DOCS = PACKAGE.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("[!n]*/*.md"))
 # A comment above a block may say that it must raise, or why it cannot run here.
@@ -55,8 +57,14 @@ def is_run(page: Path) -> bool:
     return any(what != "not run" for what, *_ in blocks(page, "python"))
 
 
+def page_to_run(page: Path) -> ParameterSet:
+    """The pages that a stranger reads first are run each time."""
+    first = name_of(page) in {"index.md", "first-launch.md"}
+    return pytest.param(page, id=name_of(page), marks=[] if first else [pytest.mark.long])
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [*filter(is_run, PAGES)], ids=name_of)
+@pytest.mark.parametrize("page", map(page_to_run, filter(is_run, PAGES)))
 def test_the_blocks_of_a_page_run_in_a_new_kernel_one_after_the_other(
     page: Path, tmp_path: Path
 ) -> None:

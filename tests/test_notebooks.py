@@ -100,6 +100,7 @@ for GLUE in ("mrpc", "sst2"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_classifier_learns_without_the_hub_and_runs_with_it(tmp_path: Path) -> None:
     copytree(NOTEBOOKS / "data", tmp_path / "data")
@@ -147,6 +148,7 @@ def has_output(cell: nbformat.NotebookNode) -> bool:
     return any(output.get("name") != "stderr" for output in cell.get("outputs", []))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", RESULTS)
 def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

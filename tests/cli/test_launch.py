@@ -74,6 +74,7 @@ def test_a_file_of_accelerate_config_is_obeyed(folder: Path, in_notebook: list[f
     assert losses(done) == ("2 MULTI_CPU no 1", in_notebook)
 
 
+@pytest.mark.long
 def test_fsdp_trains_from_a_file_alone(folder: Path, in_notebook: list[float]) -> None:
     section = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}
     file = accelerate_yaml(folder, num_processes=2, distributed_type="FSDP", fsdp_config=section)
@@ -96,6 +97,7 @@ def test_deepspeed_trains_from_a_file_alone(folder: Path, in_notebook: list[floa
     assert found == pytest.approx(in_notebook, abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_script_obeys_other_launchers(folder: Path, in_notebook: list[float]) -> None:
     theirs = ("-m", "accelerate.commands.launch", "--num_processes=2", "--main_process_port=0")
     options = ("--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=NO_WRAP")
@@ -107,6 +109,7 @@ def test_a_script_obeys_other_launchers(folder: Path, in_notebook: list[float]) 
     assert losses(run(*torchrun, folder=folder)) == ("2 MULTI_CPU no 1", in_notebook)
 
 
+@pytest.mark.long
 def test_a_module_a_program_and_a_seed(folder: Path) -> None:
     (folder / "tool.py").write_text(
         "import os, random, sys\n"
@@ -148,6 +151,7 @@ SLURM_NODEID=0 "$@" && wait $!
 """
 
 
+@pytest.mark.long
 def test_the_docs_job_trains_on_several_machines(folder: Path, in_notebook: list[float]) -> None:
     command = f'#!/bin/bash\nexec {sys.executable} -m notebook_accel "$@"\n'
     for name, script in {"srun": SRUN, "notebook-accel": command}.items():

@@ -31,6 +31,7 @@ def test_the_sanity_training_has_a_verdict_a_check(tmp_path: Path) -> None:
     assert last == "notebook-accel test: all checks passed"
 
 
+@pytest.mark.long
 def test_the_sanity_training_by_an_engine(tmp_path: Path) -> None:
     options = ("--engine=local", "--num_processes=2", "--mixed_precision=bf16")
     done = notebook_accel("test", *options, folder=tmp_path)
@@ -85,6 +86,7 @@ def test_weights_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "notebook-accel merge-weights: " in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_estimates_are_accelerates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

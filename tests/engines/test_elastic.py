@@ -40,6 +40,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.ENGINES, joined.NAME, joined.JoinedEngine)
 
 
+@pytest.mark.long
 class TestElastic(EngineContract):
     engine = joined.NAME
     prelude = "from tests.engines.joined import register; register()"
@@ -266,6 +267,7 @@ def test_a_machine_that_is_lost_ends_the_run(
     eventually(lambda: not left(files_of_other), within=BUSY, what="it keeps nothing")
 
 
+@pytest.mark.long
 def test_an_agent_that_is_killed_leaves_no_file(other: OtherMachine, files_of_other: Path) -> None:
     def train() -> None:
         if os.environ["RANK"] == "1":
@@ -348,6 +350,7 @@ def test_a_lost_machine_leaves_the_run_to_the_others(other: OtherMachine) -> Non
 # ---- a job of Slurm ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_srun_has_the_other_nodes_of_a_job_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_launch_that_is_interrupted_leaves_nothing(notebook: Notebook, tmp_pat
     assert not runs.exists() or list(runs.iterdir()) == []
 
 
+@pytest.mark.long
 def test_the_kernel_that_launched_is_an_attached_one(notebook: Notebook, tmp_path: Path) -> None:
     run_id = launched(notebook, tmp_path)
     notebook.run(f"again = notebook_accel.attach({run_id!r}, view='none')")
@@ -154,6 +155,7 @@ def test_the_kernel_that_launched_is_an_attached_one(notebook: Notebook, tmp_pat
     )
 
 
+@pytest.mark.long
 def test_the_command_line_knows_a_detached_run(notebook: Notebook, tmp_path: Path) -> None:
     run_id = launched(notebook, tmp_path)
     os.kill(notebook.pid, signal.SIGKILL)
@@ -169,6 +171,7 @@ def test_the_command_line_knows_a_detached_run(notebook: Notebook, tmp_path: Pat
     notebook.expect(0, but=notebook.pid, within=SLOW)
 
 
+@pytest.mark.long
 def test_a_failure_and_a_killed_keeper_are_told(notebook: Notebook, tmp_path: Path) -> None:
     run_id = launched(notebook, tmp_path)
     (keeper,) = keepers(notebook)

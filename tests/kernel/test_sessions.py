@@ -253,6 +253,7 @@ def test_debug_of_ipython_says_what_to_type(book: Notebook) -> None:
     assert "<module>" in typed(book, "%debug", "ipdb> ", ["q"])
 
 
+@pytest.mark.long
 def test_a_session_in_debug_mode_trains(tmp_path: Path) -> None:
     with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as notebook:
         notebook.run("""
@@ -613,6 +614,7 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     )
 
 
+@pytest.mark.long
 def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_path: Path) -> None:
     target = tmp_path / "train.py"
     book.run("%accelerate restart -n 2")

@@ -36,6 +36,7 @@ print("results:", run.results, run.logs().split("\\n"))
 """
 
 
+@pytest.mark.long
 def test_a_notebook_of_the_docs_job_trains_on_both_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

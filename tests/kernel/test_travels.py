@@ -226,6 +226,7 @@ def test_a_failure_names_the_cells_line_and_the_run_is_kept(book: Notebook) -> N
     """)
 
 
+@pytest.mark.long
 def test_two_notebooks_at_once(book: Notebook) -> None:
     work = """
         def meet(count):

@@ -245,6 +245,7 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_t
     reload_and_stop(notebook, 2, lab.folder / f"{version}.ipynb")
 
 
+@pytest.mark.long
 def test_a_page_that_was_told_no_states_in_time_asks_each_widget_for_its_own(
     lab: Lab, browser: Browser
 ) -> None:
@@ -358,6 +359,7 @@ def log(end):
 """
 
 
+@pytest.mark.long
 def test_a_run_that_ends_while_its_page_is_closed_and_what_is_seen_without_its_kernel(
     notebook: Notebook, lab: Lab, browser: Browser, tmp_path: Path
 ) -> None:
@@ -406,6 +408,7 @@ def check_summary(output: Locator, name: str) -> None:
     output.get_by_text("a line of rank 0").wait_for(timeout=30_000)
 
 
+@pytest.mark.long
 def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
     notebook: Notebook,
 ) -> None:

@@ -313,6 +313,7 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) 
         assert re.search(r"Cell In\[\d+\], line 8", text)
 
 
+@pytest.mark.long
 def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
     notebook.add(MANY)
     output = notebook.add("run = notebook_launcher(many, num_processes=17, devices='cpu')")
@@ -483,6 +484,7 @@ def type_command(output: Locator, command: str) -> None:
     field.press("Enter")
 
 
+@pytest.mark.long
 def test_the_doctor_sees_the_widgets_of_this_server(notebook: Notebook) -> None:
     output = notebook.add("%accelerate doctor")
     wait_for(output, re.compile(r"jupyterlab-manager 5\.\S+ in the Jupyter server"))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SHORT = ["ddp, fp16", "ddp, async", "fsdp2, fp16", "fsdp2, async", "1F1B"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SHORT)
 def test_a_killed_training_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ if sys.argv[1] == "fails":
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("ends", "stays"), [("well", "False 0"), ("fails", "True 2")])
 def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(

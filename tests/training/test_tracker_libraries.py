@@ -125,6 +125,7 @@ def run_wandb(folder: str) -> dict[str, Any]:
     return {"config": config, "summary": summary, "project": run.project}
 
 
+@pytest.mark.long
 def test_wandb_runs_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     (found,) = run_ranks(

@@ -161,6 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Three processes import torch here, at the priority of whatever else the machine does.
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_torchrun_runs_what_was_exported(folder: Path) -> None:
     text = (folder / "exported.py").read_text()

@@ -101,6 +101,7 @@ def test_runs_go_on_when_their_stopped_template_is_replaced(
     assert run.wait(SOON).results == [7, 7]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(4 * SOON)
 def test_launches_of_two_threads_with_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each needs a template of its own: neither closes the one that the other waits for."""

@@ -34,6 +34,7 @@ def test_the_error_names_the_way_out(function: object) -> None:
         notebook_launcher(function, num_processes=1, view="none")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_breakpoint_that_is_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     notebook_launcher(breaks, num_processes=1, view="none")
