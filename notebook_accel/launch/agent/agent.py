@@ -27,24 +27,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.agent import forking
 from notebook_accel.launch.agent.ending import STAGES, Ending, Stage
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
-from notebook_accel.launch.agent.rank_process import BROKEN
+from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess, Shared
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
+from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
-from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from notebook_accel.launch.agent.forking import StartRanks
-    from notebook_accel.launch.agent.rank_process import RankProcess
+    from notebook_accel.launch.agent.rank_process import Process
 
 __all__ = ["Agent", "flush_to_kernel", "main"]
 
@@ -97,9 +96,39 @@ _BUSY_PENDING = 4096
 _METRICS_SECONDS = 0.1
 _MAX_METRICS = 100
 
+
+def _fork_ranks(
+    shared: Sequence[Shared], ports: RunPorts, unneeded: Sequence[int]
+) -> list[Process]:
+    """Start the process of each rank, which gets ready for calls by itself.
+
+    Args:
+        shared: what the agent has opened for each of them.
+        ports: where they meet.
+        unneeded: descriptors of the agent, which they close.
+    """
+    started: list[Process] = []
+    for one in shared:
+        of_others = [fd for other in shared if other is not one for fd in other.descriptors()]
+        sentinels = [process.sentinel for process in started]
+        inherited = one.inherited(
+            ports,
+            store_socket=ports.store,
+            unneeded=(*unneeded, *of_others, *sentinels, one.ours.fileno()),
+        )
+        process = mp.get_context("fork").Process(
+            target=worker.main, args=(inherited,), name=f"rank-{one.spec.rank}"
+        )
+        process.start()
+        started.append(process)
+    return started
+
+
 # How rank processes come about, by ``wire.Launch.start_method``.
-_START_METHODS: dict[str, Callable[[], StartRanks]] = {
-    "fork": lambda: forking.start_ranks,
+_START_METHODS: dict[
+    str, Callable[[], Callable[[Sequence[Shared], RunPorts, Sequence[int]], list[Process]]]
+] = {
+    "fork": lambda: _fork_ranks,
     "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
 }
 
@@ -133,7 +162,7 @@ def main(
         ProtocolError: the first message is another.
     """
     # A rank that was just forked, and has no handlers yet, inherits this.
-    for number in (signal.SIGINT, STACKS_SIGNAL, WAKE_SIGNAL):
+    for number in (signal.SIGINT, worker.STACKS_SIGNAL, WAKE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     processes.adopt_orphans()
     open_files.raise_to_hard_limit()
@@ -191,16 +220,12 @@ class Agent:
 
     def start(self, unneeded: Sequence[int]) -> None:
         """Fork the rank processes and tell the kernel their pids."""
-        start_ranks = _START_METHODS[self._launch.start_method]()
-        self.ranks.extend(
-            start_ranks(
-                self._launch,
-                board=self._board,
-                logs=self._logs,
-                ports=self._ports,
-                unneeded=(*unneeded, *self._own_descriptors()),
-            )
+        launch = self._launch
+        shared = [Shared.with_rank(one, launch, self._board, self._logs) for one in launch.ranks]
+        started = _START_METHODS[launch.start_method]()(
+            shared, self._ports, (*unneeded, *self._own_descriptors())
         )
+        self.ranks.extend(map(RankProcess, shared, started))
         self._post_pids()
 
     def _post_pids(self) -> None:

@@ -10,7 +10,6 @@ Either way the kernel finds the whole output of each rank in its run's folder.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["RankLogs", "rank_logs"]
 
 
-class RankLogs(ABC):
-    """The files with the output of an agent's ranks."""
+class RankLogs:
+    """The files with the output of ranks, in the run's folder, which the kernel reads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,23 +37,10 @@ class RankLogs(ABC):
 
     def open(self, rank: int) -> int:
         """A descriptor by which a rank writes its output; the caller closes it."""
-        fd = open_log(self._folder, rank)
-        self._opened(rank)
-        return fd
+        return open_log(self._folder, rank)
 
-    @abstractmethod
-    def _opened(self, rank: int) -> None:
-        """Called once the file of a rank was made."""
-
-    def end(self, rank: int) -> None:  # noqa: B027 - most have nothing to do
+    def end(self, rank: int) -> None:
         """Called when a rank's process has ended: nobody writes to its file any more."""
-
-
-class _LogsOfRun(RankLogs):
-    """Files in the run's own folder, which the kernel reads."""
-
-    def _opened(self, rank: int) -> None:
-        return
 
 
 class _LogsSent(RankLogs):
@@ -68,13 +54,15 @@ class _LogsSent(RankLogs):
         self._run = run
         self._streams: dict[int, int] = {}
 
-    def _opened(self, rank: int) -> None:
+    def open(self, rank: int) -> int:
+        log = super().open(rank)
         fd = os.open(self.path(rank), os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._streams[rank] = self._channel.follow(fd)
         finally:
             os.close(fd)
         self._channel.post(wire.LogOpened(run=self._run, rank=rank, stream=self._streams[rank]))
+        return log
 
     def end(self, rank: int) -> None:
         self._channel.end(self._streams[rank])
@@ -87,7 +75,7 @@ def rank_logs(launch: wire.Launch, channel: Channel) -> RankLogs:
         ProtocolError: the kernel names no folder, and its channel carries no streams.
     """
     if launch.log_dir is not None:
-        return _LogsOfRun(Path(launch.log_dir))
+        return RankLogs(Path(launch.log_dir))
     if not isinstance(channel, FramedChannel):
         raise ProtocolError("the kernel names no folder for the output of ranks on its machine")
     return _LogsSent(channel, launch.run)

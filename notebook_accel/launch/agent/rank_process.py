@@ -1,27 +1,35 @@
-"""What the agent knows of one rank, and what it can do to it."""
+"""What the agent shares with one rank, knows of it, and can do to it.
+
+Shared: opened before the rank's process is started --inherited--> worker/main.py
+RankProcess: the rank from then on, as the agent sees it
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
-from notebook_accel.launch.worker.main import STACKS_SIGNAL
+from notebook_accel.launch.worker.main import STACKS_SIGNAL, Inherited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from notebook_accel.launch.agent.file_tail import FileTail
-    from notebook_accel.launch.agent.gauges import Gauges
-    from notebook_accel.launch.transport.channel import Channel
-    from notebook_accel.launch.transport.scoreboard import RankRow
+    from notebook_accel.launch.agent.logs import RankLogs
+    from notebook_accel.launch.agent.ports import RunPorts
+    from notebook_accel.launch.transport.scoreboard import Scoreboard
 
-__all__ = ["BROKEN", "Process", "RankProcess"]
+__all__ = ["BROKEN", "Process", "RankProcess", "Shared"]
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.
@@ -63,6 +71,82 @@ class Starter(Process, Protocol):
         """The child of this number."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What an agent shares with one rank, from before that is started.
+
+    Attributes:
+        launch: what the kernel sent.
+        spec: which rank it is.
+        board: where it counts.
+        ours, theirs: the ends of the channel.
+        log: descriptor of the file for its output; this process needs none.
+        tail: reads that file.
+        stacks: descriptor of the file for dumps of its stacks.
+        disconnect: eventfd by which it is told to shut down its connections.
+    """
+
+    launch: wire.Launch
+    spec: wire.RankSpec
+    board: Scoreboard
+    ours: socket.socket
+    theirs: socket.socket
+    log: int
+    tail: FileTail
+    stacks: int
+    disconnect: int
+
+    @classmethod
+    def with_rank(
+        cls, spec: wire.RankSpec, launch: wire.Launch, board: Scoreboard, logs: RankLogs
+    ) -> Shared:
+        """Open all of it."""
+        ours, theirs = socket.socketpair()
+        log = logs.open(spec.rank)
+        tail = FileTail(logs.path(spec.rank))
+        tail.skip()  # the output of the attempt before, where ranks are started again
+        return cls(
+            launch=launch,
+            spec=spec,
+            board=board,
+            ours=ours,
+            theirs=theirs,
+            log=log,
+            tail=tail,
+            stacks=os.memfd_create(f"stacks-{spec.rank}"),
+            disconnect=os.eventfd(0),
+        )
+
+    def descriptors(self) -> tuple[int, ...]:
+        """All of its descriptors, which the other ranks close."""
+        return (
+            self.ours.fileno(),
+            self.theirs.fileno(),
+            self.log,
+            self.tail.fileno(),
+            self.stacks,
+            self.disconnect,
+        )
+
+    def inherited(
+        self, ports: RunPorts, *, store_socket: socket.socket | None, unneeded: Sequence[int]
+    ) -> Inherited:
+        """What the rank has of it, and of the agent."""
+        return Inherited(
+            agent_pid=os.getpid(),
+            launch=self.launch,
+            spec=self.spec,
+            master_port=ports.master_number,
+            store_socket=store_socket,
+            channel=Channel(self.theirs),
+            board=self.board,
+            log=self.log,
+            stacks=self.stacks,
+            disconnect=self.disconnect,
+            unneeded=tuple(unneeded),
+        )
+
+
 class RankProcess:
     """One rank as its agent sees it: its process, and its part of the call.
 
@@ -82,24 +166,16 @@ class RankProcess:
             "" while nothing is.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        process: Process,
-        channel: Channel,
-        tail: FileTail,
-        stacks: int,
-        disconnect: int,
-        row: RankRow,
-        gauges: Gauges,
-    ) -> None:
+    def __init__(self, shared: Shared, process: Process) -> None:
+        """Take over a rank whose process has started; its own ends are closed here."""
         assert process.pid is not None
-        self.rank = rank
+        shared.theirs.close()
+        os.close(shared.log)
+        self.rank = shared.spec.rank
         self.pid: int = process.pid
         self.needed_pids: tuple[int, ...] = (process.pid,)
-        self.channel = channel
-        self.row = row
+        self.channel = Channel(shared.ours)
+        self.row = shared.board.row(shared.spec.local_rank)
         self.exit_fd = processes.watch_exit(self.pid)
         self.alive = True
         self.ended_by_agent = False
@@ -110,28 +186,17 @@ class RankProcess:
         self._closed_at: float | None = None
         self._call = 0
         self._process = process
-        self._tail = tail
-        self._stacks = stacks
-        self._disconnect = disconnect
+        self._tail = shared.tail
+        self._stacks = shared.stacks
+        self._disconnect = shared.disconnect
         self._stacks_asked: float | None = None
         self._wakes_at = 0.0
         # The size of the file with the stacks, and when it was first found to be that.
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
-        self._gauges = gauges
+        self._gauges = gauges_of(shared.launch, shared.spec, process.pid)
         self._sample: dict[str, Any] = {}
-
-    def descriptors(self) -> tuple[int, ...]:
-        """What the agent has open for this rank, which ranks that are forked later close."""
-        return (
-            self.channel.fileno(),
-            self.exit_fd,
-            self._stacks,
-            self._disconnect,
-            self._tail.fileno(),
-            self._process.sentinel,
-        )
 
     def move(self, pid: int, host: RankProcess) -> None:
         """The rank came to be in a child of the process that was started.

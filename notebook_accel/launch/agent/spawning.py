@@ -24,7 +24,6 @@ import torch.multiprocessing as mp
 
 from notebook_accel import tpu
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.agent.forking import Shared
 from notebook_accel.launch.system.processes import is_readable
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
 from notebook_accel.launch.worker.output import redirect
@@ -34,10 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from notebook_accel.launch import wire
-    from notebook_accel.launch.agent.logs import RankLogs
     from notebook_accel.launch.agent.ports import RunPorts
-    from notebook_accel.launch.agent.rank_process import RankProcess
-    from notebook_accel.launch.transport.scoreboard import Scoreboard
+    from notebook_accel.launch.agent.rank_process import Process, Shared
 
 __all__ = ["start_ranks"]
 
@@ -51,28 +48,20 @@ _MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
 
 
 def start_ranks(
-    launch: wire.Launch,
-    *,
-    board: Scoreboard,
-    logs: RankLogs,
-    ports: RunPorts,
-    unneeded: Sequence[int],
-) -> list[RankProcess]:
-    """Start the leader, as ``StartRanks`` of forking.py says; ranks are in it until they move."""
-    shared = {spec.rank: Shared.with_rank(spec, logs) for spec in launch.ranks}
+    shared: Sequence[Shared], ports: RunPorts, unneeded: Sequence[int]
+) -> list[Process]:
+    """Start the leader, as ``_fork_ranks`` of agent.py says; ranks are in it until they move."""
     heard, told = os.pipe()
-    ours = [one.ours.fileno() for one in shared.values()]
+    ours = [one.ours.fileno() for one in shared]
     inherited = {
-        rank: one.inherited(launch, board=board, ports=ports, store_socket=None, unneeded=())
-        for rank, one in shared.items()
+        one.spec.rank: one.inherited(ports, store_socket=None, unneeded=()) for one in shared
     }
     process = mp.get_context("fork").Process(
         target=_lead, args=(inherited, told, (*unneeded, heard, *ours)), name="xla-leader"
     )
     process.start()
     os.close(told)
-    leader = _Leader(process, heard)
-    return [one.rank_process(leader, launch, board=board) for one in shared.values()]
+    return [_Leader(process, heard)] * len(shared)
 
 
 # ---- in the agent

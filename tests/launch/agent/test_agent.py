@@ -5,22 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.agent.agent import Agent
 from notebook_accel.launch.engines.local import tcp_pair
 from notebook_accel.launch.rank import current
-from notebook_accel.launch.system import processes, scratch
-from notebook_accel.launch.transport.channel import Channel
 from tests.engines.processes import gone
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
 from tests.waiting import eventually
@@ -60,19 +55,6 @@ def sleeps() -> None:
 
 
 # ---- start and end -----------------------------------------------------------------------------
-
-
-def test_ranks_get_ready_run_a_call_and_leave(agent: AgentByHand) -> None:
-    pids = agent.launch(2).pids
-    assert set(pids) == {0, 1}
-    agent.call(lambda: os.environ["RANK"], last=True)
-    heard = agent.until_its_end()
-    for rank, pid in pids.items():
-        of_rank = [message for message in heard if message.rank == rank]
-        kinds = [type(message) for message in of_rank if not isinstance(message, wire.Sample)]
-        assert kinds == [wire.RankReady, wire.CallStarted, wire.Returned, wire.RankEnded]
-        assert {message.process for message in of_rank if message.call == 1} == {pid, agent.pid}
-    assert gone(pids.values())
 
 
 def test_a_folder_that_cannot_be_entered_fails_the_call(agent: AgentByHand) -> None:
@@ -253,14 +235,6 @@ def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent: AgentByHand) -> Non
     assert agent.wait_for(wire.RankEnded).exitcode == 0
 
 
-def test_stacks_of_a_rank_in_native_code(agent: AgentByHand) -> None:
-    agent.launch(1)
-    agent.call(sleeps)
-    agent.wait_for(wire.Output)
-    agent.say(wire.DumpStacks)
-    assert "in sleeps" in agent.wait_for(wire.Stacks).text
-
-
 # ---- a failure ---------------------------------------------------------------------------------
 
 
@@ -348,56 +322,6 @@ def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
     assert not any(isinstance(message, wire.RankFailed) for message in agent.heard)
 
 
-def in_this_process(tmp_path: Path, num_ranks: int) -> Agent:
-    """An agent whose ranks are the test's to make up."""
-    ours, _ = socket.socketpair()
-    launch = wire.Launch(
-        run="r",
-        world_size=num_ranks,
-        ranks=tuple(wire.RankSpec(rank=rank, local_rank=rank) for rank in range(num_ranks)),
-        environment={},
-        directory="/",
-        path=(),
-        log_dir=str(tmp_path),
-        num_threads=1,
-    )
-    return Agent(Channel(ours), -1, launch)
-
-
-def test_only_metrics_are_left_to_gather(tmp_path: Path) -> None:
-    agent = in_this_process(tmp_path, 1)
-    metric, notice = wire.Metric(values={"loss": 1.0}), wire.Notice(text="a word")
-    for messages, pauses in (([notice], False), ([metric, notice], False), ([metric] * 2, True)):
-        drained = [(message, []) for message in messages]
-        channel = SimpleNamespace(drain=lambda limit, drained=drained: drained)
-        agent.may_pause = False
-        rank: Any = SimpleNamespace(rank=0, channel=channel)
-        agent.relay(rank)
-        assert agent.may_pause is pauses
-
-
-def test_what_ranks_log_is_passed_on_together(agent: AgentByHand) -> None:
-    def logs() -> None:
-        for step in range(1000):
-            current().metric({"loss": 1.0}, step)
-
-    agent.launch(2)
-    agent.call(logs)
-    agent.all_of(wire.Returned, 2)
-    logged: dict[int, list[int]] = {0: [], 1: []}
-    for index, message in enumerate(agent.heard):
-        if isinstance(message, wire.Metrics):
-            assert (message.call, message.run) == (1, agent.run)
-            for metric in message.metrics:
-                assert not any(
-                    isinstance(before, wire.Returned) and before.rank == metric.rank
-                    for before in agent.heard[:index]
-                ), "after the end of its call nothing of a rank counts"
-                logged[metric.rank or 0].append(metric.step or 0)
-    assert logged == {0: [*range(1000)], 1: [*range(1000)]}
-    assert sum(isinstance(message, wire.Metrics) for message in agent.heard) < 100
-
-
 def test_a_value_that_is_logged_alone_comes_at_once(agent: AgentByHand) -> None:
     def logs() -> None:
         current().metric({"loss": 1.0})
@@ -420,56 +344,3 @@ def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent: Agent
     agent.wait_for(wire.RankEnded)
     metrics = [m for heard in agent.heard if isinstance(heard, wire.Metrics) for m in heard.metrics]
     assert [metric.step for metric in metrics] == [0, 1, 2]
-
-
-def test_only_living_ranks_are_killed_when_the_kernel_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number of one that was reaped long ago may be that of any process by now."""
-    killed: list[int] = []
-    cleaned_up: list[int] = []
-    monkeypatch.setattr(processes, "kill_tree", killed.extend)
-    monkeypatch.setattr(processes, "kill_descendants", list)
-    monkeypatch.setattr(scratch, "remove", lambda *_, used_by: cleaned_up.extend(used_by))
-    of_two: Any = in_this_process(tmp_path, 2)
-    of_two.ranks = [SimpleNamespace(pid=11, alive=False), SimpleNamespace(pid=12, alive=True)]
-    of_two.reaped = [11]
-    of_two.close()
-    assert (killed, cleaned_up) == ([12], [11])
-
-
-def test_ranks_that_end_together_take_one_look_for_what_they_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The look is at every process of the machine: for 128 ranks it would be taken 128 times."""
-    kept: list[list[int]] = []
-    told: list[wire.Message] = []
-
-    def kill_descendants(keep: list[int]) -> list[int]:
-        kept.append(keep)
-        return [99]
-
-    class Rank(SimpleNamespace):
-        alive, is_in_call, has_returned, ended_by_agent = True, False, True, False
-        exit_fd, channel = -1, SimpleNamespace(closed=True)
-
-        def reap(self) -> int:
-            self.alive = False
-            return 0
-
-        def last_messages(self) -> tuple[()]:
-            return ()
-
-    monkeypatch.setattr(processes, "kill_descendants", kill_descendants)
-    monkeypatch.setattr(Channel, "post", lambda _, message: told.append(message))
-    agent: Any = in_this_process(tmp_path, 4)
-    agent.ranks = [
-        Rank(rank=number, needed_pids=(10 + number,), pid=10 + number, row=SimpleNamespace())
-        for number in range(4)
-    ]
-    agent.ended = agent.ranks[:3]
-    agent.reap_ended()
-    assert kept == [[13]]
-    ended = [message for message in told if isinstance(message, wire.RankEnded)]
-    assert [(message.rank, message.exitcode) for message in ended] == [(0, 0), (1, 0), (2, 0)]
-    assert (agent.reaped, agent.ended) == ([10, 11, 12, 99], [])

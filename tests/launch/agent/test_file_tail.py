@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -70,19 +69,6 @@ def test_any_text_cut_anywhere(growing: Growing) -> None:
     assert arrived == text
 
 
-def test_bytes_that_are_no_text_hold_nothing_back(growing: Growing) -> None:
-    assert growing.then(b"a\x80\x80\x80\x80")[0].startswith("a")
-    assert growing.then(b"\xff\xfe!\n")[0].endswith("!\n")
-    assert growing.then("fine\n") == ("fine\n", 0)
-
-
-def test_a_character_whose_rest_never_comes(growing: Growing) -> None:
-    assert growing.then(b"caf\xe9") == ("caf", 0)
-    assert growing.tail.read(final=True) == ("\N{REPLACEMENT CHARACTER}", 0)
-    assert growing.tail.position == 4
-    assert growing.then("fine\n") == ("fine\n", 0)
-
-
 def test_of_a_flood_the_newest_lines_come_and_the_others_are_counted(growing: Growing) -> None:
     lines = [f"line {n}\n" for n in range(20_000)]
     text, skipped = growing.then("".join(lines))
@@ -91,12 +77,6 @@ def test_of_a_flood_the_newest_lines_come_and_the_others_are_counted(growing: Gr
     assert shown == lines[-len(shown) :], "whole lines, the last ones"
     assert skipped + len(shown) == len(lines)
     assert growing.then("after\n") == ("after\n", 0)
-
-
-def test_a_flood_that_ends_within_a_line(growing: Growing) -> None:
-    text, skipped = growing.then("x\n" * 50_000 + "open")
-    assert text.endswith("x\nopen")
-    assert text.count("\n") + skipped == 50_000
 
 
 @pytest.mark.parametrize("before", ["", "short\n" * 3])
@@ -108,19 +88,6 @@ def test_a_line_that_is_longer_than_all_that_is_shown(growing: Growing, before: 
     assert set(text) == {"€"}, "no broken character where it was cut"
     assert len(text.encode()) <= LIVE
     assert skipped == before.count("\n")
-
-
-def test_reading_a_file_that_grew_much_needs_little_memory(growing: Growing) -> None:
-    for _ in range(60):
-        growing.file.write(b"x" * 999_999 + b"\n")
-    tracemalloc.start()
-    try:
-        text, skipped = growing.tail.read()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert skipped + text.count("\n") == 60
-    assert peak < 20_000_000
 
 
 def test_a_file_that_was_cut_short_is_read_from_its_start(growing: Growing) -> None:
