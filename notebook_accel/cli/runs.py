@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.run_folder import RunFolder, open_regular, run_folders
+from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import as_shown, one_line, plain_text
@@ -127,7 +127,7 @@ def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
     folder.check()
     with (
         contextlib.suppress(FileNotFoundError),
-        open_regular(log_path(folder.path, rank), follow=True) as file,
+        log_path(folder.path, rank).open("rb") as file,
     ):
         file.seek(start)
         data = file.read()

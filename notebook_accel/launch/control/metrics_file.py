@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 import msgspec
 
 from notebook_accel.config.file import not_too_large
-from notebook_accel.launch.control.run_folder import lost_files_notice, making_files, open_regular
+from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -48,9 +48,9 @@ class MetricReader:
         What is no row is left out, with a line in Python's log that counts it.
 
         Raises:
-            OSError: the file cannot be read, is no regular one, or is too large.
+            OSError: the file cannot be read, or is too large.
         """
-        with contextlib.suppress(FileNotFoundError), open_regular(self.path) as file:
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             return self._rows(line for line in not_too_large(file) if line.endswith(b"\n"))
         return []
 
@@ -72,7 +72,7 @@ class MetricReader:
         with contextlib.suppress(FileNotFoundError):
             size = self.path.stat().st_size
             if size > max_bytes:
-                with open_regular(self.path) as file:
+                with self.path.open("rb") as file:
                     return self._rows(_spread_lines(file, size, max_bytes))
         return self.read()
 
@@ -86,7 +86,7 @@ class MetricTail(MetricReader):
 
     def read_new(self) -> list[dict[str, Any]]:
         """The rows since the last call; at the first one the newest of those that there are."""
-        with contextlib.suppress(OSError), open_regular(self.path) as file:
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
             if self._start is None:
                 self._start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
                 file.seek(self._start)

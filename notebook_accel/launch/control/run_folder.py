@@ -23,7 +23,6 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 import threading
 import time
 import uuid
@@ -37,7 +36,6 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 import platformdirs
 
-from notebook_accel.config.file import not_too_large
 from notebook_accel.errors import LaunchError, NotebookAccelError
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.system.interrupts import held
@@ -55,54 +53,9 @@ __all__ = [
     "RunFolder",
     "lost_files_notice",
     "making_files",
-    "open_regular",
-    "read_regular",
     "run_folders",
     "runs_folder",
 ]
-
-
-# ---- Files that others may have put there: in a shared folder, anything can be called as a log is.
-
-
-# A file of others may be a FIFO, whose opening waits for a writer.
-_CAREFULLY = os.O_CLOEXEC | os.O_NONBLOCK
-
-
-def open_regular(path: Path, *, follow: bool = False, write: bool = False) -> IO[bytes]:
-    """Open a regular file that others may have put there.
-
-    Args:
-        path: where it is.
-        follow: whether it may be a link.
-        write: whether it is opened for writing, too; it keeps what it has.
-
-    Raises:
-        OSError: it is no regular file, or its rights do not allow it.
-    """
-    flags = _CAREFULLY | (os.O_RDWR if write else os.O_RDONLY) | (0 if follow else os.O_NOFOLLOW)
-
-    def opener(name: str, _: int) -> int:
-        return os.open(name, flags)
-
-    # An interrupt after the descriptor is opened, and before the file object has it, would leave it
-    # open for good.
-    with held():
-        file = open(path, "r+b" if write else "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
-
-
-def read_regular(path: Path) -> bytes:
-    """All bytes of a regular file, and not of a link.
-
-    Raises:
-        OSError: as :func:`open_regular`, and of a file that is too large.
-    """
-    with open_regular(path) as file:
-        return not_too_large(file).read()
 
 
 # Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
@@ -270,12 +223,11 @@ class RunFolder:
 
         Raises:
             FileNotFoundError: the folder was deleted.
-            OSError: the file cannot be read, or is no regular one.
+            OSError: the file cannot be read.
         """
         self.check()
         try:
-            # A session's log is a symbolic link here where the file system has no hard links.
-            with open_regular(log_path(self.path, rank), follow=True) as file:
+            with log_path(self.path, rank).open("rb") as file:
                 file.seek(start)
                 data = file.read(-1 if end is None else max(0, end - start))
         except FileNotFoundError:  # the rank was never started
@@ -312,7 +264,7 @@ class RunFolder:
         errors = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
         for name in (_STATE, _BEGIN):
             with contextlib.suppress(*errors):
-                state = msgspec.msgpack.decode(read_regular(self.path / name), type=RunState)
+                state = msgspec.msgpack.decode((self.path / name).read_bytes(), type=RunState)
                 # Another kernel wrote it, maybe on another machine: its monotonic clock means
                 # nothing here.
                 return replace(state, began=None)
@@ -340,12 +292,10 @@ class RunFolder:
         """What :meth:`save_rescued` has written, without the models; None where nothing is there.
 
         Raises:
-            NotebookAccelError: the file is damaged, too large, or no regular one.
+            NotebookAccelError: the file is damaged.
         """
         try:
-            with open_regular(self._rescued_path) as file:
-                if os.fstat(file.fileno()).st_size > 2 * _RESCUED_BYTES:
-                    raise OSError("it is larger than what is written here")
+            with self._rescued_path.open("rb") as file:
                 module = import_module("notebook_accel.training.preparing.state_after_stop")
                 return module.Rescued.read(file)
         except FileNotFoundError:
@@ -380,7 +330,7 @@ class RunFolder:
     def take_stop(self) -> str:
         """What was asked since the last call, "" for nothing."""
         try:
-            asked = read_regular(self._stop_path).decode()
+            asked = self._stop_path.read_text()
             self._stop_path.unlink()
         except (OSError, UnicodeDecodeError):
             return ""
@@ -393,9 +343,7 @@ class RunFolder:
     def last_change(self) -> float:
         """When something was written here last, wall time in seconds; 0 where nothing is here."""
         with contextlib.suppress(OSError):
-            entries = os.scandir(self.path)
-            times = (entry.stat(follow_symlinks=False).st_mtime for entry in entries)
-            return max(times, default=0.0)
+            return max((file.stat().st_mtime for file in self.path.iterdir()), default=0.0)
         return 0.0
 
 
@@ -498,11 +446,9 @@ def _let_go(mark: Path, pid: int) -> None:
 
 def _is_held(folder: Path) -> bool:
     try:
-        name = read_regular(folder / _LIVE).decode(errors="replace")
-    except FileNotFoundError:
+        name = (folder / _LIVE).read_text(errors="replace")
+    except OSError:
         return False
-    except OSError:  # of another user, or no regular file: not ours to judge
-        return True
     return bool(_KERNEL.fullmatch(name)) and _is_locked(folder.parent / name)
 
 
@@ -510,7 +456,7 @@ def _is_locked(path: Path) -> bool:
     """Whether a kernel lives that holds this file."""
     try:
         # NFS locks only what is open for writing.
-        with open_regular(path, write=True) as file:
+        with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

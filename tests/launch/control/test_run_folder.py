@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import pytest
 
-from notebook_accel import LaunchError, runs
+from notebook_accel import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control import run_folder
-from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
+from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
 from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.system.log_files import log_path
@@ -58,15 +54,6 @@ def test_runs_are_where_the_environment_says(
     assert folder.path.stat().st_mode & 0o077 == 0, "logs are the person's own"
 
 
-def test_a_path_that_is_not_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", "here")
-    assert runs_folder() == tmp_path / "here"
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", "~/there")
-    assert runs_folder().is_absolute()
-    assert "~" not in str(runs_folder())
-
-
 def test_the_platforms_folder_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTEBOOK_ACCEL_RUNS")
     assert runs_folder().is_absolute()
@@ -94,16 +81,6 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(
     assert str(root) in str(caught.value)
 
 
-def test_a_run_that_has_the_name_of_another_leaves_that_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = RunFolder.make(tmp_path)
-    monkeypatch.setattr(f"{run_folder.__name__}._new_id", lambda: first.id)
-    with pytest.raises(LaunchError, match="File exists"):
-        RunFolder.make(tmp_path)
-    assert first.is_held
-
-
 def test_runs_of_the_same_second_stand_in_the_order_of_their_launches(tmp_path: Path) -> None:
     made = [RunFolder.make(tmp_path, remove_old=False).id for _ in range(20)]
     assert [folder.id for folder in run_folders(tmp_path)] == made
@@ -118,20 +95,6 @@ def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
         made.append(ended(tmp_path).name)
     assert names(tmp_path) == made[-KEPT:]
-
-
-def test_one_that_is_too_large_takes_no_place_of_older_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("notebook_accel.launch.control.run_folder._KEPT_BYTES", 100_000)
-    made = []
-    for number in range(3):
-        date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
-        made.append(ended(tmp_path))
-    (made[-1] / "large").write_bytes(bytes(200_000))
-    date_new_runs(monkeypatch, "20260101-000003")
-    made.append(ended(tmp_path))
-    assert names(tmp_path) == [made[0].name, made[1].name, made[3].name]
 
 
 def test_a_run_that_lives_is_kept_however_old(
@@ -242,38 +205,6 @@ def test_locks_of_dead_kernels_are_swept(tmp_path: Path) -> None:
     assert held.is_held
 
 
-def test_locks_of_dead_kernels_are_swept_where_only_writers_may_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on NFS, where the lock of a reader fails with EBADF."""
-    lock = fcntl.flock
-
-    def of_writers(file: IO[bytes], how: int) -> None:
-        if not file.writable():
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        lock(file, how)
-
-    monkeypatch.setattr("fcntl.flock", of_writers)
-    test_locks_of_dead_kernels_are_swept(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", [".live", "begin.msgpack", "state.msgpack", "config.yaml", "rank-0.log"]
-)
-def test_a_fifo_among_shared_runs_holds_nobody_up(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
-    for number in range(KEPT + 3):
-        folder = tmp_path / f"20200101-0000{number:02d}-abcdef"
-        folder.mkdir()
-        os.mkfifo(folder / name)
-    os.mkfifo(tmp_path / "20200101-000000-fffff0")
-    os.mkfifo(tmp_path / ".kernel-0123456789ab")
-    assert RunFolder.make(tmp_path).path.parent == tmp_path
-    assert all(run.status for run in runs(everywhere=True))
-
-
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTEBOOK_ACCEL_RUNS")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
@@ -282,16 +213,6 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
         RunFolder.make()
     assert not os.path.exists("~")
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    for _ in range(KEPT + 2):
-        ended(tmp_path)
-    assert len(names(tmp_path)) == KEPT
 
 
 # ---- logs ----------------------------------------------------------------------------------
@@ -352,21 +273,6 @@ def test_a_state_that_is_not_on_disk_is_told(tmp_path: Path) -> None:
     assert folder.save(state).startswith("disk full: how this run ended")
 
 
-def test_no_file_takes_the_place_of_another_at_the_end_of_a_run(tmp_path: Path) -> None:
-    """Some file systems write it to the disk then, and the next cell waits for that."""
-    folder = RunFolder.make(tmp_path)
-    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
-    folder.save(state)
-    before = {path.name: path.stat().st_ino for path in folder.path.iterdir()}
-    assert folder.load() == replace(state, began=None)
-    folder.save(replace(state, status="succeeded", ended=1.0))
-    after = {path.name: path.stat().st_ino for path in folder.path.iterdir()}
-    assert before.items() < after.items()
-    found = folder.load()
-    assert found is not None
-    assert found.status == "succeeded"
-
-
 def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path: Path) -> None:
     folder = RunFolder.make(tmp_path)
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
@@ -374,15 +280,6 @@ def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path: Path) -> None:
     folder.save(replace(state, status="succeeded", ended=1.0))
     (folder.path / "state.msgpack").write_bytes(b"")
     assert folder.load() == replace(state, began=None)
-
-
-def test_a_run_of_another_machine_goes_by_the_wall_clock(tmp_path: Path) -> None:
-    folder = RunFolder.make(tmp_path)
-    state = starting(run="r", name="train", world_size=1, started=time.time() - 60)
-    folder.save(replace(state, began=time.monotonic() + 1e6))
-    found = folder.load()
-    assert found is not None
-    assert found.now() == pytest.approx(time.time(), abs=30)
 
 
 def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -> None:
@@ -398,26 +295,6 @@ def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -
             make()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rank-0.log"])
-@pytest.mark.parametrize("is_link", [False, True])
-def test_a_fifo_where_a_file_should_be_holds_no_reader_up(
-    name: str, is_link: bool, tmp_path: Path
-) -> None:
-    folder = RunFolder.make(tmp_path)
-    os.mkfifo(tmp_path / "fifo")
-    if is_link:
-        (folder.path / name).symlink_to(tmp_path / "fifo")
-    else:
-        os.mkfifo(folder.path / name)
-    for read in (
-        MetricReader(folder.path).read,
-        lambda: MetricReader(folder.path).sample(10),
-        lambda: folder.read_log(0),
-    ):
-        with contextlib.suppress(OSError):
-            assert not read()
-
-
 def test_folders_of_other_users_are_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,33 +302,6 @@ def test_folders_of_other_users_are_not_listed(
     assert [found.id for found in run_folders(tmp_path)] == [folder.id]
     monkeypatch.setattr("os.geteuid", lambda: folder.path.stat().st_uid + 1)
     assert run_folders(tmp_path) == []
-
-
-def test_a_run_that_another_kernel_removes_meanwhile_hides_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removed, stays = RunFolder.make(tmp_path), RunFolder.make(tmp_path)
-    plain = os.scandir
-
-    def scan(path: Path) -> list[os.DirEntry[str]]:
-        entries = list(plain(path))
-        removed.path.rename(tmp_path / "removed")
-        return entries
-
-    monkeypatch.setattr(os, "scandir", scan)
-    assert [found.id for found in run_folders(tmp_path)] == [stays.id]
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE])
-def test_a_folder_that_cannot_be_listed_takes_new_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def refuse(_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    for name in ("listdir", "scandir"):
-        monkeypatch.setattr(os, name, refuse)
-    assert RunFolder.make(tmp_path).path.is_dir()
 
 
 def test_a_damaged_state_hides_no_other_run(tmp_path: Path) -> None:
@@ -462,22 +312,3 @@ def test_a_damaged_state_hides_no_other_run(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-5], whole.replace(b"training", b"\xff" * 8), b"\x91" * 100_000):
         path.write_bytes(damaged)
         assert folder.load() is None
-
-
-def test_a_folder_that_cannot_be_held_is_not_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.write_text", refuse)
-    with pytest.raises(LaunchError):
-        RunFolder.make(tmp_path)
-    assert names(tmp_path) == []
-
-
-def test_the_last_change_of_a_folder_that_another_kernel_removes(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "gone")
-    assert folder.last_change() == 0.0
-    folder.path.mkdir()
-    assert folder.last_change() == 0.0, "its files go before it does"

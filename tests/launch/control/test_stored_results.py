@@ -49,14 +49,6 @@ def test_a_damaged_result_is_refused(tmp_path: Path) -> None:
         StoredResults(tmp_path).get(1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_result_of_another_user_is_not_unpickled(tmp_path: Path) -> None:
-    keep(tmp_path, 1)
-    os.chown(tmp_path / "result-1.pickle", 65534, -1)
-    with pytest.raises(OSError, match="another user's"):
-        StoredResults(tmp_path).get(1)
-
-
 def test_a_result_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     results = keep(tmp_path / "deleted", 1)
     assert not results.has(1)
