@@ -183,13 +183,6 @@ def test_a_rank_that_is_suspended() -> None:
         assert (hang.text, hang.operations) == (f"rank 1 is {resumes}", {})
 
 
-def test_many_places_are_cut() -> None:
-    frames = [((CELL, line, "train"),) for line in range(60)]
-    hang = find(stack(99, ALL_REDUCE), *(stack(n, f) for n, f in enumerate(frames)))
-    assert len(hang.text) < 600
-    assert "and so on, at 55 more places" in hang.text
-
-
 # ---- when ranks are asked ------------------------------------------------------------------
 
 

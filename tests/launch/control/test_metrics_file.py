@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -52,13 +51,6 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     store.close()
 
 
-def test_metrics_of_a_folder_that_is_gone(tmp_path: Path) -> None:
-    store = MetricStore(tmp_path)
-    store.close()
-    store.path.unlink()
-    assert store.read() == []
-
-
 def test_a_full_disk_ends_no_training_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     store = MetricStore(tmp_path)
@@ -89,15 +81,6 @@ def test_lines_that_are_no_metrics_are_left_out_and_counted(
     assert [row["value"] for row in reader.read()] == [2.0, 2.0]
     assert len(reader.sample(10_000_000)) == 2
     assert [f"{len(bad)} lines" in record.message for record in caplog.records] == [True]
-
-
-def test_adding_is_cheap(tmp_path: Path) -> None:
-    store = MetricStore(tmp_path)
-    for step in range(20_000):
-        store.add([wire.Metric(wall=0, rank=0, step=step, values={"loss": 1.0})])
-    store.close()
-    assert len(store.read()) == 20_000
-    assert os.path.getsize(store.path) < 20_000 * 100
 
 
 def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import struct
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,19 +47,6 @@ def begin_on_both(run: PlayedRun) -> None:
 
 
 # ---- calls -------------------------------------------------------------------------------------
-
-
-def test_calls_follow_each_other(one: PlayedRun) -> None:
-    (agent,) = one.agents
-    for number in (1, 2):
-        call = one.begin_call()
-        sent = agent.next()
-        assert isinstance(sent, wire.BeginCall)
-        assert (sent.call, sent.last, sent.group_generation) == (number, False, 0)
-        agent.return_all(number)
-        assert call.ended.wait(SECONDS)
-        assert not one.pool.is_in_call
-    assert [rank.pid for rank in call.state.ranks] == [1000, 1001]
 
 
 def test_one_call_at_a_time(one: PlayedRun) -> None:
@@ -140,15 +126,6 @@ def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(
     assert call.ended.wait(SECONDS)
 
 
-def test_a_call_whose_descriptors_cannot_be_sent_raises() -> None:
-    """The run would wait for its ranks for ever, who never heard of it."""
-    agent = PlayedAgent(0)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        agent.link.post(wire.CallEnded(), [-1])
-    agent.channel.close()
-    agent.link.post(wire.CallEnded())
-
-
 # ---- an agent that is lost -----------------------------------------------------------------------
 
 
@@ -216,23 +193,6 @@ def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(
     assert one.pool.ended.wait(SECONDS)
 
 
-def test_nothing_is_told_about_a_call_after_its_end(
-    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def all_fall_silent(_: object) -> None:
-        monkeypatch.setattr(pool, "_SILENT_SECONDS", -1.0)
-        monkeypatch.setattr(pool, "_TELL_SILENCE_SECONDS", -1.0)
-
-    (agent,) = one.agents
-    call = one.begin_call()
-    # In the turn in which the call ends, before that turn looks for silent agents.
-    monkeypatch.setattr(one.view, "close", all_fall_silent)
-    agent.return_all()
-    assert call.ended.wait(SECONDS)
-    with one.pool.paused():
-        assert call.state.notices == ()
-
-
 def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
     (agent,) = one.agents
     call = one.begin_call()
@@ -269,40 +229,6 @@ def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two: PlayedRu
 # ---- what agents must know of each other ---------------------------------------------------------
 
 
-def test_the_port_of_the_first_agent_goes_to_the_second(two: PlayedRun) -> None:
-    first, second = two.agents
-    two.begin_call()
-    two.pool.stop(call=1, grace=1.0)
-    assert isinstance(first.next(), wire.BeginCall)
-    assert isinstance(first.next(), wire.Stop)
-    assert second.says_nothing_new(), "what cannot be sent yet waits"
-    first.tell(wire.PortReserved, port=4321)
-    sent = second.next()
-    assert isinstance(sent, wire.BeginCall)
-    assert sent.master_port == 4321
-    assert isinstance(second.next(), wire.Stop)
-
-
-def test_a_failure_goes_to_the_other_agent(two: PlayedRun) -> None:
-    two.begin_call()
-    begin_on_both(two)
-    two.agents[1].tell(wire.RankFailed)
-    assert isinstance(two.agents[0].next(), wire.RankFailed)
-
-
-def test_all_leave_after_the_highest_point(two: PlayedRun) -> None:
-    two.begin_call()
-    begin_on_both(two)
-    two.pool.stop(call=1, grace=1.0)
-    for agent in two.agents:
-        assert isinstance(agent.next(), wire.Stop)
-    two.agents[0].tell(wire.StopPointReached, batches=3, reads=0, reads_should_stop=False)
-    two.agents[1].tell(wire.StopPointReached, batches=5, reads=0, reads_should_stop=False)
-    leaves = [agent.next() for agent in two.agents]
-    assert all(isinstance(leave, wire.LeaveAt) for leave in leaves)
-    assert len({leave.batches for leave in leaves if isinstance(leave, wire.LeaveAt)}) == 1
-
-
 def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> None:
     first, second = two.agents
     call = two.begin_call()
@@ -334,15 +260,6 @@ def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
     two.agents[0].channel.close()
     kinds = [type(two.agents[1].next()) for _ in range(2)]
     assert kinds == [wire.RankFailed, wire.LeaveAt]
-
-
-def test_all_agents_hear_that_the_call_has_ended(two: PlayedRun) -> None:
-    two.begin_call()
-    begin_on_both(two)
-    two.agents[0].return_all()
-    assert two.agents[0].says_nothing_new()
-    two.agents[1].return_all()
-    assert [type(agent.next()) for agent in two.agents] == [wire.CallEnded, wire.CallEnded]
 
 
 # ---- an agent that does not answer ---------------------------------------------------------------
@@ -405,16 +322,3 @@ def test_an_agent_that_reads_nothing_does_not_hold_up_the_caller(two: PlayedRun)
 
 
 # ---- stacks ------------------------------------------------------------------------------------
-
-
-def test_stacks_of_each_rank(one: PlayedRun) -> None:
-    (agent,) = one.agents
-    agent.tell(wire.RankEnded, call=0, rank=1, exitcode=0)
-    eventually(
-        lambda: one.pool.processes[1].status == "ended", within=SECONDS, what="the pool heard"
-    )
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(one.pool.stacks)
-        assert isinstance(agent.next(), wire.DumpStacks)
-        agent.tell(wire.Stacks, call=0, rank=0, text="here\n")
-        assert asked.result() == [(0, "here\n"), (1, "the rank has ended\n")]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import time
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.state import RunState, apply, starting
+from notebook_accel.launch.control.state import RunState, starting
 from tests.notebook.states import after, logged
 
 MESSAGES: list[wire.Message] = [
@@ -34,48 +32,6 @@ def state() -> RunState:
     return starting(run="r", name="train", world_size=2, started=1.0, notices=("known",))
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_the_state_before_stays_as_it_was(state: RunState, message: wire.Message) -> None:
-    state = after(state, *MESSAGES[1:7])
-    before = copy.deepcopy(state)
-    apply(message, state)
-    assert state == before
-    with pytest.raises(FrozenInstanceError):
-        state.status = "running"  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [MESSAGES[1], MESSAGES[3], *MESSAGES[5:]],
-    ids=lambda message: type(message).__name__,
-)
-@pytest.mark.parametrize("rank", [2, 99, -1, None])
-def test_ranks_that_the_run_does_not_have_change_nothing(
-    state: RunState, message: Any, rank: int | None
-) -> None:
-    fields = {name: getattr(message, name) for name in message.__struct_fields__}
-    after_it = apply(type(message)(**{**fields, "rank": rank}), state)
-    assert after_it.ranks == state.ranks
-    logged = wire.Metric(rank=rank, values={"loss": 0.5})
-    assert apply(wire.Metrics(metrics=(logged,)), state).ranks == state.ranks
-
-
-def test_messages_that_say_nothing_of_the_state_give_it_back(state: RunState) -> None:
-    for message in (wire.Stop(), wire.Stacks(rank=0, text=""), wire.TemplateReady()):
-        assert apply(message, state) is state
-
-
-def test_a_run_begins(state: RunState) -> None:
-    assert (state.status, state.world_size, state.notices) == ("starting", 2, ("known",))
-    state = after(state, wire.AgentReady(pids={0: 11, 1: 12}))
-    assert [rank.pid for rank in state.ranks] == [11, 12]
-    state = after(state, wire.CallStarted(rank=1, process=12))
-    assert (state.status, [rank.status for rank in state.ranks]) == (
-        "running",
-        ["starting", "running"],
-    )
-
-
 def test_a_rank_that_starts_late_does_not_undo_a_stop(state: RunState) -> None:
     state = after(replace(state, status="stopping"), wire.CallStarted(rank=0))
     assert state.status == "stopping"
@@ -90,17 +46,6 @@ def test_the_last_value_of_each_metric(state: RunState) -> None:
     )
     assert state.ranks[0].metrics == {"loss": (2, 0.4), "acc": (1, 0.1)}
     assert state.ranks[1].metrics == {"loss": (None, 9.0)}
-
-
-def test_counters(state: RunState) -> None:
-    rank = after(state, MESSAGES[6]).ranks[0]
-    assert (rank.batches, rank.total_batches, rank.pass_start, rank.steps, rank.memory) == (
-        3,
-        10,
-        2,
-        4,
-        5,
-    )
 
 
 # ---- bars ----------------------------------------------------------------------------------
@@ -125,12 +70,6 @@ def test_the_bar_of_the_epochs_outlives_many_others(state: RunState) -> None:
     assert bars[-1].bar == 1999
     assert 100 < len(bars) <= 500
     assert len({each.bar for each in bars}) == len(bars)
-
-
-def test_bars_that_are_never_closed_are_bounded_too(state: RunState) -> None:
-    state = after(state, *map(bar, range(1, 2000)))
-    assert len(state.ranks[0].bars) <= 500
-    assert state.ranks[0].bars[-1].bar == 1999
 
 
 # ---- displays ------------------------------------------------------------------------------
@@ -166,17 +105,6 @@ def test_lines_are_counted_and_the_last_ones_kept(state: RunState) -> None:
     assert rank.num_lines == 5000
     assert rank.tail[-1] == "4999"
     assert len(rank.tail) == 2000
-
-
-def test_a_line_that_comes_in_pieces(state: RunState) -> None:
-    state = after(state, *(wire.Output(rank=0, text=text) for text in ("a\nb", "c", "d\ne")))
-    rank = state.ranks[0]
-    assert (rank.tail, rank.open_line, rank.num_lines) == (("a", "bcd", "e"), True, 2)
-
-
-def test_a_line_that_is_rewritten(state: RunState) -> None:
-    state = after(state, *(wire.Output(rank=0, text=f"{n}%\r") for n in range(100)))
-    assert state.ranks[0].tail == ("99%",)
 
 
 def test_after_a_gap_the_tail_starts_anew(state: RunState) -> None:
@@ -244,41 +172,7 @@ def test_how_a_rank_ended(state: RunState, messages: list[wire.Message], status:
     assert state.ranks[0].has_ended
 
 
-def test_what_an_end_says(state: RunState) -> None:
-    rank = after(state, wire.RankEnded(rank=0, signal=9, ended_by_agent=True, wall=7.0)).ranks[0]
-    assert (rank.signal, rank.exitcode, rank.ended_by_agent, rank.ended) == (9, None, True, 7.0)
-    packet = wire.Packet(header=b"")
-    returned = wire.Returned(rank=0, value=packet, is_none=True, made_group=True)
-    rank = after(state, returned).ranks[0]
-    assert (rank.returned, rank.returned_none, rank.made_group) == (True, True, True)
-
-
 # ---- cost ----------------------------------------------------------------------------------
-
-
-def test_thousands_of_messages_stay_cheap(state: RunState) -> None:
-    """The state does not grow with the run: the last thousand cost what the first did."""
-    state = after(starting(run="r", name="t", world_size=64, started=0.0))
-
-    def thousand() -> float:
-        nonlocal state
-        begin = time.process_time()
-        for number in range(1000):
-            rank = number % 64
-            state = after(
-                state,
-                logged(rank, {"loss": 1.0, f"m{number % 10}": 2.0}, step=number),
-                wire.Output(rank=rank, text=f"line {number}\n"),
-                wire.Sample(rank=rank, batches=number),
-            )
-        return time.process_time() - begin
-
-    for _ in range(4):
-        thousand()
-    warm = min(thousand() for _ in range(3))
-    for _ in range(8):
-        thousand()
-    assert min(thousand() for _ in range(3)) < 3 * warm
 
 
 def test_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:

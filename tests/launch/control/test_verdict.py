@@ -95,18 +95,6 @@ def test_of_one_kind_the_earliest_is_the_cause(kind: Any) -> None:
     assert failure(run(3, kind(0, at=3.0), kind(1, at=1.0), kind(2, at=2.0))).rank == 1
 
 
-def test_deaths_and_exits_are_told_apart_by_their_time() -> None:
-    def left(rank: int, at: float) -> wire.Raised:
-        return raised(rank, "4", at, kind="exit", type_name="SystemExit", exitcode=4)
-
-    assert failure(run(2, died(0, 1.0, signal=9), left(1, 2.0))).rank == 0
-    assert failure(run(2, died(0, 2.0, signal=9), left(1, 1.0))).rank == 1
-
-
-def test_at_the_same_time_the_lowest_rank_is_named() -> None:
-    assert failure(run(3, *(raised(rank) for rank in (2, 1, 0)))).rank == 0
-
-
 def test_of_two_machines_the_one_that_the_kernel_heard_first_is_the_cause() -> None:
     """Their clocks differ by an hour; those of one machine are one."""
     here, there = raised(0, "here", at=3600.0), raised(2, "there", at=10.0)
@@ -145,12 +133,6 @@ def test_peers_that_only_lost_their_connection_are_left_out() -> None:
     assert told.ranks == (2,)
     assert "reset by peer" not in told.message
     assert "real" in told.message
-
-
-def test_where_all_only_lost_each_other_the_first_is_named() -> None:
-    told = failure(run(2, lost_peer(0, 2.0), lost_peer(1, 1.0)))
-    assert (told.rank, told.ranks) == (1, (1,))
-    assert "reset by peer" in told.message
 
 
 GATHER = """Traceback (most recent call last):
@@ -195,14 +177,6 @@ def test_an_exception() -> None:
     assert told.message.count("Traceback of 0") == 1
     assert f"The whole output of rank 0 is kept in {LOGS}" in told.message
     assert (told.traceback, told.exitcode, told.signal) == ("Traceback of 0\n", 1, None)
-
-
-def test_an_exception_without_text() -> None:
-    assert "rank 0 failed: ValueError\n" in failure(run(1, raised(0, ""))).message
-
-
-def test_an_exception_without_a_traceback_leaves_no_gap() -> None:
-    assert "\n\n\n" not in failure(run(1, raised(0, "bad", traceback=""))).message
 
 
 @pytest.mark.parametrize(
@@ -288,12 +262,6 @@ def test_failures_like_the_causes_own() -> None:
 # ---- after somebody asked for the end ------------------------------------------------------
 
 
-def test_a_polite_stop() -> None:
-    stopped = [raised(rank, kind="stopped", type_name="RunStopped") for rank in range(2)]
-    assert verdict(run(2, *stopped), is_stopped=True).status == "stopped"
-    assert verdict(run(2, returned(0), returned(1)), is_stopped=True).status == "stopped"
-
-
 def test_ranks_that_were_interrupted_or_ended() -> None:
     interrupted = raised(0, kind="interrupted", type_name="KeyboardInterrupt")
     state = run(3, interrupted, *ended_by_agent(1), died(2, signal=15, after_interrupt=True))
@@ -360,11 +328,6 @@ def test_a_peer_that_was_killed_for_a_stop_was_not_lost_by_a_failure() -> None:
     state = run(2, *ended_by_agent(0), raised(1, kind="lost peer", type_name="RuntimeError"))
     assert verdict(state, is_stopped=True).status == "stopped"
     assert verdict(state).status == "failed"
-
-
-def test_an_agent_that_was_killed_for_a_stop() -> None:
-    state = run(2, *ended_by_agent(0, 1))
-    assert verdict(state, is_stopped=True, lost=[LOST]).status == "stopped"
 
 
 def test_the_error_holds_nothing_that_a_terminal_obeys() -> None:

@@ -114,29 +114,6 @@ def test_both_ways_at_once(pair: tuple[FramedChannel, FramedChannel]) -> None:
     assert value(*here[0]) == BIG[::-1]
 
 
-def test_several_segments_of_one_message(pair: tuple[FramedChannel, FramedChannel]) -> None:
-    one, other = pair
-    fds = [pack(Packed(b"h", (memoryview(part),)))[1][0] for part in (BIG, BIG[:100_000])]
-    one.post(wire.Notice(text="two"), fds)
-    for fd in fds:
-        os.close(fd)
-    ((message, got),) = pump(one, other, 1)
-    assert text(message) == "two"
-    assert [os.fstat(fd).st_size for fd in got] == [len(BIG), 100_032]
-    for fd in got:
-        os.close(fd)
-
-
-def test_a_segment_of_nothing(pair: tuple[FramedChannel, FramedChannel]) -> None:
-    one, other = pair
-    empty = os.memfd_create("empty")
-    one.post(wire.Notice(text="empty"), (empty,))
-    os.close(empty)
-    ((_, (fd,)),) = pump(one, other, 1)
-    assert os.fstat(fd).st_size == 0
-    os.close(fd)
-
-
 def test_no_more_is_under_way_than_there_is_credit_for() -> None:
     ours, theirs = tcp_pair()
     one = FramedChannel(ours)
@@ -281,22 +258,6 @@ def test_a_file_is_followed_to_its_end(
     one.end(stream)
 
 
-def test_a_file_that_cannot_be_written_costs_nothing_else(
-    pair: tuple[FramedChannel, FramedChannel], tmp_path: Path
-) -> None:
-    one, other = pair
-    (tmp_path / "source").write_bytes(BIG)
-    with (tmp_path / "source").open("rb") as reading:
-        stream = one.follow(reading.fileno())
-    one.flush()
-    other.drain()
-    other.save(stream, os.open("/dev/full", os.O_WRONLY))
-    one.end(stream)
-    post(one, 0, BIG)
-    ((message, fds),) = pump(one, other, 1)
-    assert value(message, fds) == BIG
-
-
 # ---- a peer that goes, or talks nonsense ---------------------------------------------------
 
 
@@ -313,18 +274,6 @@ def test_what_is_not_whole_when_the_peer_goes_is_not_given_out(
     for _ in range(2):
         with pytest.raises(EOFError):
             other.drain()
-
-
-def test_what_receive_left_is_given_out_though_the_peer_is_gone() -> None:
-    peer, sock = socket.socketpair()
-    channel = FramedChannel(sock)
-    peer.sendall(frame(encode(wire.Notice(text="a"))) + frame(encode(wire.Notice(text="b"))))
-    assert text(channel.receive()[0]) == "a"
-    peer.close()
-    assert [text(message) for message, _ in channel.drain()] == ["b"]
-    with pytest.raises(EOFError):
-        channel.drain()
-    channel.close()
 
 
 @pytest.mark.parametrize(
@@ -349,29 +298,3 @@ def test_nonsense_ends_the_channel(nonsense: list[wire.Message]) -> None:
         channel.drain()
     channel.close()
     peer.close()
-
-
-def test_a_message_that_claims_more_segments_than_were_opened() -> None:
-    peer, sock = socket.socketpair()
-    channel = FramedChannel(sock)
-    peer.sendall(frame(encode(wire.Notice(text="liar")), num_fds=1))
-    with pytest.raises(ProtocolError, match="segments"):
-        channel.drain()
-    channel.close()
-    peer.close()
-
-
-def test_credit_for_a_stream_that_has_ended(pair: tuple[FramedChannel, FramedChannel]) -> None:
-    one, other = pair
-    other.post(wire.Credit(stream=9, size=5))
-    other.flush()
-    one.post(wire.Notice(text="fine"))
-    assert [text(message) for message, _ in pump(one, other, 1)] == ["fine"]
-
-
-def test_saving_what_nobody_sends(pair: tuple[FramedChannel, FramedChannel]) -> None:
-    reading, writing = os.pipe()
-    with pytest.raises(ProtocolError, match="stream 4"):
-        pair[0].save(4, writing)
-    assert os.read(reading, 1) == b""
-    os.close(reading)

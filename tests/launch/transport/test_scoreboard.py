@@ -75,48 +75,6 @@ def answer(board: Scoreboard) -> StopPoint:
     return point
 
 
-def test_rows_are_apart() -> None:
-    board = Scoreboard(3)
-    for rank in range(3):
-        row = board.row(rank)
-        row.batches, row.steps, row.total_batches = rank + 1, rank + 10, rank + 100
-        row.device_memory, row.pass_start, row.call_over = 2**40 + rank, rank + 5, rank % 2
-    told = [
-        (
-            row.batches,
-            row.steps,
-            row.total_batches,
-            row.device_memory,
-            row.pass_start,
-            row.call_over,
-        )
-        for row in map(board.row, range(3))
-    ]
-    assert told == [(r + 1, r + 10, r + 100, 2**40 + r, r + 5, r % 2) for r in range(3)]
-    assert not board.stop_asked
-
-
-def test_a_forked_process_shares_the_board() -> None:
-    board = Scoreboard(2)
-
-    def child() -> None:
-        board.row(1).steps = 7
-        while not board.stop_asked:
-            time.sleep(0.001)
-
-    process = fork.Process(target=child)
-    process.start()
-    board.ask_stop()
-    process.join(SOON)
-    assert (process.exitcode, board.row(1).steps) == (0, 7)
-
-
-@pytest.mark.parametrize("counter", COUNTERS)
-def test_nobody_leaves_before_a_stop_is_asked(counter: str) -> None:
-    _, (one, other) = loops(2, counter)
-    assert [one.leaves() for _ in range(5)] + [other.leaves()] == [False] * 6
-
-
 def test_a_reset_makes_ready_for_the_next_call() -> None:
     board, (one, other) = loops(2, "batches")
     one.leaves()
@@ -232,54 +190,6 @@ def test_a_rank_that_never_says_counts_as_if_it_had_gone_on() -> None:
     # It was only slow, and had not gone on after all.
     assert not board.leaves(1, "reads")
     assert [one.leaves(), one.leaves(), other.leaves()] == [False, True, True]
-
-
-def test_batches_of_a_function_that_reads_are_not_waited_for() -> None:
-    board, (one, _) = loops(2, "reads")
-    one.leaves()
-    Loop(board, 0, "batches").comes()
-    board.ask_stop()
-    assert leave_after([answer(board)]) == LeavePoint(batches=None, reads=2)
-
-
-def test_a_rank_that_ended_does_not_count() -> None:
-    board, (one, other) = loops(2, "batches")
-    for _ in range(50):
-        other.leaves()
-    other.comes()
-    other.row.call_over = 1
-    assert stop(board) == LeavePoint(batches=1, reads=1)
-    assert one.leaves()
-
-
-def test_a_rank_that_never_reads_is_not_waited_for() -> None:
-    board, (one, _) = loops(2, "reads")
-    one.leaves()
-    stop(board)
-    assert one.leaves()
-
-
-def test_whoever_left_leaves_again() -> None:
-    board, (one, other) = loops(2, "reads")
-    stop(board)
-    assert [one.leaves(), other.leaves(), one.leaves(), other.leaves()] == [True] * 4
-
-
-def test_who_is_leaving() -> None:
-    board, (fast, slow) = loops(2, "batches")
-    for _ in range(3):
-        fast.leaves()
-    stop(board)
-    slow.leaves()
-    # It knows of the stop, and has still to go on to the others' count.
-    assert not slow.row.leaving
-    assert fast.leaves()
-    assert fast.row.leaving
-    # A function that reads decides for itself.
-    board, (reader, _) = loops(2, "reads")
-    stop(board)
-    reader.leaves()
-    assert reader.row.leaving
 
 
 def _in_lockstep(

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 
 import pytest
 
-from notebook_accel.launch.transport.segment import attach, layout, seal
-from tests.descriptors import open_descriptors
+from notebook_accel.launch.transport.segment import attach, seal
 
 
 @pytest.fixture
@@ -20,18 +18,6 @@ def test_buffers_come_back(parts: tuple[memoryview, ...]) -> None:
     views = attach(fd, [part.nbytes for part in parts])
     os.close(fd)
     assert [bytes(view) for view in views] == [bytes(part) for part in parts]
-
-
-def test_layout_is_aligned_and_tight() -> None:
-    assert layout([1, 64, 0, 65, 2]) == ((0, 64, 128, 128, 256), 320)
-    assert layout([]) == ((), 0)
-
-
-def test_a_segment_of_nothing() -> None:
-    fd = seal([memoryview(b"")])
-    assert [view.nbytes for view in attach(fd, [0])] == [0]
-    assert attach(fd, []) == ()
-    os.close(fd)
 
 
 def test_writes_stay_private(parts: tuple[memoryview, ...]) -> None:
@@ -65,22 +51,3 @@ def test_what_could_shrink_or_is_too_short_is_not_mapped(parts: tuple[memoryview
     with pytest.raises(ValueError, match="its buffers need 1024"):
         attach(fd, [1000])
     os.close(fd)
-
-
-def test_no_descriptor_is_left(
-    parts: tuple[memoryview, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = open_descriptors()
-    fd = seal(parts)
-    views = attach(fd, [part.nbytes for part in parts])
-    os.close(fd)
-    del views
-    assert not open_descriptors() - before
-
-    def full(*_args: object) -> int:
-        raise OSError(errno.ENOMEM, "no memory")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="no memory"):
-        seal(parts)
-    assert not open_descriptors() - before
