@@ -7,7 +7,6 @@ import gc
 import importlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,8 @@ import psutil
 import pytest
 import torch
 
-from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
+from notebook_accel import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.engines import base, local
 from notebook_accel.launch.run import call_of
@@ -40,6 +38,7 @@ from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterator
 
     from notebook_accel.launch.control.state import RunState
@@ -105,13 +104,6 @@ def test_no_process_of_a_run_listens(tmp_path: Path) -> None:
     assert _listening(ours) == before
     (tmp_path / "go").touch()
     run.wait(SOON)
-
-
-def test_the_check_itself_sees_a_listener() -> None:
-    with socket.socket(socket.AF_UNIX) as one, socket.create_server(("127.0.0.1", 0)):
-        one.bind("")
-        one.listen()
-        assert len(_listening([os.getpid()])) == 2
 
 
 @pytest.mark.parametrize("peer", ["wrong secret", "garbage"])
@@ -443,44 +435,6 @@ def test_times_that_are_none_end_no_run(tmp_path: Path) -> None:
     assert run.results == [1]
 
 
-def test_the_grace_of_a_stop_is_kept() -> None:
-    def train() -> None:
-        from notebook_accel.launch import rank
-
-        while True:
-            rank.current().should_stop()
-            rank.current().count_step()
-            time.sleep(0.01)
-
-    run = on_cpu(train, n=1, block=False)
-    eventually(lambda: run.state.ranks[0].steps > 3, within=SOON, what="it runs")
-    run.stop()
-    # It reads and stays: that is its own decision, until somebody asks once more.
-    with contextlib.suppress(TimeoutError):
-        run.wait(1.3)
-    assert run.status == "stopping"
-    run.stop()
-    with contextlib.suppress(Exception):
-        run.wait(SOON)
-    assert run.status == "stopped"
-
-
-def test_a_run_that_is_ended_at_once() -> None:
-    """The order to end may reach the agent in one piece with the launch."""
-
-    def train() -> None:
-        time.sleep(600)
-
-    for end in ("kill", "stop"):
-        run = on_cpu(train, block=False)
-        getattr(run, end)()
-        with pytest.raises(RunStopped):
-            run.wait(SOON)
-        # It heard: of a deaf agent, which is killed after a while, there is no word.
-        told = [rank.signal or rank.exitcode for rank in run.state.ranks]
-        assert told == ([9, 9] if end == "kill" else [130, 130])
-
-
 # ---- views that break ----------------------------------------------------------------------
 
 
@@ -615,55 +569,6 @@ def test_a_launch_that_raised_is_in_the_list_with_its_results() -> None:
     assert runs()[-1].results == [7, None]
     with pytest.raises(WorkerError, match="ValueError: no"):
         runs()[-1].wait()
-
-
-def test_of_launches_that_raised_the_newest_few_keep_what_they_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Given:
-        """What a rank has of a training, in its only form."""
-
-        def parts_to_rescue(self, num_steps: int) -> Iterator[Given]:
-            yield self
-
-        def join(self, others: list[Given]) -> str:
-            return "trained"
-
-    def train(given: Given, leaves: bool) -> None:
-        from notebook_accel.launch import rank
-
-        if leaves:
-            rank.current().note_training(given)
-            raise RunStopped("by its own decision")
-        raise ValueError("no")
-
-    def launched(*, leaves: bool) -> tuple[str, weakref.ref[Given]]:
-        given = Given()
-        with contextlib.suppress(WorkerError):
-            on_cpu(train, given, leaves, n=1)
-        return runs()[-1].id, weakref.ref(given)
-
-    monkeypatch.setattr(run_list, "_MAX_HANDLES", 1)
-    rescued, _ = launched(leaves=True)
-    older, held = launched(leaves=False)
-    run = find_run(older)
-    _, kept = launched(leaves=False)
-    gc.collect()
-    assert find_run(older) is run, "somebody holds it"
-    del run
-    gc.collect()
-    assert held() is None
-    assert kept() is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(run_list, "_MAX_RUNS", 1)
-        on_cpu(abs, 1, n=1)
-    assert find_run(rescued).rescued == "trained", "neither failures nor other runs push it out"
-    launched(leaves=True)
-    gc.collect()
-    with pytest.raises(
-        NotebookAccelError, match=r"is gone.* of runs that raised, it has those of the newest few"
-    ):
-        _ = find_run(rescued).rescued
 
 
 def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> None:
@@ -830,29 +735,6 @@ def test_what_the_person_sets_for_the_ranks_wins(
         "TORCHELASTIC_RUN_ID": None,
     }
     assert os.environ["WORLD_SIZE"] == "77"
-
-
-def test_text_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables, bars and errors may hold half characters, as names of files do."""
-    monkeypatch.setenv("ODD", "x\udcffy")
-
-    def train() -> None:
-        from tqdm import tqdm
-
-        assert os.environ["ODD"] == r"x\udcffy"
-
-        with tqdm(total=1, desc="file \udcff"):
-            pass
-        print("printed \udcff\x0c\u2028too")
-        raise ValueError("no such file: \udcff")
-
-    with pytest.raises(WorkerError, match="no such file") as caught:
-        on_cpu(train, n=1)
-    run = caught.value.run
-    assert run is not None
-    assert [bar.name for bar in run.progress] == ["file \\udcff"]
-    assert run.logs(0).startswith("printed ?\x0c\u2028too\n")
-    assert run.logs().startswith("[rank 0] printed ?\x0c\u2028too\n[rank 0] Traceback")
 
 
 # ---- notices -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ The metrics themselves are on disk (``metrics_file.py``).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,10 +91,6 @@ class _Stretch(NamedTuple):
             gap_x,
         )
 
-    def any_step(self) -> float:
-        """One of its steps."""
-        return self.low_x if self.num else self.gap_x
-
     def points(self) -> list[Point]:
         """Its points, and (step, nan) where the line has a gap; in the order of their steps."""
         found = {(self.low_x, self.low_y), (self.high_x, self.high_y)} if self.num else set()
@@ -129,8 +124,8 @@ class Curve:
         self._max = max_stretches
         # Steps of each stretch; by steps and not by values, as a chart's width is.
         self._width = 1
-        # In the order of the steps.
-        self._stretches: list[_Stretch] = []
+        # By their places, counted in stretches from step 0 on: steps may go back.
+        self._stretches: dict[float, _Stretch] = {}
         # Those of the lowest and of the highest step, which stay whatever is left out.
         self._ends: tuple[Point, Point] | None = None
 
@@ -145,38 +140,16 @@ class Curve:
             (x, value) if x < first[0] else first,
             (x, value) if x >= last[0] else last,
         )
-        number, stretches = x // self._width, self._stretches
-        new = _Stretch.of(x, value)
-        end = index = len(stretches)
-        if end and number <= self._number(end - 1):
-            # Nearly always the last one; but steps may go back, in a second loop of a session.
-            index = end - 1
-            if number < self._number(index):
-                index = bisect_left(range(end), number, key=self._number)
-        if index < end and self._number(index) == number:
-            stretches[index] = stretches[index].joined(new)
-            return
-        stretches.insert(index, new)
-        if len(stretches) > self._max:
-            self._make_fewer()
-
-    def _number(self, index: int) -> float:
-        """Where the stretch at ``index`` lies, counted in stretches from step 0 on."""
-        return self._stretches[index].any_step() // self._width
-
-    def _make_fewer(self) -> None:
-        """Double the steps of each stretch until there is room for some more of them."""
-        stretches = self._stretches
-        while len(stretches) > self._max * 7 // 8:
+        number, new = x // self._width, _Stretch.of(x, value)
+        before = self._stretches.get(number)
+        self._stretches[number] = before.joined(new) if before else new
+        while len(self._stretches) > self._max:
             self._width *= 2
             joined: dict[float, _Stretch] = {}
-            for stretch in stretches:
-                number = stretch.any_step() // self._width
-                before = joined.get(number)
-                joined[number] = before.joined(stretch) if before else stretch
-            stretches = list(joined.values())
-        # A new list at once: whoever draws in another thread goes through the old one.
-        self._stretches = stretches
+            for number, stretch in sorted(self._stretches.items()):
+                before = joined.get(number // 2)
+                joined[number // 2] = before.joined(stretch) if before else stretch
+            self._stretches = joined
 
     def points(self) -> list[Point]:
         """The points (step, value) in the order of their steps, the first and the last among them.
@@ -184,7 +157,7 @@ class Curve:
         The value is nan where the line has a gap.
         """
         return self._between_ends(
-            [point for stretch in list(self._stretches) for point in stretch.points()]
+            [point for _, stretch in sorted(self._stretches.items()) for point in stretch.points()]
         )
 
     def means(self) -> list[Point]:
@@ -193,7 +166,7 @@ class Curve:
         The value is nan where the line has a gap.
         """
         return self._between_ends(
-            [point for stretch in list(self._stretches) for point in stretch.means()]
+            [point for _, stretch in sorted(self._stretches.items()) for point in stretch.means()]
         )
 
     def _between_ends(self, points: list[Point]) -> list[Point]:

@@ -137,11 +137,7 @@ class RunFolder:
         folder = cls(root / _new_id())
         try:
             folder.path.mkdir(parents=True, mode=0o700)
-            try:
-                folder._hold()
-            except OSError:
-                folder.remove()
-                raise
+            folder._hold()
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise too_many_files() from None

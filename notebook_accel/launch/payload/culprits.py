@@ -7,6 +7,7 @@ import functools
 import inspect
 import types
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.errors import LaunchError
@@ -31,8 +32,9 @@ __all__ = [
     "variables",
 ]
 
-# Values that are looked into: each is pickled once, with all that it holds.
+# Values that are looked into, and parts of each of them that are pickled to see which cannot be.
 _MAX_LOOKS = 100
+_MAX_PARTS = 10_000
 # What a bound method, a static or class method, or a partial has inside.
 _HOLDERS = (types.MethodType, staticmethod, classmethod, functools.partial)
 _HELD = ("__self__", "__func__", "func", "args", "keywords")
@@ -67,32 +69,30 @@ class Culprit(NamedTuple):
 _Part = tuple[str, Any, str]
 
 
-def _find_culprit(parts: Iterable[_Part], make: Callable[..., Any]) -> Culprit | None:
+def _find_culprit(
+    parts: Iterable[_Part], make: Callable[..., Any], seen: dict[int, Any] | None = None
+) -> Culprit | None:
     """The nearest value among the parts, and in them, that the pickler which ``make`` makes cannot
-    pickle for a reason of its own: all that it holds can be pickled."""
-    # What pickling each value raised, by its identity; the value is kept, so that it stays its own.
-    looks: dict[int, tuple[Any, BaseException | None]] = {}
+    pickle for a reason of its own: all that it holds can be pickled.
 
-    def error_of(value: Any) -> BaseException | None:
-        if id(value) not in looks:
-            looks[id(value)] = value, _error_of(make, value)
-        return looks[id(value)][1]
-
-    seen: set[int] = set()
-    waiting = deque(parts)
-    while waiting:
-        path, value, user = waiting.popleft()
-        error = error_of(value)
-        if error is None or id(value) in seen:
+    Args:
+        parts: where to look.
+        make: makes a pickler.
+        seen: what cannot be pickled and was looked into, by its identity.
+    """
+    seen = {} if seen is None else seen
+    for path, value, user in parts:
+        error = None if id(value) in seen else _error_of(make, value)
+        if error is None:
             continue
-        seen.add(id(value))
-        is_whole = remedy_of(type(value)) is not None or len(looks) > _MAX_LOOKS
-        inside = (
-            [] if is_whole else [part for part in _parts(path, value, user) if error_of(part[1])]
-        )
-        if not inside:
+        seen[id(value)] = value
+        is_whole = remedy_of(type(value)) is not None or len(seen) > _MAX_LOOKS
+        inside = [] if is_whole else list(islice(_parts(path, value, user), _MAX_PARTS))
+        found = _find_culprit(inside, make, seen)
+        if found is not None:
+            return found
+        if not any(id(inner) in seen for _, inner, _ in inside):
             return Culprit(path, value, user, error)
-        waiting.extendleft(reversed(inside))
     return None
 
 

@@ -43,11 +43,6 @@ _BACKEND_FLAGS = (
 )
 # Names of streams as Python, ipykernel and test runners have them.
 _STREAMS = {"<stdout>": "stdout", "stdout": "stdout", "<stderr>": "stderr", "stderr": "stderr"}
-_FORMATS = {
-    logging.PercentStyle: "%",
-    logging.StrFormatStyle: "{",
-    logging.StringTemplateStyle: "$",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +115,8 @@ def _seeded_generators(seed: int) -> dict[str, Any]:
 
 def _numpy_state() -> dict[str, Any] | int:
     generator: Any = getattr(sys.modules.get("numpy"), "random", None)
-    state = generator.get_state(legacy=False) if hasattr(generator, "get_state") else {}
-    # Another generator that was put in its place has a state that a rank's own cannot take.
-    return state if state.get("bit_generator") == "MT19937" else secrets.randbits(32)
+    has_state = hasattr(generator, "get_state")
+    return generator.get_state(legacy=False) if has_state else secrets.randbits(32)
 
 
 def _torch_settings(torch: Any) -> dict[str, Any]:
@@ -179,14 +173,9 @@ def _logger(logger: logging.Logger) -> dict[str, Any] | None:
 def _handler(handler: logging.Handler) -> dict[str, Any] | None:
     """A handler of a plain kind, None for all others."""
     formatter = handler.formatter or logging.Formatter()
-    style = formatter._style
-    has_own_fields = handler.filters or getattr(style, "_defaults", None)
-    if type(formatter) is not logging.Formatter or type(style) not in _FORMATS or has_own_fields:
+    if type(formatter) is not logging.Formatter or handler.filters:
         return None
-    found = {
-        "level": handler.level,
-        "layout": (formatter._fmt, formatter.datefmt, _FORMATS[type(style)]),
-    }
+    found = {"level": handler.level, "formatter": formatter}
     if type(handler) is logging.FileHandler:
         _append_from_now_on(handler)
         return {**found, "file": (handler.baseFilename, handler.encoding)}
@@ -310,7 +299,7 @@ def _apply_logger(
 def _make_handler(
     *,
     level: int,
-    layout: tuple[Any, Any, Any],
+    formatter: logging.Formatter,
     stream: str = "",
     file: tuple[str, str | None] | None = None,
 ) -> logging.Handler:
@@ -321,6 +310,5 @@ def _make_handler(
     else:
         handler = logging.StreamHandler(getattr(sys, stream))
     handler.setLevel(level)
-    # Unchecked: the notebook's formatter may have been made so, as one without any field has to be.
-    handler.setFormatter(logging.Formatter(*layout, validate=False))
+    handler.setFormatter(formatter)
     return handler

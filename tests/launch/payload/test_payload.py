@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -504,17 +502,6 @@ def test_a_big_tensor_is_never_copied_into_the_pickle(notebook: Notebook) -> Non
     assert not notebook["big"].any()
 
 
-def test_results_from_read_only_memory_are_writable(notebook: Notebook) -> None:
-    notebook.cell("import torch\ndef train(): return torch.ones(3)")
-    packed = payload.pack_result(notebook["train"]())
-    inline = tuple(bytes(view) for view in packed.buffers)
-    result = payload.unpack_result(
-        payload.Packed(packed.header, tuple(map(memoryview, inline))), payload.Registry()
-    )
-    result += 1
-    assert result.tolist() == [2, 2, 2]
-
-
 def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
     notebook.cell("""
         import os, torch
@@ -692,24 +679,6 @@ def test_modules_beside_the_notebook(
     del sys.modules["beside_the_notebook"]
 
 
-def test_register_pickle_by_value_is_honoured(
-    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cloudpickle
-
-    (tmp_path / "only_here.py").write_text("def value(): return 'by value'\n")
-    with monkeypatch.context() as patch:
-        patch.syspath_prepend(str(tmp_path))
-        notebook.cell("import only_here\ndef train(): return only_here.value()")
-    (tmp_path / "only_here.py").unlink()
-    cloudpickle.register_pickle_by_value(sys.modules["only_here"])
-    try:
-        assert notebook.launch("train") == "by value"
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules["only_here"])
-        del sys.modules["only_here"]
-
-
 # ---- exceptions ----------------------------------------------------------------------------
 
 
@@ -773,26 +742,6 @@ def test_a_result_that_does_not_unpickle_spoils_only_itself(notebook: Notebook) 
     with pytest.raises(OSError, match="not at home"):
         notebook.launch("train", True)
     assert notebook.launch("train", False) == 1
-
-
-def test_this_process_is_left_as_it_was(notebook: Notebook) -> None:
-    notebook.cell("def train(): return 1")
-    main, directory = sys.modules["__main__"], os.getcwd()
-    assert notebook.launch("train") == 1
-    assert sys.modules["__main__"] is main
-    assert os.getcwd() == directory
-
-
-def test_a_packed_call_is_collected_in_silence(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Traceback and frames of a launch that failed hold each other, and so the packed call."""
-    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
-    circle: list[Any] = [payload.pack_call(len, ((1,),)).packed]
-    circle.append(circle)
-    del circle
-    gc.collect()
-    assert capfd.readouterr().err == ""
 
 
 def test_a_result_that_is_a_small_part_of_a_tensor_comes_without_the_rest() -> None:

@@ -200,13 +200,3 @@ def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> No
     with pytest.raises(LaunchError) as caught:
         notebook.pack("locked")
     assert caught.value.__cause__ is None
-
-
-def test_endless_nesting_is_refused(notebook: Notebook) -> None:
-    notebook.cell("""
-        deep = []
-        for _ in range(100_000):
-            deep = [deep]
-        def train(): return deep
-    """)
-    assert "recursion" in refusal(notebook, "train")
