@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import contextvars
-import itertools
 import json
 import math
 import re
@@ -50,9 +49,8 @@ from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_
 from notebook_accel.notebook.markup import Markup, copyable, element, join, style_element
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from notebook_accel.config.plugins import Plugin
     from notebook_accel.config.setting import Setting
     from notebook_accel.launch.machine import Machine
     from notebook_accel.launch.run import Run
@@ -111,10 +109,6 @@ class Row:
     def value(self, value: Any) -> None:
         self.widget.value = self._write(value)
 
-    def on_change(self, call: Callable[[], None]) -> None:
-        """Call ``call`` after each change."""
-        self.widget.observe(lambda _: call(), names="value")
-
     def say(self, text: str | None, kind: str = "na-wrong") -> None:
         """Show what is wrong with the value beside it; None: what the setting does.
 
@@ -127,15 +121,17 @@ class Row:
 
 
 def setting_rows() -> dict[str, Row]:
-    """A row for each setting of ``LaunchConfig`` that is no plugin, by its name."""
-    return {
-        name: _row(one) for name, one in settings_of(LaunchConfig).items() if name not in PLUGINS
-    }
+    """A row for each setting of ``LaunchConfig`` and each option of a plugin, called as in errors:
+    "seed", "fsdp['min_num_params']"."""
+    settings = settings_of(LaunchConfig).items()
+    rows = {name: _row(one) for name, one in settings if name not in PLUGINS}
+    for plugin in PLUGINS:
+        rows |= {_key(plugin, name): _row(one) for name, one in PLUGINS[plugin].options.items()}
+    return rows
 
 
-def plugin_rows(plugin: Plugin) -> list[Row]:
-    """A row for each option of a plugin."""
-    return [_row(option) for option in plugin.options.values()]
+def _key(plugin: str, option: str) -> str:
+    return f"{plugin}['{option}']"
 
 
 def _row(one: Setting) -> Row:
@@ -320,19 +316,6 @@ def is_of_notebook(name: str, value: object) -> bool:
     )
 
 
-def row_of_error(
-    text: str, rows: Mapping[str, Row], plugins: Mapping[str, Sequence[Row]]
-) -> Row | None:
-    """The row that an error's text is about: it starts with the setting; None for none of them."""
-    found = re.match(r"(\w+)(?:\['(\w+)'\])?[= ]", text)
-    if found is None:
-        return None
-    name, option = found.groups()
-    if option is not None and name in plugins:
-        return next((row for row in plugins[name] if row.name == option), None)
-    return rows.get(name)
-
-
 _INVALID = "Settings that make no sense have no code: change what is marked."
 _NO_CALL = "Arguments that make no sense have no code: change them."
 # What the default config file is for, which the form names first.
@@ -369,7 +352,6 @@ class ConfigPicker:
         self.run: Any = None
         self._config = config
         self._error: ConfigError | None = None
-        self._is_refused = False
         self._machine: Machine | None = None
         # Held while anything is done with the form: what a page sends is handled in a thread of its
         # own where the kernel has subshells, cells run meanwhile, and what is known of the machine
@@ -382,7 +364,6 @@ class ConfigPicker:
         self._draws_between_cells = True
         self._has_call = False
         self._rows = setting_rows()
-        self._plugins = {name: plugin_rows(plugin) for name, plugin in PLUGINS.items()}
         self._plugin_boxes: dict[str, Any] = {}
         self._devices = ipywidgets.HTML(str(devices_line(None)))
         self._strategy = _strategy_row()
@@ -427,11 +408,10 @@ class ConfigPicker:
             self._is_filling = True
             try:
                 given = config.to_dict()
+                for name in PLUGINS:
+                    given |= {_key(name, key): one for key, one in given.get(name, {}).items()}
                 for name, row in self._rows.items():
                     row.value = given.get(name)
-                for name, rows in self._plugins.items():
-                    for row in rows:
-                        row.value = given.get(name, {}).get(row.name)
                 self._strategy.value = tuple(name for name in PLUGINS if name in given)
             finally:
                 self._is_filling = False
@@ -470,19 +450,21 @@ class ConfigPicker:
         with self._lock:
             self._machine = machine
             self._devices.value = str(devices_line(machine))
-            self._show_fit()
+            self._show_state()
 
     # ---- layout ----------------------------------------------------------------------------
 
     def _lay_out(self) -> Any:
-        settings = settings_of(LaunchConfig)
-        first = [row.box for name, row in self._rows.items() if settings[name].is_first]
-        rest = [row.box for name, row in self._rows.items() if not settings[name].is_first]
-        more = ipywidgets.Accordion(children=[ipywidgets.VBox(rest)], selected_index=None)
+        boxes: dict[bool, list[Any]] = {True: [], False: []}
+        for name, setting in settings_of(LaunchConfig).items():
+            if name not in PLUGINS:
+                boxes[setting.is_first].append(self._rows[name].box)
+        more = ipywidgets.Accordion(children=[ipywidgets.VBox(boxes[False])], selected_index=None)
         more.set_title(0, "More settings")
-        for name, rows in self._plugins.items():
-            title = ipywidgets.HTML(str(element("h4", PLUGINS[name].about)))
-            self._plugin_boxes[name] = ipywidgets.VBox([title, *(row.box for row in rows)])
+        for name, plugin in PLUGINS.items():
+            title = ipywidgets.HTML(str(element("h4", plugin.about)))
+            rows = (self._rows[_key(name, option)].box for option in plugin.options)
+            self._plugin_boxes[name] = ipywidgets.VBox([title, *rows])
             self._plugin_boxes[name].add_class("na-plugin")
         shown = ipywidgets.Tab(children=[self._code, self._yaml])
         for index, title in enumerate(("Code", "YAML")):
@@ -501,7 +483,7 @@ class ConfigPicker:
             [
                 style,
                 self._devices,
-                *first,
+                *boxes[True],
                 self._strategy.box,
                 *self._plugin_boxes.values(),
                 more,
@@ -517,14 +499,9 @@ class ConfigPicker:
 
     def _listen(self) -> None:
         self._path.value = str(default_config_path())
-        for row in (
-            *self._rows.values(),
-            *(row for rows in self._plugins.values() for row in rows),
-        ):
-            row.on_change(self._on_change)
-        self._strategy.on_change(self._on_change)
-        for widget in (self._function, self._arguments):
-            widget.observe(lambda _: self._on_change(), names="value")
+        fields = [row.widget for row in (*self._rows.values(), self._strategy)]
+        for widget in (*fields, self._function, self._arguments):
+            widget.observe(self._on_change, names="value")
         calls: dict[str, Callable[[], None]] = {
             "Save": self._save,
             "Load": self._load,
@@ -542,76 +519,76 @@ class ConfigPicker:
             except Exception as error:  # arguments are any code: what a click raises shows nowhere
                 self._say(f"{type(error).__name__}: {error}", "na-wrong")
 
-    def _on_change(self) -> None:
+    def _on_change(self, _change: Any) -> None:
         with self._lock:
             if not self._is_filling:
                 self._check()
 
     def _check(self) -> None:
+        """Check what the form has now, and show the code that means the same."""
         for name, box in self._plugin_boxes.items():
             box.layout.display = None if name in self._strategy.value else "none"
         self._refresh_functions()
+        said = ("", "na-fine") if self._function.options else (_FUNCTION_MISSING, "na-about")
+        code = yaml = _INVALID
+        self._has_call = False
         try:
-            self._config = LaunchConfig(**self._values())
-            self._error = None
+            self._config, self._error = LaunchConfig(**self._values()), None
+            yaml, code = as_yaml(self._config), _NO_CALL
+            code = as_code(self._config, self._function.value, self._arguments.value)
+            self._has_call = bool(self._function.value)
         except ConfigError as error:
             self._error = error
-        self._show_error()
-        self._show_fit()
-        is_wrong = self._error is not None
-        code, yaml = _INVALID, _INVALID
-        if not is_wrong:
-            yaml = as_yaml(self._config)
-            try:
-                code = as_code(self._config, self._function.value, self._arguments.value)
-            except SyntaxError as error:
-                code = _NO_CALL
-                self._say(str(error), "na-wrong")
-        self._buttons["Save"].disabled = is_wrong
-        self._has_call = code not in (_INVALID, _NO_CALL) and bool(self._function.value)
-        self._show_whether_launched()
+            if self._row_of(error) is None:
+                said = str(error), "na-wrong"
+        except SyntaxError as error:
+            said = str(error), "na-wrong"
         self._code.value, self._yaml.value = (str(copyable("pre", each)) for each in (code, yaml))
+        self._say(*said)
+        self._show_state()
 
     def _values(self) -> dict[str, Any]:
         """The settings that the form gives, those left open aside."""
-        values = {name: row.value for name, row in self._rows.items()}
+        values = {name: row.value for name, row in self._rows.items() if "[" not in name}
         for name in self._strategy.value:
-            options = {row.name: row.value for row in self._plugins[name]}
+            options = {key: self._rows[_key(name, key)].value for key in PLUGINS[name].options}
             given = {key: value for key, value in options.items() if value is not None}
             values[name] = None if PLUGINS[name].needs_options and not given else given
         return {name: value for name, value in values.items() if value is not None}
 
-    def _show_error(self) -> None:
-        text = None if self._error is None else str(self._error)
-        wrong_row = None if text is None else row_of_error(text, self._rows, self._plugins)
-        for row in self._all_rows():
-            row.say(text if row is wrong_row else None)
-        if text is not None and wrong_row is None:
-            self._say(text, "na-wrong")
-        elif self._function.options:
-            self._say("", "na-fine")
-        else:
-            self._say(_FUNCTION_MISSING, "na-about")
+    def _row_of(self, error: Exception) -> Row | None:
+        """The row that an error is about, by which its text starts; None for none of them."""
+        found = re.match(r"(\w+(?:\['\w+'\])?)[= ]", str(error))
+        return None if found is None else self._rows.get(found[1])
 
-    def _show_fit(self) -> None:
-        """Say beside its row why settings that make sense cannot be launched from here, or hurt."""
-        self._is_refused = False
-        if self._error is None:
-            row = self._rows["num_processes"]
+    def _show_state(self) -> None:
+        """Say beside its row what is wrong or hurts, and let those buttons work that can."""
+        refusal: Exception | None = self._error
+        warning = None
+        processes = self._rows["num_processes"]
+        if refusal is None:
+            # Settings that make sense may not go together with this machine, or with a click.
             try:
                 check_leaves_notebook_free(self._config)
-                engine = engine_for(self._config)
-                engine.check_here(self._config, rank_environment(self._config))
+                environment = rank_environment(self._config)
+                engine_for(self._config).check_here(self._config, environment)
                 if self._machine is not None:
                     check_fits(self._config, self._machine)
-                    row.say(crowding(self._config, self._machine) or None, "na-warn")
+                    warning = crowding(self._config, self._machine) or None
             except (ConfigError, LaunchError) as error:
-                self._is_refused = True
-                (row_of_error(str(error), self._rows, self._plugins) or row).say(str(error))
-        self._show_whether_launched()
-
-    def _all_rows(self) -> list[Row]:
-        return [*self._rows.values(), *itertools.chain(*self._plugins.values())]
+                refusal = error
+        wrong_row = None if refusal is None else self._row_of(refusal)
+        if self._error is None and wrong_row is None:
+            wrong_row = processes
+        for row in self._rows.values():
+            row.say(str(refusal) if refusal is not None and row is wrong_row else None)
+        if warning is not None:
+            processes.say(warning, "na-warn")
+        goes_on = self._goes_on
+        launch = self._buttons["Launch"]
+        launch.description = "Running" if goes_on else "Launch"
+        launch.disabled = goes_on or refusal is not None or not self._has_call
+        self._buttons["Save"].disabled = self._error is not None
 
     def _save(self) -> None:
         path = self._file
@@ -648,7 +625,7 @@ class ConfigPicker:
         self._say(
             join(["Launched. To have the run in a cell: ", copyable("code", typed)]), "na-fine"
         )
-        self._show_whether_launched()
+        self._show_state()
         # Another launch would take the place of this one's panel.
         _start_thread(partial(self._await_end, self.run), name="notebook-accel-picker")
 
@@ -656,18 +633,12 @@ class ConfigPicker:
         while not call_of(run).ended.wait(1.0):
             pass
         with self._lock:
-            self._show_whether_launched()
+            self._show_state()
 
     @property
     def _goes_on(self) -> bool:
         """Whether what was launched from the form has not ended."""
         return self.run is not None and not call_of(self.run).ended.is_set()
-
-    def _show_whether_launched(self) -> None:
-        goes_on = self._goes_on
-        button = self._buttons["Launch"]
-        button.description = "Running" if goes_on else "Launch"
-        button.disabled = goes_on or not self._has_call or self._is_refused
 
     def _refresh_functions(self) -> None:
         names = [name for name, value in _namespace().items() if is_of_notebook(name, value)]
