@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.display_slot import DisplaySlot
 
@@ -37,7 +36,6 @@ __all__ = [
     "debug_launcher",
     "launch_below",
     "notebook_launcher",
-    "run_cell",
 ]
 
 P = ParamSpec("P")
@@ -233,33 +231,6 @@ def notebook_launcher(
             return ranks.call(request)
         if given_settings(settings, config).get("debug") and _can_hold(request):
             return launch_for_debugger(request)
-        return launch(request)
-
-
-def run_cell(
-    function: Callable[[], Any], config: LaunchConfig, notices: Sequence[str], source: CellSource
-) -> Run:
-    """Run a cell, as a function, on new ranks; the end of the run is waited for.
-
-    Args:
-        function: the cell.
-        config: how to launch.
-        notices: lines for the person.
-        source: where the function comes from.
-
-    Raises:
-        LaunchError, WorkerError, RunStopped: as :func:`notebook_launcher`.
-    """
-    end_held_launch()
-    with show_in_short():
-        request = LaunchRequest(
-            function=function,
-            config=config,
-            view=choose_view("auto", is_cell=True),
-            sources=[source, *cell_sources(get_ipython())],
-            notices=tuple(notices),
-            advise=False,
-        )
         return launch(request)
 
 

@@ -23,18 +23,16 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import debugger, session
-from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cells
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
-from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
-from notebook_accel.notebook.rank_displays import by_rank
-from notebook_accel.notebook.session import CellOptions
+from notebook_accel.notebook.session import CellOptions, NotebookSession
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.warming import keep_reading
 
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.session import NotebookSession
 
 __all__ = ["AccelerateMagics", "CellSyntaxError", "complete_magic", "load_ipython_extension"]
 
@@ -230,8 +227,6 @@ class AccelerateMagics(Magics):
             return None
         if options.fresh:
             _check_fresh(options)
-            self._run_fresh(line, cell, options)
-            return None
         shell: Any = self.shell
         source, number = self._source(line, cell)
         with show_in_short(), _shown_as_syntax_error(shell):
@@ -253,59 +248,45 @@ class AccelerateMagics(Magics):
                     "--write and --ranks: every process runs the whole of a script; leave one of "
                     "them out"
                 )
-            running = session.session_for(shell, _given(options), options.config)
-            if options.write:
-                self._write(cell, number, options.write, running.config, running)
-            run = running.run_cell(
-                cell, source, code=code, first_line=2, number=number, options=chosen
-            )
+            with self._ranks_for(options) as running:
+                if options.write:
+                    self._write(cell, number, options.write, running)
+                run = running.run_cell(
+                    cell, source, code=code, first_line=2, number=number, options=chosen
+                )
         return run if options.bg else None
 
-    def _run_fresh(self, line: str, cell: str, options: Any) -> None:
-        """Run the cell as one function, in ranks that end with it."""
-        shell: Any = self.shell
-        source, number = self._source(line, cell)
-        with show_in_short(), _shown_as_syntax_error(shell):
-            function = cell_function(
-                cell,
-                namespace=shell.user_ns,
-                filename=source.filename,
-                name=f"In[{number}]",
-                first_line=2,
-            )
-        config, notices = _settings(options)
-        if options.write:
-            with show_in_short():
-                self._write(cell, number, options.write, config, None)
-        run = run_cell(function, config, notices, source)
-        print(by_rank(run.results), end="")  # noqa: T201
+    @contextmanager
+    def _ranks_for(self, options: Any) -> Iterator[NotebookSession]:
+        """The session; with ``--fresh`` one that ends with the cell."""
+        if not options.fresh:
+            yield session.session_for(self._notebook, _given(options), options.config)
+            return
+        running = NotebookSession(self._notebook, *_settings(options))
+        try:
+            yield running
+        except NotebookAccelError as error:
+            error.hint = ""  # of a session that lasts
+            raise
+        finally:
+            running.end()
 
-    def _write(
-        self,
-        cell: str,
-        number: int,
-        path: str,
-        config: LaunchConfig,
-        running: NotebookSession | None,
-    ) -> None:
+    def _write(self, cell: str, number: int, path: str, running: NotebookSession) -> None:
         """Write the cell as a script, after those that the session has run."""
         shell: Any = self.shell
         target = Path(path).expanduser()
-        if running is not None:
-            running.await_calls()
-        left_out = {} if running is None else running.left_out
-        before = {} if running is None else running.cells
+        running.await_calls()
         script = script_of_cells(
-            {**before, number: cell},
+            {**running.cells, number: cell},
             namespace=shell.user_ns,
             sources=[source.text for source in cell_sources(shell)],
             transform=shell.transform_cell,
-            world_size=running.world_size if running else config.num_processes or 1,
-            mixed_precision=config.mixed_precision,
+            world_size=running.world_size,
+            mixed_precision=running.config.mixed_precision,
             file=target.name,
         )
         target.write_text(script, encoding="utf-8")
-        others = "; ".join(f"In[{one}], which {why}" for one, why in left_out.items())
+        others = "; ".join(f"In[{one}], which {why}" for one, why in running.left_out.items())
         print(f"wrote {target}{others and f', without {others}'}")  # noqa: T201
 
     def _source(self, line: str, cell: str) -> tuple[CellSource, int]:

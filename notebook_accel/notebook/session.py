@@ -28,7 +28,6 @@ from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
-from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.debugger import debug
 from notebook_accel.notebook.display_slot import DisplaySlot
@@ -36,7 +35,13 @@ from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import show_values
 from notebook_accel.notebook.tracebacks import cell_sources
-from notebook_accel.notebook.used_names import CellNames, names_of, submodules, without_watcher
+from notebook_accel.notebook.used_names import (
+    PROVIDED,
+    CellNames,
+    names_of,
+    submodules,
+    without_watcher,
+)
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker.calls import (
     CellCall,
@@ -304,9 +309,20 @@ class NotebookSession:
     """
 
     def __init__(
-        self, shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+        self,
+        shell: InteractiveShell,
+        config: LaunchConfig,
+        notices: Sequence[str] = (),
+        *,
+        view: View | None = None,
     ) -> None:
         """Start the ranks.
+
+        Args:
+            shell: of the notebook.
+            config: how to launch.
+            notices: lines for the person, shown with the first call.
+            view: shows that the ranks come, if that takes long.
 
         Raises:
             ConfigError: the engine has no ranks that could stay, or there are more ranks than
@@ -323,14 +339,8 @@ class NotebookSession:
         self._notices = tuple(notices)
         # Waits for a cell in the background, and then shows its values.
         self._background: threading.Thread | None = None
-        line = StartingLine()
-        try:
-            request = LaunchRequest(config=config, view=line, name="the session")
-            self.session = Session(request)
-        except BaseException:
-            line.launch_failed()
-            raise
-        line.conclude(self.world_size)
+        request = LaunchRequest(config=config, view=view or View(), name="the session")
+        self.session = Session(request)
         self._ends = CallEnds(self.session)
         self._hints = SessionHints(shell, lambda: self.names, self._owners.note_assigned)
 
@@ -764,7 +774,13 @@ def start_session(
             f"there is a session of {num_ranks(running.world_size)}: `%accelerate restart` starts "
             "another one in its place"
         )
-    _session = NotebookSession(shell, config, notices)
+    line = StartingLine()
+    try:
+        _session = NotebookSession(shell, config, notices, view=line)
+    except BaseException:
+        line.launch_failed()
+        raise
+    line.conclude(_session.world_size)
     return _session
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
+    "PROVIDED",
     "CellNames",
     "is_history",
     "names_of",
@@ -33,6 +34,9 @@ __all__ = [
     "without_watcher",
 ]
 
+# What a cell of the magic finds in its ranks. A name of the notebook that is called so counts from
+# its next assignment on.
+PROVIDED = ("accelerator", "device", "rank", "world_size")
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
 # A name, but not the letters before a text, as in f"{x}".

@@ -651,12 +651,15 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     # A cell that has ranks of its own has nothing of the session.
     fresh = tmp_path / "fresh.py"
     shown = book.run(
-        f"%%accelerate --fresh -n 2 --write {fresh}\nscaled(accelerator.num_processes)"
+        f"%%accelerate --fresh -n 2 --write {fresh}\n"
+        "'own' in globals(), scaled(accelerator.num_processes)"
     )
-    assert shown == f"wrote {fresh}\nranks 0-1: 20\n"
+    assert shown == f"wrote {fresh}\nranks 0-1: (False, 20)\n"
+    assert "1 // 0" in book.fails("%%accelerate --fresh\n1 // 0")
+    assert book.run("%%accelerate\n'own' in globals()") == "ranks 0-1: True\n"
     text = fresh.read_text()
     assert "accelerator = Accelerator()" in text
-    assert "print(scaled(accelerator.num_processes))" in text
+    assert "scaled(accelerator.num_processes)))" in text
     assert "torch.tensor(" not in text
 
 

@@ -10,7 +10,12 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook import rank_displays
-from notebook_accel.notebook.rank_displays import RankDisplays, other_displays, render_displays
+from notebook_accel.notebook.rank_displays import (
+    RankDisplays,
+    by_rank,
+    other_displays,
+    render_displays,
+)
 from notebook_accel.notebook.snapshot import render_slim, render_snapshot
 from tests.notebook.states import after, running, succeeded
 from tests.notebook.test_dashboard import Page
@@ -104,3 +109,9 @@ def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(
     displays.show_new(succeeded(state))
     assert page.only["text/html"] == "5"
     assert len(page.placed) == 1
+
+
+def test_ranks_that_show_the_same_are_told_together() -> None:
+    assert by_rank(["3", "4", "3", None]) == "ranks 0 and 2: 3\nrank 1: 4\n"
+    assert by_rank(["a\nb", "a\nb"]) == "ranks 0-1:\na\nb\n"
+    assert by_rank([None, None]) == ""

@@ -177,7 +177,7 @@ class HostedRank(Worker):
             self._setup_error = ConfigError(
                 f"a session needs a process for each rank, and {self._all_told.parties} ranks "
                 "share one here, with all names that cells assign: launch a function instead "
-                "(notebook_launcher, or %%accelerate --fresh), or take num_processes=1"
+                "(notebook_launcher), or take num_processes=1"
             )
 
     def serve_calls(self) -> int:
