@@ -34,7 +34,6 @@ __all__ = [
     "can_answer",
     "clicks_for",
     "find_kernel",
-    "page_of_cell",
 ]
 
 
@@ -400,15 +399,6 @@ def find_kernel() -> Any | None:
 def clicks_for(kernel: Any) -> ClicksAfterTheCell:
     """The first way for clicks that works in ``kernel``."""
     return next(way for way in CLICK_WAYS if way.works_in(kernel))(kernel)
-
-
-def page_of_cell() -> str | None:
-    """Which page has sent the cell that runs now: one that is reloaded is another one."""
-    kernel = find_kernel()
-    if kernel is None:
-        return None
-    sent: str | None = kernel.get_parent("shell").get("header", {}).get("session")
-    return sent
 
 
 def can_answer(kernel: Any) -> bool:

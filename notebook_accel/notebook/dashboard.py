@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from typing import TYPE_CHECKING, Any
-
-from IPython.core.getipython import get_ipython
+from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.run import call_of
@@ -15,7 +13,6 @@ from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
-from notebook_accel.notebook.clicks import page_of_cell
 from notebook_accel.notebook.display_slot import DisplaySlot, LostWidgetText
 from notebook_accel.notebook.live_panel import LivePanel
 from notebook_accel.notebook.panel import Details
@@ -87,8 +84,6 @@ class Dashboard(View):
         self._has_changed = False
         self._has_ended = False
         self._has_asked_stop = False
-        self._page: str | None = None
-        self._is_lacking = False
         self._stopping_since: float | None = None
         self._run: Run | None = None
         self._state: RunState | None = None
@@ -118,7 +113,6 @@ class Dashboard(View):
         self._run = run
         self._state = run.state
         self._opened_at = time.monotonic()
-        self._page = page_of_cell()
         self._lost_text = LostWidgetText(
             f"{one_line(run.state.name, 60)} (run {run.id}): where no live panel is above, its "
             f"kernel is gone. {run_list.expression(run.id)}.show() draws what was kept."
@@ -194,9 +188,6 @@ class Dashboard(View):
             if self._has_ended:
                 DisplaySlot().show(self._summary(run, run.state).bundle)
                 RankDisplays().show_new(run.state)
-                self._is_lacking = False
-                if self.panel is not None:
-                    self.panel.has_summary_elsewhere()
             else:
                 # Not one more panel: each would be drawn, and sent, five times a second.
                 self._slot.place()
@@ -224,7 +215,6 @@ class Dashboard(View):
             slot=self._slot,
             clicks=self._clicks,
             stop=self._ask_stop,
-            lacking=self._keep_by_next_cell,
             hiding_style=self._lost_text.hiding_style,
         )
         panel.read(state)
@@ -309,20 +299,3 @@ class Dashboard(View):
             self._has_asked_stop = True
             self._run.stop()
             self._has_changed = True
-
-    def _keep_by_next_cell(self) -> None:
-        """Show the summary below the next cell of the page that lacks it: by a click nothing can be
-        displayed."""
-        self._is_lacking = True
-        shell: Any = get_ipython()
-        # Registered twice it is called once.
-        shell.events.register("post_run_cell", self._keep)
-
-    def _keep(self, _result: object) -> None:
-        # What cells of the page that is gone display, those that still wait there, is lost.
-        if self._run is not None and page_of_cell() != self._page:
-            shell: Any = get_ipython()
-            shell.events.unregister("post_run_cell", self._keep)
-            # Unless that cell has shown it itself.
-            if self._is_lacking:
-                self.reopen(self._run)

@@ -97,19 +97,12 @@ _MAX_LINK_BYTES = 2_000_000
 # A summary that is a widget outlives its kernel: Jupyter would draw broken links before it then.
 _ENDED_STYLE = (
     "<style>.na-ended.jupyter-widgets-disconnected::before, "
-    ".na-ended .jupyter-widgets-disconnected::before, .na-lacking { display: none; }</style>"
+    ".na-ended .jupyter-widgets-disconnected::before { display: none; }</style>"
 )
+# Only a page that was reloaded shows the widget then: in the others the summary has its place.
 _ENDED_NOTE = (
-    "The page was reloaded meanwhile, so only the kernel has this summary: the next cell that runs "
-    "puts it into the notebook, and so does {show} in a cell."
-)
-# A page that draws this has no other summary. It says so by a click on a button that nobody sees,
-# as soon as it has drawn that: the image, which there is not, comes to its error before.
-_SAY_LACKING = Markup(
-    "<img alt='' src='data:,' style='display:none' onerror=\""
-    "let left=100;const timer=setInterval(()=>{"
-    "const button=this.closest('.na-ended')?.querySelector('.na-lacking');"
-    'button?.click();if(button||!--left)clearInterval(timer)},100)">'
+    "The page was reloaded meanwhile, so only the kernel has this summary: {show} in a cell puts "
+    "it into the notebook."
 )
 # Summaries that stay widgets, and the characters of them all; older ones are shown by run.show().
 _MAX_ENDED = 10
@@ -132,8 +125,6 @@ class LivePanel:
         slot: where in a cell's output it goes.
         clicks: how clicks get through.
         stop: called when Stop is clicked.
-        lacking: called when a page shows the widget of a run that has ended, since it was reloaded
-            meanwhile: it has no summary that it could save.
         hiding_style: hides what is said below the panel to those who lose it.
     """
 
@@ -144,7 +135,6 @@ class LivePanel:
         slot: DisplaySlot,
         clicks: ClicksAfterTheCell,
         stop: Callable[[], None],
-        lacking: Callable[[], None],
         hiding_style: Markup,
     ) -> None:
         self._run = run
@@ -161,13 +151,12 @@ class LivePanel:
         # These outlive the others, since they have the summary in the end.
         self._lasting = PanelWidgets()
         self._widgets = widgets = PanelWidgets()
-        self._body, self._ended_note = (self._lasting.make(ipywidgets.HTML) for _ in range(2))
+        self._body = self._lasting.make(ipywidgets.HTML)
         self._title, self._note = (widgets.make(ipywidgets.HTML) for _ in range(2))
         self._alert, self._displays = (widgets.make(ipywidgets.HTML) for _ in range(2))
         tooltip = f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip()
         self._stop = widgets.make(ipywidgets.Button, description="Stop", tooltip=tooltip)
         self._stop.on_click(lambda _: stop())
-        self._lacking = lacking
         self._stop.add_class("na-stop")
         self._kill = self._small_button(
             "Kill", "End all ranks at once, with the processes that they started. Results are lost."
@@ -307,13 +296,11 @@ class LivePanel:
         self._slot.show(snapshot.bundle)
         # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
         # class of its own: the style sheet of another panel in the page is not meant for it.
-        button = self._lasting.make(ipywidgets.Button)
-        button.add_class("na-lacking")
-        button.on_click(self._on_lacking)
-        self.box.children = (self._body, self._ended_note, button)
+        self.box.children = (self._body,)
+        show = f"{run_list.expression(self._run.id)}.show()"
+        note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
         html = snapshot.bundle["text/html"]
-        self._body.value = f"{_ENDED_STYLE}{self._hiding_style}{html}"
-        self._ended_note.value = str(_SAY_LACKING)
+        self._body.value = f"{_ENDED_STYLE}{self._hiding_style}{html}{note}"
         self.box.remove_class("na-panel")
         self.box.add_class("na-ended")
         self._widgets.close()
@@ -328,14 +315,9 @@ class LivePanel:
                 size -= len(oldest._body.value)
                 oldest._close()
 
-    def has_summary_elsewhere(self) -> None:
-        """A cell has put the summary into the notebook: no page needs to ask for it any more."""
-        self._ended_note.value = ""
-
     def send_again(self) -> None:
         """Send the end once more, to a page that may not have got it."""
         self._body.send_state()
-        self._ended_note.send_state()
         # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
         self._slot.send_again()
 
@@ -343,13 +325,6 @@ class LivePanel:
         self._lasting.close()
 
     # ---- clicks ----------------------------------------------------------------------------
-
-    def _on_lacking(self, _button: Any) -> None:
-        self._lacking()
-        # What it promises holds from now on, and not before.
-        show = f"{run_list.expression(self._run.id)}.show()"
-        note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
-        self._ended_note.value = str(note)
 
     def _on_kill(self, _button: Any) -> None:
         now = time.monotonic()
