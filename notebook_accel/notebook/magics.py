@@ -37,7 +37,6 @@ from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.warming import keep_reading
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
@@ -66,7 +65,10 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
         if event.symbol.startswith("-"):
             is_cell = words[:1] == ["%%accelerate"]
             parser = AccelerateMagics.accelerate.parser if is_cell else _OPTIONS_OF.get(command)
-            return [] if parser is None else _options(parser)
+            options = [] if parser is None else parser._actions
+            texts = [text for action in options for text in action.option_strings]
+            # In the spelling that a person types.
+            return [text for text in texts if text.startswith("--") and "_" not in text]
         if words == ["%accelerate"]:
             return [*_COMMANDS, "--help"]
         if words[-1:] in (["--mixed-precision"], ["--mixed_precision"]):
@@ -99,16 +101,6 @@ def _silence_jedi(completer: Any) -> None:
         return {**completer.custom_completer_matcher(context), "do_not_suppress": set()}
 
     completer.custom_matchers.append(of_magic)
-
-
-def _options(parser: ArgumentParser) -> list[str]:
-    """The long options, each in the spelling that a person types."""
-    return [
-        text
-        for action in parser._actions
-        for text in action.option_strings
-        if text.startswith("--") and "_" not in text
-    ]
 
 
 # One rank, or the first and the last of several; a digit too many in a range would take all memory.
@@ -145,16 +137,6 @@ class CellSyntaxError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         return self._lines
-
-
-@contextmanager
-def _shown_as_syntax_error(shell: InteractiveShell) -> Iterator[None]:
-    """Have IPython show a ``SyntaxError`` from here as it shows one of a cell without a magic."""
-    try:
-        yield
-    except SyntaxError as error:
-        lines = shell.SyntaxTB.structured_traceback(type(error), error, None)
-        raise CellSyntaxError(error, lines) from error
 
 
 _NUM_PROCESSES = argument(
@@ -229,7 +211,7 @@ class AccelerateMagics(Magics):
             _check_fresh(options)
         shell: Any = self.shell
         source, number = self._source(line, cell)
-        with show_in_short(), _shown_as_syntax_error(shell):
+        with show_in_short():
             chosen = CellOptions(
                 ranks=_parse_ranks(options.ranks),
                 pull=_parse_names(options.pull),
@@ -241,7 +223,7 @@ class AccelerateMagics(Magics):
             if chosen.pulls_each_rank and not chosen.pull:
                 raise UsageError("--each-rank says what --pull gives: add --pull NAMES")
             code = shell.transform_cell(cell)
-            _check_syntax(code, source.filename)
+            _check_syntax(shell, code, source.filename)
             end_held_launch()
             if options.write and chosen.ranks is not None:
                 raise UsageError(
@@ -445,15 +427,8 @@ def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
 
 def _check_fresh(options: Any) -> None:
     """Refuse what only a session can do."""
-    given = {
-        "--ranks": options.ranks,
-        "--bg": options.bg,
-        "--pull": options.pull,
-        "--each-rank": options.each_rank,
-        "--push": options.push,
-        "--no-push": options.no_push,
-    }
-    others = [name for name, value in given.items() if value]
+    names = ("ranks", "bg", "pull", "each_rank", "push", "no_push")
+    others = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if others:
         raise UsageError(
             f"--fresh and {', '.join(others)}: new ranks run the whole cell with the names that "
@@ -461,13 +436,17 @@ def _check_fresh(options: Any) -> None:
         )
 
 
-def _check_syntax(text: str, filename: str) -> None:
-    """Refuse what no rank could run, before one is asked.
+def _check_syntax(shell: Any, text: str, filename: str) -> None:
+    """Refuse what no rank could run, before one is asked, as IPython does in any other cell.
 
     Raises:
-        SyntaxError: it is no Python.
+        CellSyntaxError: it is no Python.
     """
-    compile("\n" + text, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    try:
+        compile("\n" + text, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        lines = shell.SyntaxTB.structured_traceback(type(error), error, None)
+        raise CellSyntaxError(error, lines) from error
 
 
 def _split(line: str) -> list[str]:

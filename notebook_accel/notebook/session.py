@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig, given_settings, resolve
@@ -73,88 +74,6 @@ __all__ = [
     "session_for",
     "start_session",
 ]
-
-# ---- How the calls of a session ended, as far as the next call must know it: noted before that is
-# made, so that nothing depends on who waited for a call, or on how that wait ended.
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What a call was to do: see :meth:`CallEnds.about_to_send`."""
-
-    renews_group: bool = False
-    keeps_error: bool = False
-    pushed: frozenset[str] = frozenset()
-
-
-class CallEnds:
-    """Notes how each call of a session has ended.
-
-    Attributes:
-        has_lost_group: whether all ranks had a process group that they have left since: the next
-            cell or function call makes it anew.
-        has_unreported_names: whether the ranks have names that they could not tell: a call raised.
-        rank_at_fault: in the newest cell or function call that failed; None where no rank was.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self.has_lost_group = False
-        self.has_unreported_names = False
-        self.rank_at_fault: int | None = None
-        self._session = session
-        self._request = _Request()
-        self._noted: Run | None = None
-        # What went along with a call that not all ranks have returned from, and its number.
-        self._unsure: tuple[int, frozenset[str]] = (0, frozenset())
-
-    def about_to_send(
-        self,
-        *,
-        renews_group: bool = False,
-        keeps_error: bool = False,
-        pushed: Iterable[str] = (),
-    ) -> None:
-        """A call will be sent next, unless something is wrong with it.
-
-        Args:
-            renews_group: whether it makes the process group anew.
-            keeps_error: whether the ranks keep its error for ``%accelerate debug``.
-            pushed: names that go along.
-        """
-        self._request = _Request(
-            renews_group=renews_group, keeps_error=keeps_error, pushed=frozenset(pushed)
-        )
-
-    @property
-    def was_sent(self) -> bool:
-        """Whether what was about to be sent is on its way, or has ended."""
-        return self._session.newest_call is not self._noted
-
-    def note(self) -> None:
-        """Note how the newest call ended; it has ended."""
-        run = self._session.newest_call
-        if run is None or not self.was_sent:
-            return
-        self._noted, request, state = run, self._request, run.state
-        if request.keeps_error and state.failure is not None:
-            self.rank_at_fault = state.failure.rank
-        if state.ended_well:
-            self.has_lost_group = self.has_lost_group and not request.renews_group
-            return
-        # A call that had no group, since it asked for names alone or raised before it made the
-        # group anew, says nothing of the one before.
-        self.has_lost_group = self.has_lost_group or all(rank.made_group for rank in state.ranks)
-        self.has_unreported_names = True
-        if request.pushed:
-            self._unsure = call_of(run).number, request.pushed
-
-    def take(self, answers: Iterable[NamesOutcome]) -> frozenset[str]:
-        """All ranks have told their names; gives those that were pushed, and that not all got."""
-        self.has_unreported_names = False
-        (call, pushed), self._unsure = self._unsure, (0, frozenset())
-        has_arrived = all(answer.last_push >= call for answer in answers)
-        return frozenset() if has_arrived else pushed
-
 
 # ---- What the notebook itself knows of a session's names: completion, and a hint where one is
 # missing: a name of the session is no name of the notebook, so ``model.eval()`` in a plain cell is
@@ -278,25 +197,6 @@ class CellOptions:
     in_background: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SentCell:
-    """A cell on the ranks.
-
-    Attributes:
-        run: of the cell.
-        request: what the ranks were asked.
-        number: of the cell in the notebook.
-        assigned: names that it assigns for certain, maybe the very same objects again.
-        slot: where its values go; None for the output of the cell that runs now.
-    """
-
-    run: Run
-    request: CellCall
-    number: int
-    assigned: frozenset[str]
-    slot: DisplaySlot | None = None
-
-
 class NotebookSession:
     """Ranks that stay between the cells of a notebook.
 
@@ -306,6 +206,7 @@ class NotebookSession:
         names: what they have of their own.
         cells: the text of each cell that all ranks have run to its end, by its number.
         left_out: why a script of the session cannot have the others.
+        rank_at_fault: in the newest cell or function call that failed; None where no rank was.
     """
 
     def __init__(
@@ -337,22 +238,27 @@ class NotebookSession:
         self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
         self._owners.note_session_assigned(PROVIDED)
         self._notices = tuple(notices)
+        self.rank_at_fault: int | None = None
+        # How each call has ended is noted before the next one is made, so that nothing depends on
+        # who waited for it: which call was noted last, and what was sent since, with which names.
+        self._noted: Run | None = None
+        self._sent: tuple[CellCall | FunctionCall | None, frozenset[str]] = (None, frozenset())
+        # Whether all ranks had a process group that they have left since: the next cell or function
+        # call makes it anew. Whether they have names that they could not tell: a call raised.
+        self._has_lost_group = False
+        self._has_unreported_names = False
+        # What went along with a call that not all ranks have returned from, and its number.
+        self._unsure: tuple[int, frozenset[str]] = (0, frozenset())
         # Waits for a cell in the background, and then shows its values.
         self._background: threading.Thread | None = None
         request = LaunchRequest(config=config, view=view or View(), name="the session")
         self.session = Session(request)
-        self._ends = CallEnds(self.session)
         self._hints = SessionHints(shell, lambda: self.names, self._owners.note_assigned)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.session.world_size
-
-    @property
-    def rank_at_fault(self) -> int | None:
-        """In the newest cell or function call that failed; None where no rank was."""
-        return self._ends.rank_at_fault
 
     @property
     def is_usable(self) -> bool:
@@ -399,7 +305,7 @@ class NotebookSession:
             mentions=found.used,
             imports=submodules(found.dotted, self._shell.user_ns),
             ranks=options.ranks,
-            renews_group=self._ends.has_lost_group,
+            renews_group=self._has_lost_group,
             pull=options.pull,
             pull_from=None if options.pulls_each_rank else min(options.ranks or [0]),
         )
@@ -421,41 +327,40 @@ class NotebookSession:
             if isinstance(error.__cause__, BreakpointError) and can_answer(find_kernel()):
                 debug(self, error.rank)
             raise
-        cell = _SentCell(run=run, request=request, number=number, assigned=found.certain)
+        conclude = partial(self._conclude, run, request, number, found.certain)
         if options.in_background:
-            self._follow_in_background(cell)
+            self._follow_in_background(run, conclude)
         else:
-            self._conclude(cell)
+            conclude(None)
         return run
 
-    def _follow_in_background(self, cell: _SentCell) -> None:
-        """Have a thread conclude a cell once it has ended."""
+    def _follow_in_background(
+        self, run: Run, conclude: Callable[[DisplaySlot | None], None]
+    ) -> None:
+        """Have a thread conclude a cell once it has ended, and show its values in a slot."""
         # What a thread displays appears anywhere, but what fills a slot.
         slot, below = DisplaySlot(), DisplaySlot()
         for one in (slot, below):
             one.clear()
+
+        def follow() -> None:
+            while not call_of(run).ended.wait(1.0):
+                continue
+            lines = []
+            if run.state.failure is not None:
+                hint = _DEBUG if self.is_usable else f"The session is over: {_RESTART}"
+                lines.append(f"{run.name} failed. {hint}")
+            try:
+                conclude(slot)
+            except Exception as error:  # nobody else would be told
+                lines.append(f"{run.name}: {type(error).__name__}: {error}")
+            if lines:
+                below.show({_PLAIN: "\n".join(lines)})
+
         # ipykernel 7.0 finds the cell of a thread by its context alone.
         context = contextvars.copy_context()
-        self._background = threading.Thread(
-            target=context.run, args=(self._follow, replace(cell, slot=slot), below), daemon=True
-        )
+        self._background = threading.Thread(target=context.run, args=(follow,), daemon=True)
         self._background.start()
-
-    def _follow(self, cell: _SentCell, below: DisplaySlot) -> None:
-        """Wait for a cell in the background, conclude it, and say ``below`` what is to be said."""
-        run, label = cell.run, cell.request.label
-        while not call_of(run).ended.wait(1.0):
-            continue
-        lines = []
-        if run.state.failure is not None:
-            hint = _DEBUG if self.is_usable else f"The session is over: {_RESTART}"
-            lines.append(f"{label} failed. {hint}")
-        try:
-            self._conclude(cell)
-        except Exception as error:  # nobody else would be told
-            lines.append(f"{label}: {type(error).__name__}: {error}")
-        if lines:
-            below.show({_PLAIN: "\n".join(lines)})
 
     def call(self, request: LaunchRequest) -> Run:
         """Call a function on the ranks; it uses their names where it uses globals.
@@ -477,7 +382,7 @@ class NotebookSession:
             args=tuple(request.args),
             kwargs=dict(request.kwargs),
             mentions=mentions,
-            renews_group=self._ends.has_lost_group,
+            renews_group=self._has_lost_group,
         )
         return self._begin(called, self._plan_push(mentions), request)
 
@@ -485,11 +390,7 @@ class NotebookSession:
         """Send what is called, with the names that go along, as ``request`` says."""
         called.fills = push.fills
         self._owners.note_call()
-        self._ends.about_to_send(
-            renews_group=called.renews_group,
-            keeps_error=True,
-            pushed=push.values.keys() - push.fills,
-        )
+        self._sent = called, frozenset(push.values.keys() - push.fills)
         try:
             return self.session.call(
                 replace(
@@ -512,27 +413,40 @@ class NotebookSession:
                     error.hint += f". If each cell fails so: {_RESTART}"
             raise
         finally:
-            if self._ends.was_sent:
+            if self.session.newest_call is not self._noted:  # it was sent
                 self._notices = ()
                 self._owners.note_pushed(push)
 
-    def _conclude(self, cell: _SentCell) -> None:
+    def _conclude(
+        self,
+        run: Run,
+        request: CellCall,
+        number: int,
+        assigned: frozenset[str],
+        slot: DisplaySlot | None,
+    ) -> None:
         """A cell has ended: note what it has assigned, show its values, take what it is to pull.
+
+        Args:
+            run: of the cell.
+            request: what the ranks were asked.
+            number: of the cell in the notebook.
+            assigned: names that it assigns for certain, maybe the very same objects again.
+            slot: where its values go; None for the output of the cell that runs now.
 
         Raises:
             NotebookAccelError: there is no such name to pull.
         """
-        run, request = cell.run, cell.request
         outcomes: list[CellOutcome | None] = results_now(run)
         if all(rank.returned for rank in run.state.ranks):
-            self._owners.note_session_assigned(cell.assigned)
+            self._owners.note_session_assigned(assigned)
             if request.ranks is None:
-                self.cells[cell.number] = request.text
-                del self.left_out[cell.number]
+                self.cells[number] = request.text
+                del self.left_out[number]
             else:
-                self.left_out[cell.number] = "ran with --ranks"
+                self.left_out[number] = "ran with --ranks"
         self._take(outcomes)
-        show_values([None if one is None else one.value for one in outcomes], cell.slot)
+        show_values([None if one is None else one.value for one in outcomes], slot)
         asked = outcomes if request.pull_from is None else [outcomes[request.pull_from]]
         if run.state.failure is None and None not in asked:
             self._assign(request.pull, outcomes, request.pull_from)
@@ -547,7 +461,10 @@ class NotebookSession:
         names = [one.names.union(PROVIDED) for one in answers]
         self.names = frozenset[str]().union(*names)
         self._owners.keep_only(names)
-        self._owners.push_again(self._ends.take(answers))
+        self._has_unreported_names = False
+        (call, pushed), self._unsure = self._unsure, (0, frozenset())
+        if any(answer.last_push < call for answer in answers):
+            self._owners.push_again(pushed)
 
     def _plan_push(self, used: Iterable[str], forced: Sequence[str] = ()) -> Push:
         missing = [name for name in forced if not self._owners.is_ours(name)]
@@ -594,11 +511,31 @@ class NotebookSession:
             LaunchError: a rank has ended.
         """
         self.await_calls()
-        self._ends.note()
+        self._note_end()
         if not self.is_usable:
             raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")
-        if self._ends.has_unreported_names:
+        if self._has_unreported_names:
             self._take(self._ask(NamesCall()))
+
+    def _note_end(self) -> None:
+        """Note how the newest call ended, which it has."""
+        run, (called, pushed) = self.session.newest_call, self._sent
+        if run is None or run is self._noted:
+            return
+        self._noted = run
+        if called is not None and run.state.failure is not None:
+            self.rank_at_fault = run.state.failure.rank
+        if run.state.ended_well:
+            if called is not None and called.renews_group:
+                self._has_lost_group = False
+            return
+        # A call that had no group, since it asked for names alone or raised before it made the
+        # group anew, says nothing of the one before.
+        if all(rank.made_group for rank in run.state.ranks):
+            self._has_lost_group = True
+        self._has_unreported_names = True
+        if pushed:
+            self._unsure = call_of(run).number, pushed
 
     def _is_going_on(self, call: Run) -> bool:
         """Whether a call has not ended, or its values are still to be shown."""
@@ -609,7 +546,7 @@ class NotebookSession:
         self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None
     ) -> list[Any]:
         """What each rank answers to a request that is no run for the person."""
-        self._ends.about_to_send()
+        self._sent = None, frozenset()
         return self.session.ask(request, names or {})
 
     def _how_it_ended(self) -> str:
@@ -828,17 +765,15 @@ def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
         ConfigError: a setting that is given differs.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return
     has = replace(running.config, num_processes=running.world_size)
     wanted = LaunchConfig(**given)
     other = [name for name in given if getattr(wanted, name) != getattr(has, name)]
     if not other:
         return
-    options = [f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other if name in _OPTIONS]
-    command = " ".join(["%accelerate restart", *options])
-    if len(options) < len(other):
-        command = "%accelerate stop"
+    command = "%accelerate stop"
+    if _OPTIONS.keys() >= set(other):
+        options = (f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other)
+        command = " ".join(["%accelerate restart", *options])
     # Texts of variables may be secrets, and a notebook is saved with its errors.
     held = ", ".join(
         f"env of {', '.join(has.env or ()) or 'nothing'}"
