@@ -29,16 +29,17 @@ from notebook_accel.notebook.markup import Markup, copyable, element, style_elem
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import (
     Details,
+    fold_of_stacks,
     render_alert,
     render_panel,
-    render_stacks,
     render_title,
+    stacks_of_hang,
 )
 from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
 from notebook_accel.notebook.snapshot import AskedStacks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from notebook_accel.launch.control.hang import Hang
     from notebook_accel.launch.control.state import Display, RunState
@@ -281,14 +282,15 @@ class LivePanel:
             self._note.value = str(element("div", "log folder ", path, class_="na na-folder"))
         elif self.asked_stacks is not None and self.asked_stacks is not self._drawn_stacks:
             self._drawn_stacks = asked = self.asked_stacks
-            markup = render_stacks(asked.stacks, title=asked.title, is_open=True)
-            self._note.value = str(markup)
+            self._show_stacks(asked.title, asked.stacks, is_open=True)
         # Once a hang is over its stacks stay, as what is said of it does.
         if state.hang is not None and state.hang is not self._hang:
             self._hang = state.hang
-            stacks = [(wording.rank_list(ranks), text) for ranks, text in state.hang.stacks]
-            markup = render_stacks(stacks, title="stacks of the ranks", is_open=False)
-            self._note.value = str(markup)
+            self._show_stacks("stacks of the ranks", stacks_of_hang(state.hang), is_open=False)
+
+    def _show_stacks(self, title: str, stacks: Sequence[tuple[str, str]], *, is_open: bool) -> None:
+        fold = fold_of_stacks(title, stacks, is_open=is_open)
+        self._note.value = str(element("div", fold, class_="na na-stacks"))
 
     def finish(self, snapshot: Snapshot) -> None:
         """Leave the summary in place of the live panel."""

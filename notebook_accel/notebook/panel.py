@@ -32,15 +32,17 @@ from notebook_accel.notebook.markup import Markup, element, join, message_bytes,
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from notebook_accel.launch.control.hang import Hang
     from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = [
     "MAX_BYTES",
     "Details",
+    "fold_of_stacks",
     "render_alert",
     "render_panel",
-    "render_stacks",
     "render_title",
+    "stacks_of_hang",
 ]
 
 # A message of 20 KB five times a second is what a page keeps up with (notebook/dashboard.py); the
@@ -140,27 +142,40 @@ def render_alert(state: RunState) -> Markup:
     return element("div", shorten(text, 800), role="alert")
 
 
-def render_stacks(
-    stacks: Sequence[tuple[str, str]], *, title: str, is_open: bool, max_bytes: int = 30_000
+def stacks_of_hang(hang: Hang) -> list[tuple[str, str]]:
+    """Where the ranks stood that waited in vain for each other: whose stack it is, and the text."""
+    return [(wording.rank_list(ranks), text) for ranks, text in hang.stacks]
+
+
+def fold_of_stacks(
+    title: str,
+    stacks: Sequence[tuple[str, str]],
+    *,
+    is_open: bool = False,
+    max_bytes: int = 30_000,
+    style: str | None = None,
 ) -> Markup:
     """Stacks below a fold.
 
     Args:
-        stacks: whose they are ("rank 2", "ranks 0-3"), and the text.
         title: of the fold.
+        stacks: whose they are ("rank 2", "ranks 0-3"), and the text.
         is_open: whether it is unfolded.
         max_bytes: how much of them is shown, about.
+        style: of the text.
     """
     share = max(500, max_bytes // max(1, min(len(stacks), _MAX_STACKS)))
     parts = [
-        element("div", element("b", who), element("pre", shorten(text.strip("\n"), share)))
+        element(
+            "div",
+            element("b", who),
+            element("pre", shorten(text.strip("\n"), share), style=style),
+        )
         for who, text in stacks[:_MAX_STACKS]
     ]
     if len(stacks) > _MAX_STACKS:
-        rest = f"… and {len(stacks) - _MAX_STACKS} more: run.stacks() has them all"
-        parts.append(element("div", rest, class_="na-muted"))
-    fold = element("details", element("summary", title), *parts, open=is_open)
-    return element("div", fold, class_="na na-stacks")
+        parts.append(element("div", f"… and {len(stacks) - _MAX_STACKS} more", class_="na-muted"))
+    return element("details", element("summary", title), *parts, open=is_open)
 
 
 # ---- ranks ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from notebook_accel.launch.view.progress import name_of, not_finite_note, spread
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
+from notebook_accel.notebook.panel import fold_of_stacks, stacks_of_hang
 from notebook_accel.notebook.rank_displays import other_displays, render_displays
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ _MAX_NOTICE = 500
 # Plots, and ranks with a curve in each: colours of more are not told apart.
 _MAX_PLOTS = 6
 _MAX_CURVES = 8
-# Different stacks below one fold.
-_MAX_STACKS = 8
 # Bytes of the error, whose end is kept, and of the stacks below one fold.
 _MAX_ERROR = 12_000
 # The last lines of each block of output, as far as all blocks together have room.
@@ -179,11 +178,18 @@ def render_snapshot(
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
     curves = metric_curves(metrics)
+    stacks: list[tuple[str, Sequence[tuple[str, str]]]] = []
+    stacks += [] if asked_stacks is None else [(asked_stacks.title, asked_stacks.stacks)]
+    if state.hang is not None and state.hang.stacks:
+        stacks.insert(0, ("stacks of the ranks", stacks_of_hang(state.hang)))
     parts = [
         element("div", *_title_parts(state, seconds)),
         _table(state, seconds),
         _notices(state),
-        *(_stacks(found) for found in (_stacks_of_hang(state), asked_stacks)),
+        *(
+            fold_of_stacks(title, found, max_bytes=_MAX_ERROR, style=_TEXT)
+            for title, found in stacks
+        ),
         _failure(state),
         _metrics(curves),
         _other_displays(state),
@@ -193,17 +199,13 @@ def render_snapshot(
     html = element("div", *parts, class_=_NO_MATHS, style=_FRAME)
     # Not as Markup, which would escape what it is added to.
     displays = str(render_displays(state)) if with_displays else ""
-    return Snapshot(html, _text(state, now, with_output=with_output), displays)
-
-
-def _text(state: RunState, now: float, *, with_output: bool) -> str:
-    """The summary for terminals and files: no HTML, and nothing that a terminal would obey."""
+    # For terminals and files: no HTML, and nothing that a terminal would obey.
     lines = summary.summary_lines(state, now=now)
     lines += [one_line(text, _MAX_NOTICE) for text in state.notices[-_MAX_NOTICES:]]
     lines += _output_text(state) if with_output else []
     if state.error:
         lines.append(_end(plain_text(state.error), 4000))
-    return "\n".join(lines)
+    return Snapshot(html, "\n".join(lines), displays)
 
 
 # ---- title, ranks, notices and failure -----------------------------------------------------
@@ -266,29 +268,6 @@ def _notices(state: RunState) -> Markup:
     return join(lines)
 
 
-def _stacks_of_hang(state: RunState) -> AskedStacks | None:
-    """Where the ranks stood that waited in vain for each other."""
-    if state.hang is None or not state.hang.stacks:
-        return None
-    stacks = tuple((wording.rank_list(ranks), text) for ranks, text in state.hang.stacks)
-    return AskedStacks("stacks of the ranks", stacks)
-
-
-def _stacks(found: AskedStacks | None) -> Markup:
-    """Stacks below a fold."""
-    if found is None:
-        return Markup("")
-    shown = found.stacks[:_MAX_STACKS]
-    share = _MAX_ERROR // len(shown)
-    parts: list[Markup] = []
-    for who, text in shown:
-        parts.append(element("div", who, style=_MUTED))
-        parts.append(element("pre", shorten(text.strip("\n"), share), style=_TEXT))
-    hidden = len(found.stacks) - len(shown)
-    rest = element("div", f"… and {hidden} more", style=_MUTED) if hidden else Markup("")
-    return element("details", element("summary", found.title), *parts, rest)
-
-
 def _failure(state: RunState) -> Markup:
     """The error's first line, and the end of the rest of it folded."""
     if not state.error:
@@ -329,21 +308,14 @@ def _metrics(curves: Curves) -> Markup:
     parts = [element("div", *plots, style=row)]
     others = names[_MAX_PLOTS:]
     if others:
-        row = "display:flex;flex-wrap:wrap;gap:0 24px;margin:6px 0 2px"
         values = [
-            element(
-                "span",
-                element("span", f"{name_of(name)} ", style=_MUTED),
-                element("b", _last_value(curves[name])),
-                # Where styles are dropped, a space keeps them apart.
-                " ",
-            )
+            f"{name_of(name)} {_last_value(curves[name])}"
             for name in others[: summary.MAX_NAMED_METRICS]
         ]
         hidden = len(others) - summary.MAX_NAMED_METRICS
         if hidden > 0:
-            values.append(element("span", f"… and {hidden:,} more in run.metrics", style=_MUTED))
-        parts.append(element("div", *values, style=row))
+            values.append(f"… and {hidden:,} more in run.metrics")
+        parts.append(element("div", ", ".join(values), style="margin:6px 0 2px"))
     return join(parts)
 
 

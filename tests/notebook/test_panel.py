@@ -13,9 +13,9 @@ from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.panel import (
     MAX_BYTES,
     Details,
+    fold_of_stacks,
     render_alert,
     render_panel,
-    render_stacks,
     render_title,
 )
 from tests.notebook.states import after, logged, running, succeeded, with_failed
@@ -185,7 +185,7 @@ def test_a_rank_that_says_nothing_is_quiet() -> None:
 
 def test_stacks_are_below_a_fold_and_cut() -> None:
     stacks = [(f"rank {rank}", HOSTILE * 9_000) for rank in range(20)]
-    page = Tags(render_stacks(stacks, title="stacks", is_open=True, max_bytes=20_000))
+    page = Tags(fold_of_stacks("stacks", stacks, is_open=True, max_bytes=20_000))
     assert page.tags.count("pre") == 8
     assert "… and 12 more" in page.text
     assert len(page.text) < 20_000
