@@ -140,8 +140,11 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     inner = getattr(batch_sampler_of(draft), "sampler", draft.sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
         return
+    # None follows the length of a dataset that grows.
+    is_all = inner.num_samples == len(inner.data_source)
+    num_samples = None if is_all else inner.num_samples
     seedable = SeedableRandomSampler(
-        inner.data_source, inner.replacement, inner._num_samples, data_seed=data_seed
+        inner.data_source, inner.replacement, num_samples, data_seed=data_seed
     )
     seedable.counts_epochs = False
     if data_seed is None and inner.generator is not None:

@@ -289,14 +289,14 @@ class PreparedLoader(LoaderWrapper):
         """Batches of a whole pass, those included that this one skips; None where unknown."""
         # Torch warns of a stream that gives more batches than len() said, if somebody has asked for
         # its len(): that we asked must not count.
-        base = self.base_dataloader
-        asked = base._IterableDataset_len_called
+        noted = vars(self.base_dataloader)
+        before = dict(noted)
         try:
             return self._num_batches()
         except (TypeError, NotImplementedError):  # as of length_or_none
             return None
         finally:
-            base._IterableDataset_len_called = asked
+            noted.update(before)
 
     @property
     def _shard(self) -> Any:

@@ -8,13 +8,13 @@ refused as it is written, where the remedy is still at hand, and not weeks later
 
 from __future__ import annotations
 
-import _compat_pickle
 import argparse
 import collections
 import datetime as dt
 import decimal
 import enum
 import fractions
+import itertools
 import pathlib
 import pickle
 import sys
@@ -22,7 +22,7 @@ import types
 import uuid
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,6 +44,13 @@ __all__ = [
     "write_state",
 ]
 
+# Pickles of protocol 2, which torch writes, have Python 2's names.
+_MODULES_OF_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_NAMES_OF_PYTHON_2 = {
+    "__builtin__.long": ("builtins", "int"),
+    "__builtin__.unicode": ("builtins", "str"),
+    "__builtin__.xrange": ("builtins", "range"),
+}
 _COMMON_TYPES = (
     *(bool, int, float, complex, str, bytes, bytearray),
     *(list, tuple, dict, set, frozenset, range, slice, object),
@@ -215,9 +222,8 @@ _SafePickle = SimpleNamespace(
 
 def _find(module: str, name: str) -> Any:
     """What a pickle means by a name, if it is known to be safe, else None."""
-    # Pickles of protocol 2, which torch writes, have Python 2's names.
-    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-    module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+    module, name = _NAMES_OF_PYTHON_2.get(f"{module}.{name}", (module, name))
+    module = _MODULES_OF_PYTHON_2.get(module, module)
     known = _known().get(f"{module}.{name}") or _of_user().get(f"{module}.{name}")
     if known is not None:
         return known
@@ -267,12 +273,15 @@ def _known() -> dict[str, Any]:
     numbers = {np.dtype(code).type for code in np.typecodes["All"]}
     for kind in (*_COMMON_TYPES, np.ndarray, np.dtype, *kinds, *numbers):
         known[f"{kind.__module__}.{kind.__qualname__}"] = kind
-    core = cast("Any", getattr(np, "_core", None) or np.core)
-    # numpy 2 moved its core; files of either version name their own.
-    for module in ("numpy._core", "numpy.core"):
-        known[f"{module}.multiarray._reconstruct"] = core.multiarray._reconstruct
-        known[f"{module}.multiarray.scalar"] = core.multiarray.scalar
-        known[f"{module}.numeric._frombuffer"] = core.numeric._frombuffer
+    # What arrays and numbers of numpy are made by, as pickle asks them. numpy 2 moved its core;
+    # files of either version name their own.
+    makers = (
+        ("multiarray", np.empty(0).__reduce__()[0]),
+        ("multiarray", np.float64(0).__reduce__()[0]),
+        ("numeric", np.empty(0).__reduce_ex__(5)[0]),
+    )
+    for (module, make), core in itertools.product(makers, ("numpy._core", "numpy.core")):
+        known[f"{core}.{module}.{make.__name__}"] = make
     known["pathlib._local.PosixPath"] = pathlib.PosixPath  # Python 3.13
     known["pathlib._local.WindowsPath"] = pathlib.WindowsPath
     return known

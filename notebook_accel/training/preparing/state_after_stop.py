@@ -218,14 +218,9 @@ def _in_pieces(values: Any) -> Any:
 
 
 def _piece(spread: Any) -> TensorPiece:
-    # The same that torch's own distributed checkpoints go by.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape = tuple(spread.shape)
-    _, offset = compute_local_shape_and_global_offset(
-        spread.shape, spread.device_mesh, spread.placements
-    )
-    return TensorPiece(spread.detach().to_local(), tuple(offset), shape)
+    # As torch's distributed checkpoints ask: one chunk a rank.
+    (chunk,) = spread.__create_chunk_list__()
+    return TensorPiece(spread.detach().to_local(), tuple(chunk.offsets), tuple(spread.shape))
 
 
 def _whole_model(

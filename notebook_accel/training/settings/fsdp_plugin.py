@@ -108,8 +108,8 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             strategy, reshards = reshards, None
         self.sharding_strategy = _member(ShardingStrategy, strategy, "sharding_strategy")
         if reshards is None:
-            keeps = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-            reshards = self.sharding_strategy not in keeps
+            kept = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+            reshards = self.sharding_strategy is None or _name(self.sharding_strategy) not in kept
         elif isinstance(reshards, str):
             reshards = parse_flag("reshard_after_forward", reshards)
         self.reshard_after_forward = reshards

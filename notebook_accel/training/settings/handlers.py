@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import timedelta
 
     from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +44,8 @@ class _Texts(EnumMeta):
     """Answers ``"bf16" in PrecisionType`` with every Python; before 3.12 it is a TypeError."""
 
     def __contains__(cls, value: object) -> bool:
-        return str(value) in cls._value2member_map_
+        members: Mapping[str, Any] = cls.__members__
+        return str(value) in {member.value for member in members.values()}
 
 
 class TextEnum(str, Enum, metaclass=_Texts):

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SequenceDivider", "fit_decoder"]
 
-# Torch's own, whoever has replaced the public name.
-_attend: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+# As it is outside of a block: inside, torch has put its ring in its place.
+_attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 # Where a rank keeps the positions of its part, inside of a block.
 _POSITIONS = "positions of a part"
 
@@ -195,13 +194,29 @@ def _gathered_attention(
             "attention inside maybe_context_parallel got a mask: expected is_causal=True, or no "
             "mask; leave attention_mask out of the model's inputs, without padding"
         )
-    # Contiguous: the backward of gathering mixes gradients up on gloo where they are not
-    # (https://github.com/pytorch/pytorch/issues/192920).
-    keys, values = (
-        all_gather_tensor_autograd(part.contiguous(), part.ndim - 2, group) for part in (key, value)
-    )
+    keys, values = (_gathered(part.contiguous(), group) for part in (key, value))
     mask = causal_mask() if is_causal else None
     return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks, joined along the sequence, with their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = grads[0].contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.chunk(ctx.group.size(), dim=-2)[ctx.group.rank()], None
+
+
+_gathered: Callable[..., torch.Tensor] = _Gathered.apply
 
 
 def fit_decoder(model: Module) -> None:

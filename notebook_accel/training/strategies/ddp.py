@@ -153,9 +153,9 @@ def _follow_what_trains(wrapped: Any, _: Any) -> None:
 
 
 def _wrap_again(wrapped: Any, known: _WrappedFor) -> None:
-    # It is made anew: without the hooks of the user and ours, and as if it were called outside of
-    # no_sync() and of join().
-    hooks = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
+    # It is made anew: without the hooks of the user and ours, which are dictionaries of a module,
+    # and as if it were called outside of no_sync() and of join().
+    hooks = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
     kept = {name: vars(wrapped)[name] for name in (*hooks, *_OF_BLOCKS) if name in vars(wrapped)}
     known.wrap_again(wrapped)
     vars(wrapped).update(kept)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current, has_process_group
@@ -307,7 +306,7 @@ class DeepSpeedZero(Strategy):
             # a set of names differs from process to process.
             for name in [name for name in own if name in state]:
                 owner, _, last = name.rpartition(".")
-                if last == _EXTRA_STATE_KEY_SUFFIX:  # what a module keeps beside its tensors
+                if last == "_extra_state":  # what a module keeps beside its tensors
                     model.get_submodule(owner).set_extra_state(state[name])
                     continue
                 weight, value = own[name], state[name].to(self.topology.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from notebook_accel.training.collectives import reduce
@@ -27,6 +27,7 @@ __all__ = [
     "AgreeingScaler",
     "AgreeingScaling",
     "accept_whole_weights",
+    "agreed",
     "by_mesh",
     "clip_grad_norm",
     "drop_unreduced",
@@ -34,11 +35,11 @@ __all__ = [
     "load_optimizer_state",
     "local_part",
     "make_whole",
+    "own_gradients",
     "remap",
     "scale_grads",
     "turn_off_foreach_where_mixed",
     "total_grad_norm",
-    "unscale_grads",
     "whole_state_dict",
     "with_parts",
 ]
@@ -144,14 +145,14 @@ def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def accept_whole_weights(model: Module) -> None:
     """Let plain ``load_state_dict`` of the model and its parts take whole tensors."""
     for part in model.modules():
-        if any(isinstance(weight, DTensor) for weight in part._parameters.values()):
+        if any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
             part.register_load_state_dict_pre_hook(_divide_weights)  # type: ignore[no-untyped-call]
 
 
 def _divide_weights(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     # Runs after torch's own hook of fully_shard, which has put the parts back in place of
     # weights that were gathered; those would look plain here.
-    for name, weight in module._parameters.items():
+    for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
         given = state.get(prefix + name)
         if not isinstance(weight, DTensor) or not isinstance(given, torch.Tensor):
             continue
@@ -221,27 +222,39 @@ class AgreeingScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        return unscale_grads(optimizer, inv_scale, found_inf)
+        on_devices = super()._unscale_grads_(own_gradients(optimizer), inv_scale, found_inf, True)
+        return agreed(on_devices, found_inf)
 
 
-def unscale_grads(
-    optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor
-) -> dict[torch.device, torch.Tensor]:
-    """Unscale gradients, in parts and plain ones together; all ranks call it.
+class _OwnGradients:
+    """What torch's scaler asks an optimizer for: here tensors whose gradients are this rank's."""
 
-    Returns:
-        what torch's scaler wants: by device, 1 where a rank has found an overflow, and else 0.
-    """
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.param_groups = [{"params": weights}]
+
+
+def own_gradients(optimizer: Optimizer) -> Any:
+    """The optimizer's gradients, of those in parts this rank's, for torch's scaler to unscale."""
+    own = []
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight.grad is not None:
-                part = weight.grad
-                local = part.to_local() if isinstance(part, DTensor) else part
-                alike.setdefault((local.device, local.dtype), []).append(local)
-    for (device, _), parts in alike.items():
-        seen = torch.zeros_like(found_inf, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(parts, seen, inv_scale.to(device))
+                grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+                own.append(grad.detach())
+                own[-1].grad = grad
+    return _OwnGradients(own)
+
+
+def agreed(
+    on_devices: Mapping[torch.device, torch.Tensor], found_inf: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    """Overflows of all ranks, as torch's scaler wants them; all ranks call it.
+
+    Args:
+        on_devices: by device, 1 where this rank has found an overflow, and else 0.
+        found_inf: on the scaler's device.
+    """
+    for seen in on_devices.values():
         found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
     return {found_inf.device: reduce(found_inf, "max")}
 
@@ -277,7 +290,7 @@ def drop_unreduced(model: Module, weights: Container[int]) -> None:
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
-        state: Any = part._get_fsdp_state()
+        state: Any = fully_shard.state(part)  # type: ignore[attr-defined]
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for held in (one for group in groups if group is not None for one in group.fsdp_params):
             if id(held.sharded_param) in weights:

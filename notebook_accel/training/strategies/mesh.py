@@ -122,8 +122,7 @@ class MeshParallel(TakesSpreadModels):
         before = [
             (part, name, weight)
             for part in model.modules()
-            for name, weight in part._parameters.items()
-            if weight is not None
+            for name, weight in part.named_parameters(recurse=False, remove_duplicate=False)
         ]
         parallelize.parallelize(
             model,
@@ -135,7 +134,7 @@ class MeshParallel(TakesSpreadModels):
             device=self.topology.device,
         )
         for part, name, weight in before:
-            new = part._parameters[name]
+            new = getattr(part, name)
             if new is not weight:
                 if weight.requires_grad and id(weight) in others:
                     raise shared_weight(model, name)

@@ -407,17 +407,19 @@ def _own_buffers(model: nn.Module) -> Iterator[None]:
     They are not put back in place: what ran may be the graph of a backward, which refuses buffers
     that were changed since (BatchNorm's).
     """
-    before = [(part, dict(part._buffers)) for part in model.modules()]
+    before = [
+        (part, name, buffer)
+        for part in model.modules()
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     copies: dict[int, torch.Tensor] = {}  # by identity: two names may be one buffer
-    for part, buffers in before:
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+    for part, name, buffer in before:
+        setattr(part, name, copies.setdefault(id(buffer), buffer.clone()))
     try:
         yield
     finally:
-        for part, buffers in before:
-            part._buffers.update(buffers)
+        for part, name, buffer in before:
+            setattr(part, name, buffer)
 
 
 def add_up_gradients(

@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import Parameter
 
 from notebook_accel.training import collectives
 from notebook_accel.training.models import retie_parameters, tied_names
@@ -161,14 +162,17 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
     made are replaced.
     """
 
-    def with_memory(values: torch.Tensor) -> torch.Tensor:
-        # Beside empty weights a module may have buffers that were read.
-        return torch.empty_like(values, device=device) if values.is_meta else values
-
     ties = tied_names(model)
     empty = [part for part in model.modules() if _is_empty(part)]
     for part in empty:
-        part._apply(with_memory, recurse=False)  # type: ignore[no-untyped-call]
+        # Beside empty weights a module may have buffers that were read.
+        for name, weight in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
+            if weight.is_meta:
+                memory = torch.empty_like(weight, device=device)
+                setattr(part, name, Parameter(memory, weight.requires_grad))
+        for name, buffer in [*part.named_buffers(recurse=False, remove_duplicate=False)]:
+            if buffer.is_meta:
+                setattr(part, name, torch.empty_like(buffer, device=device))
         fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
         if fill is not None:
             fill(part)
@@ -183,12 +187,9 @@ def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
     They are gathered in ``dtype`` all the same. Stepped in 16 bits, most would stay where they are:
     a step that is smaller than 2**-9 of a weight in bfloat16 is rounded away.
     """
-    # Module by module: parts that are sharded already would look for their weights anew.
-    found = [
-        part for part in model.modules() if any(map(_trains_in_16_bits, part._parameters.values()))
-    ]
-    for part in found:
-        part._apply(_in_full_precision, recurse=False)  # type: ignore[no-untyped-call]
+    found = [weight for weight in model.parameters() if _trains_in_16_bits(weight)]
+    for weight in found:
+        weight.data = weight.data.float()
     if found:
         notice_once(
             "weights in full precision",
@@ -198,12 +199,8 @@ def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
         )
 
 
-def _in_full_precision(values: torch.Tensor) -> torch.Tensor:
-    return values.float() if _trains_in_16_bits(values) else values
-
-
-def _trains_in_16_bits(weight: torch.Tensor | None) -> bool:
-    return weight is not None and weight.requires_grad and weight.dtype.itemsize == 2
+def _trains_in_16_bits(weight: torch.Tensor) -> bool:
+    return weight.requires_grad and weight.dtype.itemsize == 2
 
 
 def start_alike(model: Module, device: torch.device) -> None:

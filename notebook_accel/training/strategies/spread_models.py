@@ -56,7 +56,9 @@ class _SpreadScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         from notebook_accel.training.strategies import dtensors
 
-        return dtensors.unscale_grads(optimizer, inv_scale, found_inf)
+        own = dtensors.own_gradients(optimizer)
+        on_devices = super()._unscale_grads_(own, inv_scale, found_inf, True)
+        return dtensors.agreed(on_devices, found_inf)
 
 
 class _SpreadScaling(LossScaling):

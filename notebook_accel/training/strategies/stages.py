@@ -201,8 +201,9 @@ def list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks by name, each a module of its own: one that is used twice (an activation) is in
     two places, which may be in two stages."""
     blocks: list[tuple[str, nn.Module]] = []
-    for name, block in container._modules.items():
-        assert block is not None
+    for name, block in container.named_modules(remove_duplicate=False):
+        if not name or "." in name:
+            continue
         is_known = any(block is known for _, known in blocks)
         blocks.append((name, copy.copy(block) if is_known else block))
     return blocks
