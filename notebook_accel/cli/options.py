@@ -10,7 +10,7 @@ a kind of launch, and the names in its YAML that ranks read.
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
@@ -26,7 +26,6 @@ from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from argparse import _ArgumentGroup
     from collections.abc import Iterable, Mapping
 
     from notebook_accel.config.setting import Setting
@@ -60,53 +59,67 @@ def spellings(*names: str) -> list[str]:
 
 def add_settings(parser: ArgumentParser) -> None:
     """Add an option for each setting of a launch."""
+    spelled = _Spelled(parser)
     machines = parser.add_argument_group("machines, as in `accelerate launch`")
     for key, option in MACHINES.items():
-        _add(machines, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
+        spelled.add(machines, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
     group = parser.add_argument_group("settings of the ranks")
-    _add(group, ("config", "config_file"), help="YAML file, ours or of `accelerate config`")
+    spelled.add(group, ("config", "config_file"), help="YAML file, ours or of `accelerate config`")
     for name, row in settings_of(LaunchConfig).items():
         if name == "env":
-            _add(
+            spelled.add(
                 group, (name,), action="append", metavar="NAME=VALUE", help=_help(row), default=None
             )
         elif name not in PLUGINS:
             kind = {"action": "store_const", "const": "true"} if row.kind is bool else {}
-            _add(group, (name, row.yaml), help=_help(row), **kind)
-    _add_plugins(parser)
+            spelled.add(group, (name, row.yaml), help=_help(row), **kind)
+    _add_plugins(parser, spelled)
     as_in = parser.add_argument_group("as in `accelerate launch`")
     for flag in (*_FLAGS, *_ACCEPTED_FLAGS):
-        _add(as_in, (flag,), action="store_true", dest=f"flag {flag}")
+        spelled.add(as_in, (flag,), action="store_true", dest=f"flag {flag}")
     for key in (*READ_BY_RANKS, "fp8_backend"):
         kind = {"action": "store_true"} if "_use_" in key else {}
-        _add(as_in, (key,), dest=f"section {key}", **kind)
+        spelled.add(as_in, (key,), dest=f"section {key}", **kind)
     as_in.add_argument("-q", action="store_true", help=SUPPRESS)
-    _add(as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
+    spelled.add(as_in, ("num_cpu_threads_per_process",), help="Threads of a rank (OMP_NUM_THREADS)")
     for key in (*WITHOUT_EFFECT, "main_training_function", "mpirun_hostfile"):
-        _add(as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
+        spelled.add(as_in, (key,), dest=f"accepted {key}", help=SUPPRESS)
 
 
-def _add_plugins(parser: ArgumentParser) -> None:
+def _add_plugins(parser: ArgumentParser, spelled: _Spelled) -> None:
     for name, plugin in PLUGINS.items():
         of_plugin = parser.add_argument_group(plugin.title, plugin.about)
         switch = plugin.switch.lower().removeprefix("accelerate_")
-        _add(of_plugin, (switch, f"use_{name}"), action="store_true", dest=f"use {name}")
+        spelled.add(of_plugin, (switch, f"use_{name}"), action="store_true", dest=f"use {name}")
         for key, row in plugin.options.items():
             variable = row.variable.lower()
             names = (variable.removeprefix("accelerate_"), row.yaml, key)
-            _add(of_plugin, names, dest=f"{name} {row.yaml or key}", help=_help(row))
+            spelled.add(of_plugin, names, dest=f"{name} {row.yaml or key}", help=_help(row))
         for key in (*plugin.read_by_ranks, *plugin.without_effect):
-            _add(of_plugin, (key,), dest=f"{name} {key}", help=SUPPRESS)
+            spelled.add(of_plugin, (key,), dest=f"{name} {key}", help=SUPPRESS)
 
 
-def _add(group: _ArgumentGroup, names: Iterable[str], **options: Any) -> None:
-    """Add an option; of its spellings those that no option before it has."""
-    free = [text for text in spellings(*names) if text not in group._option_string_actions]
-    if free:
-        if "action" not in options:
-            options.setdefault("metavar", "VALUE")
-        options.setdefault("dest", next(iter(names)))
-        group.add_argument(*free, **options)
+class _Spelled:
+    """The options of a parser so far, by their spellings."""
+
+    def __init__(self, parser: ArgumentParser) -> None:
+        self._probe = ArgumentParser(parents=[parser], add_help=False)
+
+    def add(self, group: Any, names: Iterable[str], **options: Any) -> None:
+        """Add an option to a group; of its spellings those that no option before it has."""
+        free = [text for text in spellings(*names) if self._is_free(text)]
+        if free:
+            if "action" not in options:
+                options.setdefault("metavar", "VALUE")
+            options.setdefault("dest", next(iter(names)))
+            group.add_argument(*free, **options)
+
+    def _is_free(self, text: str) -> bool:
+        try:
+            self._probe.add_argument(text)
+        except ArgumentError:
+            return False
+        return True
 
 
 def _help(row: Setting) -> str:

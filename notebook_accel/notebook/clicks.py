@@ -22,7 +22,7 @@ from IPython.core.getipython import get_ipython
 from notebook_accel.launch.system.interrupts import Latch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from contextvars import ContextVar
 
 __all__ = [
@@ -288,7 +288,7 @@ class ClicksBySubshell(ClicksAfterTheCell):
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:
-        return bool(getattr(kernel, "_supports_kernel_subshells", False))
+        return getattr(kernel, "shell_channel_thread", None) is not None
 
     def let_through(self, widget: Any) -> None:
         self.keep_order([widget])
@@ -403,4 +403,5 @@ def clicks_for(kernel: Any) -> ClicksAfterTheCell:
 
 def can_answer(kernel: Any) -> bool:
     """Whether a person can: nbclient and papermill send cells with ``allow_stdin=False``."""
-    return bool(getattr(kernel, "_allow_stdin", True))
+    content: Mapping[str, Any] = kernel.get_parent("shell").get("content", {}) if kernel else {}
+    return bool(content.get("allow_stdin", True))

@@ -65,10 +65,7 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
         if event.symbol.startswith("-"):
             is_cell = words[:1] == ["%%accelerate"]
             parser = AccelerateMagics.accelerate.parser if is_cell else _OPTIONS_OF.get(command)
-            options = [] if parser is None else parser._actions
-            texts = [text for action in options for text in action.option_strings]
-            # In the spelling that a person types.
-            return [text for text in texts if text.startswith("--") and "_" not in text]
+            return [] if parser is None else _options(parser)
         if words == ["%accelerate"]:
             return [*_COMMANDS, "--help"]
         if words[-1:] in (["--mixed-precision"], ["--mixed_precision"]):
@@ -101,6 +98,14 @@ def _silence_jedi(completer: Any) -> None:
         return {**completer.custom_completer_matcher(context), "do_not_suppress": set()}
 
     completer.custom_matchers.append(of_magic)
+
+
+def _options(parser: ArgumentParser) -> list[str]:
+    """The long options, each in the spelling that a person types."""
+    # Each option begins a line of the help, and its text comes after two spaces or below.
+    lines = [line.strip() for line in parser.format_help().splitlines() if line.startswith("  -")]
+    spelled = (word for line in lines for word in re.findall(r"--[\w-]+", line.partition("  ")[0]))
+    return [text for text in spelled if "_" not in text]
 
 
 # One rank, or the first and the last of several; a digit too many in a range would take all memory.

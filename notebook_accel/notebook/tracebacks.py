@@ -52,13 +52,15 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
 
 def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
     """The number of the cell that each file name stands for."""
-    known: Mapping[str, int] | None = getattr(shell.compile, "_filename_map", None)
-    if known is not None:
-        return known
-    # IPython 7 keeps no such map: its history says which cell had which text.
+    names = list(linecache.cache)
+    label: Any = getattr(shell.compile, "format_code_name", None)
+    if label is not None:
+        labels = {name: label(name) for name in names}
+        # ("Cell", "In[3]"), and nothing of what is no cell
+        return {name: int(said[1][3:-1]) for name, said in labels.items() if said}
+    # IPython 7 has no labels: its history says which cell had which text.
     history = {text.rstrip(): number for number, text in enumerate(shell.user_ns.get("In", ()))}
-    cached: Mapping[str, Any] = getattr(linecache, "_ipython_cache", {})
-    numbers = {name: history.get("".join(entry[2]).rstrip()) for name, entry in cached.items()}
+    numbers = {name: history.get("".join(linecache.getlines(name)).rstrip()) for name in names}
     return {name: number for name, number in numbers.items() if number is not None}
 
 

@@ -11,6 +11,7 @@ made to look.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -32,7 +33,8 @@ def keep_reading(kernel: Any) -> None:
         kernel: the kernel of a notebook; None in a terminal, where there is nothing to do.
     """
     thread: Any = getattr(kernel, "shell_channel_thread", None)
-    if hasattr(thread, "_shell_socket"):
+    version = importlib.metadata.version("ipykernel").split(".")[:2]
+    if thread is not None and tuple(map(int, version)) < (7, 4):
         thread.io_loop.add_callback(_look, thread.io_loop, kernel.shell_stream)
 
 

@@ -43,7 +43,7 @@ _LIBRARY = re.compile(
 # A frame of a formatted traceback; a cell has its label instead of a file.
 _TRACED = re.compile(r'^  (?:File ")?(.+?)"?, line (\d+), in (.+)$', re.MULTILINE)
 # Gradients are reduced in native code, below the call that computes them.
-_BACKWARD = "_engine_run_backward"
+_BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\](graph|__init__)\.py$")
 # Percent of a core, below which a rank does nothing. One that waits in gloo uses next to none.
 _IDLE_CPU = 10
 # A slow network may take this long for one operation: ranks that all wait in the same one are taken
@@ -163,7 +163,7 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
         name = collectives[-1]
     elif not (is_idle and frames):
         return ""
-    elif frames[0].function == _BACKWARD:
+    elif _BACKWARD.search(frames[0].file):
         name = "backward"
     elif frames[0] in in_torch:
         name = frames[0].function

@@ -69,8 +69,6 @@ _REMEDIES = {
     "lightning_fabric.fabric.Fabric": _INSIDE,
     "notebook_accel.launch.rank.RankContext": _INSIDE,
     "notebook_accel.launch.run.Run": "take what you need of it (`run[0]`) and send that",
-    "torch._C._distributed_c10d.Backend": _GROUP,
-    "torch._C._distributed_c10d.ProcessGroup": _GROUP,
     "torch.distributed.distributed_c10d.ProcessGroup": _GROUP,
     "torch.distributed.distributed_c10d.Store": _GROUP,
     "torch.distributed.device_mesh.DeviceMesh": _GROUP,
@@ -227,12 +225,14 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def rebuild_tensor(storage: Any, *rest: Any) -> Any:
-    """A tensor of a newer dtype (uint16, float8): torch's own way fails outside of torch.load."""
-    from torch._utils import _rebuild_tensor_v3
+def rebuild_tensor(
+    storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, *rest: Any
+) -> Any:
+    """A tensor around a storage; of the rest, torch's hooks, dtype and more, the dtype counts."""
+    import torch
 
-    make: Any = _rebuild_tensor_v3
-    return make(types.SimpleNamespace(_untyped_storage=storage), *rest)
+    tensor = torch.empty(0, dtype=rest[1], device=storage.device)
+    return tensor.set_(storage, offset, size, stride).requires_grad_(requires_grad)
 
 
 def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
@@ -251,7 +251,7 @@ def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     from torch.optim.lr_scheduler import LRScheduler
 
     class Marking(LRScheduler):
-        def _initial_step(self) -> None:
+        def step(self, epoch: int | None = None) -> None:
             """Leave the rate as it is."""
 
     vars(scheduler).update(state)
@@ -333,14 +333,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         reduced = tensor.__reduce_ex__(5)
-        if getattr(reduced[0], "__name__", "") == "_rebuild_device_tensor_from_cpu_tensor":
+        held = next(iter(reduced[1]), None)
+        torch: Any = sys.modules["torch"]
+        if isinstance(held, torch.Tensor) and held.device.type == "cpu" != tensor.device.type:
             # Of a device without storages, as torch_xla's: it comes as one of the CPU.
             self.moved.append((str(tensor.device), tensor.nbytes))
-            on_host = reduced[1][0].detach().requires_grad_(tensor.requires_grad)
+            on_host = held.detach().requires_grad_(tensor.requires_grad)
             return self._reduce_tensor(on_host)
-        if getattr(reduced[0], "__name__", "") == "_rebuild_tensor_v3":
-            return rebuild_tensor, reduced[1]
-        return reduced
+        # Of a newer dtype (uint16, float8), which torch's own way makes in torch.load only.
+        return (rebuild_tensor, reduced[1]) if isinstance(held, torch.UntypedStorage) else reduced
 
     # ---- storages ----
 
@@ -420,7 +421,8 @@ def _reduce_parametrized(module: Any) -> Any:
 def _reduce_scheduler(scheduler: Any) -> Any:
     reduced = scheduler.__reduce_ex__(5)
     step = getattr(getattr(scheduler, "optimizer", None), "step", None)
-    is_marked = hasattr(step, "_wrapped_by_lr_sched")
+    # Torch has put its own function, with the mark, in the place of a method.
+    is_marked = isinstance(step, types.FunctionType)
     is_plain = len(reduced) == 5 and isinstance(reduced[2], dict)
     sets_state = hasattr(scheduler, "__setstate__")
     return (*reduced, restore_scheduler) if is_marked and is_plain and not sets_state else reduced

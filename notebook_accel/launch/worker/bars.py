@@ -46,9 +46,9 @@ def install() -> None:
             plain_close(bar)
             return
         _report(bar, closed=True)
-        bar.disable = True
+        bar.sp = None  # what draws: without it, closing draws nothing
         with contextlib.suppress(KeyError):
-            bar._decr_instances(bar)
+            plain_close(bar)
 
     for method in (display, clear, close):
         setattr(tqdm, method.__name__, method)
@@ -57,9 +57,8 @@ def install() -> None:
 
 def _draws_on_output(bar: Any) -> bool:
     """Whether the bar draws on standard output or error; one with a file of its own keeps it."""
+    # tqdm wraps its file to tolerate encodings; the wrapper equals what it wraps.
     stream = getattr(bar, "fp", None)
-    # tqdm wraps its file to tolerate encodings; the wrapper knows what it wraps.
-    stream = getattr(stream, "_wrapped", stream)
     return stream is None or stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 from multiprocessing import util
 from typing import TYPE_CHECKING
@@ -33,14 +32,9 @@ _EXIT_SECONDS = 5.0
 _CHILDREN_SECONDS = 1.0
 # For the line that says that the time is over.
 _TELL_SECONDS = 1.0
-# Each has a process that looks after shared memory and ignores SIGTERM: to wait for it would use up
-# `_CHILDREN_SECONDS`.
-_TRACKERS = (
-    "multiprocessing.resource_tracker",
-    "joblib.externals.loky.backend.resource_tracker",
-)
-
-
+# The processes of multiprocessing and joblib that look after shared memory have this in their
+# command. They ignore SIGTERM: to wait for one would use up `_CHILDREN_SECONDS`.
+_TRACKER = "resource_tracker"
 _CUT = (
     "what was left to do once the function had ended (atexit, pools and queues of multiprocessing) "
     f"took more than {_EXIT_SECONDS:g} s, and was cut: do before the return what takes longer"
@@ -81,11 +75,16 @@ def _give_up(code: int, notice: Callable[[str], None]) -> None:
 def _end_children() -> None:
     if not processes.has_children():
         return
-    trackers = [getattr(sys.modules.get(name), "_resource_tracker", None) for name in _TRACKERS]
-    deaf = {getattr(tracker, "_pid", None) for tracker in trackers}
-    children = [child for child in psutil.Process().children() if child.pid not in deaf]
+    children = [child for child in psutil.Process().children() if not _is_tracker(child)]
     for child in children:
         with contextlib.suppress(psutil.Error):
             child.terminate()
     psutil.wait_procs(children, timeout=_CHILDREN_SECONDS)
     processes.kill_tree(child.pid for child in psutil.Process().children())
+
+
+def _is_tracker(child: psutil.Process) -> bool:
+    try:
+        return any(_TRACKER in word for word in child.cmdline())
+    except psutil.Error:  # it has ended
+        return False
