@@ -37,6 +37,7 @@ from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.warming import keep_reading
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
