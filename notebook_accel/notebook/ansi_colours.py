@@ -2,19 +2,18 @@
 
 Programs colour their output by escape sequences: ``ESC [ 31 m`` is red, ``ESC [ 0 m`` ends all.
 Colours are shown in mid tones as inline styles, since a saved notebook keeps no style sheet.
-Everything but colour and weight is dropped.
+Everything but weight and the 16 colours of a terminal is dropped.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from notebook_accel.notebook.markup import Markup, element, escape, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
 __all__ = ["ansi_to_markup"]
 
@@ -33,8 +32,6 @@ _PALETTE = (
     "#2f98a5",
     "#8c8c8c",
 )
-# The levels of red, green and blue in the 6 x 6 x 6 cube of 256 colours.
-_CUBE = (0, 95, 135, 175, 215, 255)
 # The property of CSS that a code sets; None is the page's own.
 _CODES: dict[int, dict[str, str | None]] = {
     1: {"font-weight": "bold"},
@@ -60,53 +57,20 @@ def ansi_to_markup(text: str) -> Markup:
     # The even pieces are text, the odd ones the numbers of the sequence after it.
     for index, piece in enumerate(_SGR.split(text)):
         if index % 2:
-            _change(style, iter([int(number or 0) for number in piece.split(";")]))
+            _change(style, [int(number or 0) for number in piece.split(";")])
         elif piece:
             css = ";".join(f"{name}:{value}" for name, value in sorted(style.items()) if value)
             parts.append(element("span", piece, style=css) if css else escape(piece))
     return join(parts)
 
 
-def _change(style: dict[str, str | None], codes: Iterator[int]) -> None:
+def _change(style: dict[str, str | None], codes: Sequence[int]) -> None:
     """Change ``style`` by the codes of one sequence; what is not known changes nothing."""
     for code in codes:
         if code == 0:
             style.clear()
         elif code in (38, 48):
-            colour = _extended(codes)
-            if code == 38:
-                style["color"] = colour
-            else:
-                style["background"] = colour and f"{colour}55"
+            # One of 256 colours, or of all: few programs write them where no terminal is.
+            return
         else:
             style.update(_CODES.get(code, {}))
-
-
-def _extended(codes: Iterator[int]) -> str | None:
-    """The colour that the next codes name, ``5, N`` (of 256) or ``2, R, G, B``; None for none."""
-    kind = next(codes, 0)
-    values = [*islice(codes, {2: 3, 5: 1}.get(kind, 0)), 0, 0, 0]
-    if kind == 2:
-        return _mid_tone(values[:3])
-    if kind != 5:
-        return None
-    number = values[0]
-    if number < 16:
-        return _PALETTE[number % 8]
-    if number < 232:
-        cell = number - 16
-        return _mid_tone([_CUBE[cell // 36], _CUBE[cell // 6 % 6], _CUBE[cell % 6]])
-    return _mid_tone([8 + 10 * (number - 232)] * 3)
-
-
-def _mid_tone(rgb: list[int]) -> str:
-    """The colour, made lighter or darker until it reads on light and on dark pages."""
-    red, green, blue = (min(255.0, level) for level in rgb)
-    luminance = 0.299 * red + 0.587 * green + 0.114 * blue
-    if luminance > 150:
-        red, green, blue = (level * 150 / luminance for level in (red, green, blue))
-    elif luminance < 90:
-        # Towards grey: black itself has no hue to scale.
-        share = (90 - luminance) / (255 - luminance)
-        red, green, blue = (level + (255 - level) * share for level in (red, green, blue))
-    return f"#{int(red):02x}{int(green):02x}{int(blue):02x}"

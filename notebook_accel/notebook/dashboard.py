@@ -175,7 +175,7 @@ class Dashboard(View):
                 # First, since what stands in the slot hides it no longer.
                 self._lost_text.clear()
             if self.panel is None and self._is_cell:
-                self._slot.hold(render_slim(state).bundle)
+                self._slot.show(render_slim(state).bundle, is_to_place=False)
                 return
             summary = self._summary(self._run, state, with_displays=not self._waits)
             if self.panel is None:

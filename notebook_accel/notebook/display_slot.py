@@ -38,37 +38,32 @@ class DisplaySlot:
     """A slot that the first :meth:`show` puts into the output of the cell that runs then.
 
     Contents are mappings from MIME types, as Jupyter's messages have them.
+
+    Attributes:
+        is_placed: whether an output of a cell has it.
     """
 
     def __init__(self) -> None:
         self._id = f"notebook-accel-{uuid.uuid4().hex}"
         self._bundle: Mapping[str, Any] = _NOTHING
-        self._is_placed = False
+        self.is_placed = False
         self._lock = threading.RLock()
 
-    def show(self, bundle: Mapping[str, Any]) -> None:
+    def show(self, bundle: Mapping[str, Any], *, is_to_place: bool = True) -> None:
         """Show ``bundle`` in the slot, in place of what was there.
 
-        The first call must come from the cell's own thread; the others may come from any.
+        The call that places it must come from the cell's own thread; others may come from any.
+
+        Args:
+            bundle: what is shown.
+            is_to_place: place the slot if it is not; else it shows this once it is.
         """
         with self._lock:
             self._bundle = bundle
-            if self._is_placed:
+            if self.is_placed:
                 self.send_again()
-            else:
+            elif is_to_place:
                 self.place()
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether an output of a cell has it."""
-        return self._is_placed
-
-    def hold(self, bundle: Mapping[str, Any]) -> None:
-        """Show ``bundle`` where the slot is placed, now or once it is; any thread may call this."""
-        with self._lock:
-            self._bundle = bundle
-            if self._is_placed:
-                self.send_again()
 
     def clear(self) -> None:
         """Show nothing; the first call makes the place, as of ``show``."""
@@ -80,7 +75,7 @@ class DisplaySlot:
         It shows the same in all of them. Only the cell's own thread may call this.
         """
         with self._lock:
-            self._is_placed = True
+            self.is_placed = True
             display(dict(self._bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
 
     def send_again(self) -> None:

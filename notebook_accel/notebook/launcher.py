@@ -229,7 +229,9 @@ def notebook_launcher(
         )
         if ranks is not None:
             return ranks.call(request)
-        if given_settings(settings, config).get("debug") and _can_hold(request):
+        # Where the ranks can wait for a debugger, and somebody for them.
+        can_hold = block and get_ipython() is not None and engine_for(chosen).keeps_ranks
+        if can_hold and given_settings(settings, config).get("debug"):
             return launch_for_debugger(request)
         return launch(request)
 
@@ -285,12 +287,6 @@ def check_leaves_notebook_free(config: LaunchConfig) -> None:
         )
 
 
-def _can_hold(request: LaunchRequest) -> bool:
-    """Whether the ranks can wait for a debugger, and somebody for them."""
-    is_in_notebook = get_ipython() is not None
-    return request.block and is_in_notebook and engine_for(request.config).keeps_ranks
-
-
 # ---- arguments -----------------------------------------------------------------------------
 
 
@@ -306,16 +302,15 @@ def _settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among the arguments, in the forms that a ``LaunchConfig`` takes.
 
     Raises:
-        ConfigError: a text is no port, or no address.
+        ConfigError: a text is no address.
     """
     settings = {name: given[name] for name in _SETTINGS if name in given}
-    if "num_nodes" in settings:
-        settings["num_nodes"] = _as_number(settings["num_nodes"])
+    for name in ("num_nodes", "use_port"):  # Accelerate's own default is the text "29500"
+        if name in settings:
+            settings[name] = _as_number(settings[name])
     is_default = "master_addr" not in _not_default(given)
     if is_default and settings.get("num_nodes", 1) == 1:
         settings.pop("master_addr", None)
-    if isinstance(settings.get("use_port"), str):
-        settings["use_port"] = _as_port(settings["use_port"])
     if given.get("rdzv_endpoint"):
         settings["master_addr"], settings["use_port"] = parse_address(given["rdzv_endpoint"])
     if isinstance(settings.get("mixed_precision"), str):
@@ -378,13 +373,6 @@ def _notebook_shell() -> Any:
             "leave it out"
         )
     return shell
-
-
-def _as_port(text: str) -> int:
-    # Accelerate's own default is the text "29500".
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"use_port={shown(text)}: expected None (a free port) or 1 to 65535")
-    return int(text)
 
 
 def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:

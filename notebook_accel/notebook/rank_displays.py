@@ -186,14 +186,21 @@ def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = 
         values: of each rank; None for a rank without one.
         slot: where they go, as text and HTML in one; None for the output of the cell that runs.
     """
-    texts = [None if value is None else value.text for value in values]
-    is_rich = any(value is not None and set(value.data) != {_PLAIN} for value in values)
+    texts = by_rank([None if value is None else value.text for value in values])
+    groups = _alike(values)
+    is_rich = any(set(value.data) != {_PLAIN} for value, _ in groups)
     if slot is not None:
-        _show_in_slot(values, slot)
-    elif is_rich:
-        _show_rich(values)
-    else:
-        print(by_rank(texts), end="")  # noqa: T201
+        # Of a cell that has ended long ago nothing but a slot can be filled, with one thing.
+        is_of_all = [len(ranks) for _, ranks in groups] == [len(values)]
+        if groups:
+            slot.show(groups[0][0].data if is_of_all else {_PLAIN: texts})
+        return
+    for value, ranks in groups if is_rich else ():
+        if len(values) > 1:
+            _say(wording.rank_list(ranks))
+        DisplaySlot().show(value.data)
+    if not is_rich:
+        print(texts, end="")  # noqa: T201
 
 
 def by_rank(texts: Sequence[str | None]) -> str:
@@ -216,21 +223,3 @@ def _alike(values: Sequence[T | None]) -> list[tuple[T, list[int]]]:
         elif value is not None:
             found.append((value, [rank]))
     return found
-
-
-def _show_rich(values: Sequence[ShownValue | None]) -> None:
-    for value, ranks in _alike(values):
-        if len(values) > 1:
-            label = wording.rank_list(ranks)
-            html = element("span", label, style="opacity:.65;font-size:13px;padding:0 7px")
-            DisplaySlot().show({"text/html": str(html), _PLAIN: label})
-        DisplaySlot().show(value.data)
-
-
-def _show_in_slot(values: Sequence[ShownValue | None], slot: DisplaySlot) -> None:
-    """Of a cell that has ended long ago nothing but a slot can be filled, with one thing."""
-    groups = _alike(values)
-    if len(groups) == 1 and groups[0][1] == list(range(len(values))):
-        slot.show(groups[0][0].data)
-    elif groups:
-        slot.show({_PLAIN: by_rank([None if value is None else value.text for value in values])})

