@@ -41,9 +41,7 @@ from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from notebook_accel.launch.agent.rank_process import Process
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["Agent", "flush_to_kernel", "main"]
 
@@ -98,35 +96,34 @@ _MAX_METRICS = 100
 
 
 def _fork_ranks(
-    shared: Sequence[Shared], ports: RunPorts, unneeded: Sequence[int]
-) -> list[Process]:
+    shared: Iterable[Shared], ports: RunPorts, unneeded: Sequence[int]
+) -> list[RankProcess]:
     """Start the process of each rank, which gets ready for calls by itself.
 
     Args:
-        shared: what the agent has opened for each of them.
+        shared: what the agent shares with each; opened as the rank is reached.
         ports: where they meet.
         unneeded: descriptors of the agent, which they close.
     """
-    started: list[Process] = []
+    ranks: list[RankProcess] = []
     for one in shared:
-        of_others = [fd for other in shared if other is not one for fd in other.descriptors()]
-        sentinels = [process.sentinel for process in started]
+        of_others = [fd for rank in ranks for fd in rank.descriptors()]
         inherited = one.inherited(
             ports,
             store_socket=ports.store,
-            unneeded=(*unneeded, *of_others, *sentinels, one.ours.fileno()),
+            unneeded=(*unneeded, *of_others, one.ours.fileno()),
         )
         process = mp.get_context("fork").Process(
             target=worker.main, args=(inherited,), name=f"rank-{one.spec.rank}"
         )
         process.start()
-        started.append(process)
-    return started
+        ranks.append(RankProcess(one, process))
+    return ranks
 
 
 # How rank processes come about, by ``wire.Launch.start_method``.
 _START_METHODS: dict[
-    str, Callable[[], Callable[[Sequence[Shared], RunPorts, Sequence[int]], list[Process]]]
+    str, Callable[[], Callable[[Iterable[Shared], RunPorts, Sequence[int]], list[RankProcess]]]
 ] = {
     "fork": lambda: _fork_ranks,
     "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
@@ -221,11 +218,9 @@ class Agent:
     def start(self, unneeded: Sequence[int]) -> None:
         """Fork the rank processes and tell the kernel their pids."""
         launch = self._launch
-        shared = [Shared.with_rank(one, launch, self._board, self._logs) for one in launch.ranks]
-        started = _START_METHODS[launch.start_method]()(
-            shared, self._ports, (*unneeded, *self._own_descriptors())
-        )
-        self.ranks.extend(map(RankProcess, shared, started))
+        shared = (Shared.with_rank(one, launch, self._board, self._logs) for one in launch.ranks)
+        start_ranks = _START_METHODS[launch.start_method]()
+        self.ranks += start_ranks(shared, self._ports, (*unneeded, *self._own_descriptors()))
         self._post_pids()
 
     def _post_pids(self) -> None:

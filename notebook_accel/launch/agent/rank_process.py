@@ -117,17 +117,6 @@ class Shared:
             disconnect=os.eventfd(0),
         )
 
-    def descriptors(self) -> tuple[int, ...]:
-        """All of its descriptors, which the other ranks close."""
-        return (
-            self.ours.fileno(),
-            self.theirs.fileno(),
-            self.log,
-            self.tail.fileno(),
-            self.stacks,
-            self.disconnect,
-        )
-
     def inherited(
         self, ports: RunPorts, *, store_socket: socket.socket | None, unneeded: Sequence[int]
     ) -> Inherited:
@@ -197,6 +186,17 @@ class RankProcess:
         self._next_sample = 0.0
         self._gauges = gauges_of(shared.launch, shared.spec, process.pid)
         self._sample: dict[str, Any] = {}
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What the agent has open for this rank, which ranks that are forked later close."""
+        return (
+            self.channel.fileno(),
+            self.exit_fd,
+            self._stacks,
+            self._disconnect,
+            self._tail.fileno(),
+            self._process.sentinel,
+        )
 
     def move(self, pid: int, host: RankProcess) -> None:
         """The rank came to be in a child of the process that was started.

@@ -24,17 +24,18 @@ import torch.multiprocessing as mp
 
 from notebook_accel import tpu
 from notebook_accel.errors import LaunchError
+from notebook_accel.launch.agent.rank_process import RankProcess
 from notebook_accel.launch.system.processes import is_readable
 from notebook_accel.launch.worker.main import Inherited, enter_notebook
 from notebook_accel.launch.worker.output import redirect
 from notebook_accel.launch.worker.threads import Host
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from notebook_accel.launch import wire
     from notebook_accel.launch.agent.ports import RunPorts
-    from notebook_accel.launch.agent.rank_process import Process, Shared
+    from notebook_accel.launch.agent.rank_process import Shared
 
 __all__ = ["start_ranks"]
 
@@ -48,9 +49,10 @@ _MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
 
 
 def start_ranks(
-    shared: Sequence[Shared], ports: RunPorts, unneeded: Sequence[int]
-) -> list[Process]:
+    shared: Iterable[Shared], ports: RunPorts, unneeded: Sequence[int]
+) -> list[RankProcess]:
     """Start the leader, as ``_fork_ranks`` of agent.py says; ranks are in it until they move."""
+    shared = list(shared)
     heard, told = os.pipe()
     ours = [one.ours.fileno() for one in shared]
     inherited = {
@@ -61,7 +63,8 @@ def start_ranks(
     )
     process.start()
     os.close(told)
-    return [_Leader(process, heard)] * len(shared)
+    leader = _Leader(process, heard)
+    return [RankProcess(one, leader) for one in shared]
 
 
 # ---- in the agent
