@@ -29,7 +29,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.launcher import launch_packed
 from notebook_accel.launch.payload import pack_exception
 from notebook_accel.launch.run import call_of
-from notebook_accel.launch.system.open_files import raise_to_hard_limit
+from notebook_accel.launch.system.open_files import raise_limit
 from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -54,7 +54,7 @@ def serve(fd: int) -> None:
     """Launch what comes over the socket ``fd``, and conduct it to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise_to_hard_limit()
+    raise_limit()
     launcher = Channel(socket.socket(fileno=fd))
     try:
         message, fds = launcher.receive()

@@ -30,7 +30,7 @@ from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of, raise_error
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.open_files import naming_what_is_short
+from notebook_accel.launch.system.open_files import check_open_files, naming_what_is_short
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport.segment import sendable
@@ -419,7 +419,7 @@ def _new_run(
         # A run that has begun is closed by its call.
         undo.callback(request.view.launch_failed)
         if session is not None:
-            preflight.check_files_of_kernel()
+            check_open_files()
         folder = RunFolder.make(remove_old=False)
         undo.callback(folder.remove)
         if session is not None:

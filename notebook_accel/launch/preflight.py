@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_call",
-    "check_files_of_kernel",
     "check_files_of_ranks",
     "check_fits",
     "check_platform",
@@ -32,8 +31,6 @@ __all__ = [
     "crowding",
 ]
 
-# Files that the kernel itself opens for one launch: folder, metrics, payload, template, channels.
-_FILES_OF_KERNEL = 24
 _GIB = 1024**3
 # Of a rank that has imported torch, before it has a model.
 _BYTES_OF_RANK = _GIB // 4
@@ -106,8 +103,8 @@ def check_platform() -> None:
     Raises:
         LaunchError: it names what is missing, and what to do.
     """
-    check_files_of_kernel()
     with held():  # an interrupt in it would leave a descriptor open
+        check_open_files()
         is_supported = processes.supported()
     if not is_supported:
         raise LaunchError(
@@ -132,16 +129,6 @@ def check_platform() -> None:
             f"there is no folder for temporary files ({error}): set TMPDIR to a folder that can "
             "be written, before the kernel starts, then launch again"
         ) from None
-
-
-def check_files_of_kernel() -> None:
-    """Refuse a launch, or a call of a session, for which this process cannot open files enough.
-
-    Raises:
-        LaunchError: it cannot, and its limit cannot be raised.
-    """
-    with held():
-        check_open_files(_FILES_OF_KERNEL)
 
 
 def check_port(config: LaunchConfig) -> None:

@@ -162,7 +162,7 @@ def main(
     for number in (signal.SIGINT, worker.STACKS_SIGNAL, WAKE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     processes.adopt_orphans()
-    open_files.raise_to_hard_limit()
+    open_files.raise_limit()
     message, _ = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")

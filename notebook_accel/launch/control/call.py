@@ -48,7 +48,6 @@ from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import closing_advice, judge
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.system.interrupts import Latch, held
-from notebook_accel.launch.system.open_files import make_room
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
@@ -73,8 +72,6 @@ _SLICE_SECONDS = 0.05
 _DRAW_SECONDS = 0.2
 # Characters of why the ranks are started again.
 _MAX_REASON = 200
-# What the kernel opens at the end of a call, beside the descriptor of each rank's result.
-_FILES_OF_END = 8
 
 
 class CallView(Protocol):
@@ -474,8 +471,6 @@ class RankCall(Call):
             return
         self._next_draw = now + _DRAW_SECONDS
         self._heed_others()
-        # A result is lost if no descriptor is free when it comes.
-        make_room(self.state.world_size + _FILES_OF_END)
         self.metrics.flush()
         if self.metrics.lost_notice:
             self._change(partial(apply, wire.Notice(text=self.metrics.lost_notice)))

@@ -1,7 +1,7 @@
 """How many files a process may have open: the limit, what a launch needs of it, and its error.
 
-The kernel's limit is raised only as far as it must be, since the user's code lives there; that of
-an agent as far as it may be.
+A launch raises the kernel's limit to what is plenty: some programs that the user's code may start
+close every descriptor that there could be. That of an agent is raised as far as it may be.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ __all__ = [
     "check_open_files",
     "files_needed",
     "hard_limit",
-    "make_room",
     "naming_what_is_short",
-    "raise_to_hard_limit",
+    "raise_limit",
     "too_many_files",
 ]
 
@@ -34,6 +33,9 @@ TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 # sentinel; gloo's mesh is in the ranks.
 _FILES_A_RANK = 6
 _FILES_BESIDE = 64
+# Of a kernel, whose soft limit may be 1,024 or less; and what a launch opens there.
+_FILES_OF_KERNEL = 65_536
+_FILES_OF_LAUNCH = 24
 
 
 def files_needed(world_size: int) -> int:
@@ -47,11 +49,14 @@ def hard_limit() -> int | None:
     return None if hard == resource.RLIM_INFINITY else hard
 
 
-def raise_to_hard_limit() -> None:
-    """Let this process open as many files as it may."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def raise_limit(most: int | None = None) -> None:
+    """Let this process open ``most`` files; None for as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_free = hard == resource.RLIM_INFINITY
+    wanted = hard if most is None or (hard < most and not is_free) else most
+    if soft != resource.RLIM_INFINITY and (wanted > soft or wanted == resource.RLIM_INFINITY):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def too_many_files() -> LaunchError:
@@ -62,59 +67,6 @@ def too_many_files() -> LaunchError:
         "files and runs that are no longer needed, restart the kernel, or have the limit raised "
         "where Jupyter is started"
     )
-
-
-def check_open_files(needed: int) -> None:
-    """See that this process can open so many more files; raises its own limit where it must.
-
-    Raises:
-        LaunchError: it can open fewer than ``needed``, and its limit cannot be raised.
-    """
-    while not _can_open(needed):
-        if not _raise_limit(needed):
-            raise too_many_files()
-
-
-def make_room(needed: int) -> None:
-    """Raise this process's limit where it has no room for so many files more, as far as it may."""
-    with contextlib.suppress(LaunchError):
-        check_open_files(needed)
-
-
-def _can_open(needed: int) -> bool:
-    numbers: list[int] = []
-    try:
-        # By trying: where none is left, /proc/self/fd cannot be listed either. The first is copied,
-        # which takes a fifth of the time of opening it once more: a session's calls ask each time.
-        numbers.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        for _ in range(needed - 1):
-            # One by one, so that where an open fails the list has those before it, which are closed
-            # below.
-            numbers.append(os.dup(numbers[0]))
-    except OSError as error:
-        if error.errno in TOO_MANY_FILES:
-            return False
-        raise
-    finally:
-        for number in numbers:
-            os.close(number)
-    return True
-
-
-def _raise_limit(needed: int) -> bool:
-    """Raise this process's soft limit towards the hard one; False where that is reached.
-
-    No further than is needed: code that calls select(2) breaks with descriptors above 1,023.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + needed if hard == resource.RLIM_INFINITY else min(soft + needed, hard)
-    if wanted <= soft:
-        return False
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -134,3 +86,20 @@ def naming_what_is_short() -> Iterator[None]:
             "processes (`ulimit -u`) or room in the folder for temporary files have run out: free "
             "some, then launch again"
         ) from error
+
+
+def check_open_files() -> None:
+    """See that this process can open the files that a launch needs; raises its own limit.
+
+    Raises:
+        LaunchError: it cannot.
+    """
+    raise_limit(_FILES_OF_KERNEL)
+    numbers: list[int] = []
+    try:
+        with naming_what_is_short():
+            # On an error the list has those before it.
+            numbers.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(_FILES_OF_LAUNCH))
+    finally:
+        for number in numbers:
+            os.close(number)

@@ -74,7 +74,7 @@ def serve(fd: int, kernel_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
     # Two descriptors for each agent that lives.
-    open_files.raise_to_hard_limit()
+    open_files.raise_limit()
     with processes.acting_on_exit(kernel, _end_everything):
         secret = sys.stdin.buffer.read(32)
         # The collector would look through what is imported again and again, which takes a tenth of
