@@ -68,20 +68,6 @@ def test_a_run_whose_kernel_ends_while_it_is_read_has_its_own_end(
     assert run_list.find_run(folder.id).status == "succeeded"
 
 
-@pytest.mark.parametrize("name", ["state.msgpack", "begin.msgpack", "config.yaml", ".live"])
-def test_a_file_that_is_too_large_hides_no_other_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
-    damaged, whole = RunFolder.make(), RunFolder.make()
-    for folder in (damaged, whole):
-        folder.save(starting(run=folder.id, name="train", world_size=1, started=0.0))
-    grow(damaged.path / name)
-    assert whole.id in {run.id for run in run_list.runs(everywhere=True)}
-    assert run_list.find_run(whole.id).id == whole.id
-    RunFolder.make()  # which looks for old ones to remove
-
-
 def test_metrics_that_are_too_large_are_refused_and_still_plotted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -337,5 +337,7 @@ def test_outside_of_a_notebook_there_is_no_kernel() -> None:
 
 
 def test_programs_that_run_notebooks_cannot_answer() -> None:
-    assert can_answer(SimpleNamespace(_allow_stdin=True))
-    assert not can_answer(SimpleNamespace(_allow_stdin=False))
+    for allowed in (True, False):
+        parent = {"content": {"allow_stdin": allowed}}
+        kernel = SimpleNamespace(get_parent=lambda _channel, parent=parent: parent)
+        assert can_answer(kernel) is allowed

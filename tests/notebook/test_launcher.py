@@ -36,7 +36,10 @@ class FakeKernel:
     """A kernel as the choice of a view sees it."""
 
     def __init__(self, *, live: bool) -> None:
-        self._allow_stdin = live
+        self.live = live
+
+    def get_parent(self, _channel: str) -> dict[str, Any]:
+        return {"content": {"allow_stdin": self.live}}
 
 
 def train() -> None:

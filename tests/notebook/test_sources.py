@@ -17,7 +17,12 @@ def cache(monkeypatch: pytest.MonkeyPatch, filename: str, text: str) -> None:
 
 
 def shell(numbers: dict[str, int]) -> Any:
-    return SimpleNamespace(compile=SimpleNamespace(_filename_map=numbers))
+    """A shell that calls files by their cells, as IPython 8 does."""
+
+    def format_code_name(name: str) -> tuple[str, str] | None:
+        return ("Cell", f"In[{numbers[name]}]") if name in numbers else None
+
+    return SimpleNamespace(compile=SimpleNamespace(format_code_name=format_code_name))
 
 
 def test_every_cell_has_its_text_and_the_name_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,9 +43,7 @@ def test_of_a_long_session_only_the_newest_cells_travel(monkeypatch: pytest.Monk
 
 
 def test_old_shells_name_cells_by_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = (6, 0.0, ["def f():\n", "    pass\n"], "<ipython-input-1>")
-    monkeypatch.setattr(linecache, "_ipython_cache", {"<ipython-input-1>": entry}, raising=False)
-    monkeypatch.setitem(linecache.cache, "<ipython-input-1>", (6, None, *entry[2:]))
+    cache(monkeypatch, "<ipython-input-1>", "def f():\n    pass\n")
     old = SimpleNamespace(
         compile=SimpleNamespace(), user_ns={"In": ["", "x", "def f():\n    pass"]}
     )
