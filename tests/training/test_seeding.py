@@ -106,8 +106,8 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
 def test_what_a_driver_maps_is_copied_for_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that FSDP keeps on the host lie in pinned memory: a fork would see them change."""
     plain = torch.ones(2)
-    assert HostCopies().begin().copy([plain])[0] is plain
+    assert HostCopies().copy([plain])[0] is plain
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    copied = HostCopies().begin().copy([plain])[0]
+    copied = HostCopies().copy([plain])[0]
     plain.zero_()
     assert copied.tolist() == [1, 1]

@@ -77,10 +77,8 @@ class ForkingWriter(Writer):
         self._copies = HostCopies()
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        staging = self._copies.begin()
-        taken = [piece.with_state(staging.copy(piece.state)) for piece in pieces]
-        staging.finish()
-        return taken
+        states = self._copies.copy([piece.state for piece in pieces])
+        return [piece.with_state(state) for piece, state in zip(pieces, states, strict=True)]
 
     def begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
         # Not a pipe: another process that is forked meanwhile would hold its end open. And no file,
@@ -240,32 +238,19 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._buffers: list[torch.UntypedStorage] = []
-
-    def begin(self) -> Staging:
-        """The copies of one save; those of the save before are overwritten."""
-        return Staging(self._buffers)
-
-
-class Staging:
-    """The copies of one save."""
-
-    def __init__(self, buffers: list[torch.UntypedStorage]) -> None:
-        self._buffers = buffers
-        self._num_used = 0
         self._copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     def copy(self, state: Any) -> Any:
         """``state`` with copies on the host in place of tensors that a fork could not read, or in
-        which it would see later steps of the training.
+        which it would see later steps of the training; they overwrite those of the save before.
 
         Tensors that share memory still do.
         """
-        return recursively_apply(self._tensor, state)
-
-    def finish(self) -> None:
-        """Wait until all copies are there."""
+        self._copied = {}
+        copied = recursively_apply(self._tensor, state)
         if self._copied and torch.accelerator.is_available():
             torch.accelerator.synchronize()
+        return copied
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         loaded = sys.modules.get("torch.distributed.tensor")
@@ -286,12 +271,11 @@ class Staging:
         source = value.untyped_storage()
         key = value.device, source.data_ptr()
         if key not in self._copied:
-            self._copied[key] = self._buffer(source.nbytes())
+            self._copied[key] = self._buffer(len(self._copied), source.nbytes())
             self._copied[key].copy_(source, non_blocking=True)
         return self._copied[key]
 
-    def _buffer(self, size: int) -> torch.UntypedStorage:
-        index, self._num_used = self._num_used, self._num_used + 1
+    def _buffer(self, index: int, size: int) -> torch.UntypedStorage:
         if index < len(self._buffers) and self._buffers[index].nbytes() == size:
             return self._buffers[index]
         pinned = torch.accelerator.is_available()

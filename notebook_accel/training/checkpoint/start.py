@@ -53,7 +53,7 @@ class Start:
     """Steps of the optimizer so far."""
     samples: int | None = 0
     """Samples of all ranks so far, over all epochs; None where the loader does not know how many
-    a batch has."""
+    a batch or an epoch has."""
     folder: str | None = None
     """The checkpoint that was loaded; None where training begins anew."""
 

@@ -70,7 +70,7 @@ class TrainingProgress:
         else:
             states |= {**window.random_states, "step": 0}
             for position in reversed(window.loaders.stack):
-                if position.at_step[2] is None:  # the window began with this pass
+                if position.at_step[1] is None:  # the window began with this pass
                     states |= as_plain_states(position.begin or {})
         states |= self._stands()
         states["loaders"] = [

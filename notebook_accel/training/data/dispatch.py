@@ -130,11 +130,6 @@ class DataLoaderDispatcher(PreparedLoader):
     def _keeps_batches(self) -> bool:
         return self.batch_sampler is not None and has_own_batches(self.batch_sampler)
 
-    @property
-    def _drops_last(self) -> bool:
-        # DataLoader(batch_sampler=...).drop_last is always False; the batch sampler's own counts.
-        return bool(getattr(self._index.sampler, "drop_last", self.drop_last))
-
     def _num_batches(self) -> int:
         num_read, a_round = super()._num_batches(), self._batches_a_round
         if self._drops_last:

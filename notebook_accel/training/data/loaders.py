@@ -39,7 +39,6 @@ from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.collectives.nested import find_batch_size
 from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.loader_wrapper import LoaderWrapper, new_loader
 from notebook_accel.training.data.replay import IndexSource, replayed, skip
@@ -49,8 +48,9 @@ from notebook_accel.training.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
     get_sampler,
+    has_own_batches,
     length_of,
-    num_samples_of,
+    length_or_none,
     samplers_of,
 )
 from notebook_accel.training.data.transfer import make_transfer
@@ -314,6 +314,11 @@ class PreparedLoader(LoaderWrapper):
         return 1
 
     @property
+    def _drops_last(self) -> bool:
+        # DataLoader(batch_sampler=...).drop_last is always False; the batch sampler's own counts.
+        return bool(getattr(self._index.sampler, "drop_last", self.drop_last))
+
+    @property
     def _num_readers(self) -> int:
         """How many ranks read samples of their own."""
         return self._options.num_processes
@@ -333,8 +338,6 @@ class PreparedLoader(LoaderWrapper):
         progress, ahead, context = self._progress, position.ahead, current()
         count, active, total = context.count_batch, active_loaders(context), self._count_total()
         stack = active.stack
-        is_stream = isinstance(self._shard, IterableDatasetShard)
-        size = self.total_batch_size or 0 if is_stream else 0
         position.loader = self
         try:
             batch = next(source, _NO_BATCH)
@@ -352,9 +355,6 @@ class PreparedLoader(LoaderWrapper):
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
-                if size and position.short_round is not None:
-                    # Not the last round of all: several workers read, and each ends its own part.
-                    position.num_lacking += size - position.short_round.num_samples
                 if ahead:
                     del ahead[0]
                 yield batch
@@ -363,7 +363,7 @@ class PreparedLoader(LoaderWrapper):
             if batch is not _NO_BATCH:
                 # Before the end is noted: a loop that is stopped here has not had the last batch.
                 count(total, position.num_given + 1)
-            self._reach_end(position, batch)
+            self._reach_end(position)
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
                 position.num_given += 1
@@ -383,12 +383,16 @@ class PreparedLoader(LoaderWrapper):
         """Where the pass stands that begins now, its batches, and what is done with each right
         before the loop gets it."""
         # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
-        # note the states (`_new_position`), which a checkpoint of this pass keeps.
-        start, num_lacking, restored = self._restore()
+        # note the states, which a checkpoint of this pass keeps.
+        start, restored = self._restore()
         self._synchronize()
-        position = self._new_position(
+        position = Position(
+            epoch=self._progress.iteration,
             num_given=start,
-            num_lacking=num_lacking,
+            at_step=(start, None),
+            remainder=getattr(self._shard, "remainder", -1),
+            is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
+            generators=self._generator_states(),
             reader_states=dict(restored.get("reader") or {}),
         )
         self._seed_workers()
@@ -402,18 +406,6 @@ class PreparedLoader(LoaderWrapper):
         send, move = make_transfer(self._options.device, self._options.non_blocking)
         source = source if send is None else map(send, source)
         return position, source, self._receiver(position, move)
-
-    def _new_position(self, **known: Any) -> Position:
-        """Where a pass that begins now stands; ``known`` is for :class:`Position`."""
-        return Position(
-            epoch=self._progress.iteration,
-            samples=self._progress.samples,
-            at_step=(known.get("num_given", 0), known.get("num_lacking", 0), None),
-            remainder=getattr(self._shard, "remainder", -1),
-            is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
-            generators=self._generator_states(),
-            **known,
-        )
 
     def _synchronize(self) -> None:
         """Give every rank rank 0's random states, so that all run through the same order.
@@ -511,63 +503,45 @@ class PreparedLoader(LoaderWrapper):
 
         return receive
 
-    def _reach_end(self, position: Position, batch: Any) -> None:
-        """Note that nothing follows, what the last round lacks, and that the next epoch comes.
-
-        Args:
-            position: of the pass.
-            batch: the last one, which the loop gets next.
-        """
+    def _reach_end(self, position: Position) -> None:
+        """Note that nothing follows, what the last round lacks, and that the next epoch comes."""
         position.end_of_dataloader = True
-        num_batches = position.num_given + (batch is not _NO_BATCH)
-        if batch is _NO_BATCH:  # skip_first_batches may have been asked for more than there are
-            total = self._count_total()
-            num_batches = num_batches if total is None else min(num_batches, total)
-        size, lacking = self.total_batch_size or 0, self._num_lacking_at_the_end
-        self._note_last_round(position)
-        if position.short_round is None and self._options.num_processes == 1 and lacking:
-            num_own = size - lacking
-            if find_batch_size(batch) == num_own:  # a sampler may give more than its length says
-                position.short_round = ShortRound(num_own, num_own, num_own)
-                position.remainder = num_own
-        if position.short_round is None and self._knows_repeats:
-            position.remainder = 0
-        last = position.short_round
-        # A last round of which this rank gets nothing counts as well.
-        num_rounds = num_batches + (last is not None and last.batch_size == 0)
-        self._progress.samples += size * num_rounds
-        self._progress.samples -= position.num_lacking
-        if position.remainder > 0:
-            self._progress.samples += position.remainder - size
-        elif last is None and num_batches:
-            self._progress.samples -= lacking
-        # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
-        # dataset itself, before each pass, has the last word.
-        self.set_epoch(position.epoch + 1)
-
-    def _note_last_round(self, position: Position) -> None:
-        """Note what the last round lacks, as the sampler has found once it has no more."""
+        # What the sampler has found once it has no more.
         found = position.shard_pass or getattr(self._shard, "newest_pass", None)
         if found is not None:
             position.short_round = found.last_round
         if position.short_round is not None:
             position.remainder = position.short_round.num_samples
+        elif self._options.num_processes == 1:
+            rest = (self._num_samples or 0) % (self.total_batch_size or 1)
+            position.remainder = rest
+            position.short_round = ShortRound(rest, rest, rest) if rest else None
+        elif found is not None or self._marks_last_round:
+            position.remainder = 0  # it would have been told of a last round that is not full
+        # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
+        # dataset itself, before each pass, has the last word.
+        self.set_epoch(position.epoch + 1)
 
     @property
-    def _num_lacking_at_the_end(self) -> int:
-        """By how many samples the last round is short, where nothing fills it up; 0 where that is
-        not known."""
-        is_stream, size = isinstance(self.dataset, IterableDataset), self.total_batch_size
-        samples = None if is_stream else num_samples_of(self._index.sampler)
-        if samples is None or size is None or self._index.sampler.drop_last:
-            return 0
-        return -samples * self._num_readers % size
-
-    @property
-    def _knows_repeats(self) -> bool:
-        """Whether this loader is told of repeated samples: if it hears of none, there are none."""
-        is_shared_out = hasattr(self._shard, "newest_pass") or self._marks_last_round
-        return is_shared_out or self._options.num_processes == 1
+    def _num_samples(self) -> int | None:
+        """Samples of all ranks in an epoch; None where that is not known."""
+        dataset: Any = self.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            length = length_or_none(dataset.dataset)
+        elif isinstance(dataset, IterableDataset):
+            length = length_or_none(dataset)
+        else:
+            sampler = self._index.sampler
+            is_shared_out = isinstance(sampler, BatchSamplerShard)
+            if has_own_batches(sampler.batch_sampler if is_shared_out else sampler):
+                return None
+            length = length_or_none(sampler.sampler)
+            if length is not None and not is_shared_out:
+                length *= self._num_readers
+        size = self.total_batch_size
+        if length is None or size is None:
+            return None
+        return length // size * size if self._drops_last else length
 
     # The newest pass: the one that began or gave a batch last.
 
@@ -601,7 +575,6 @@ class PreparedLoader(LoaderWrapper):
         state: dict[str, Any] = {
             "iteration": progress.iteration,
             "given": 0,
-            "lacking": 0,
             "generators": {},
             "random": None,
             "reader": None,
@@ -620,7 +593,6 @@ class PreparedLoader(LoaderWrapper):
             state |= {
                 "iteration": position.epoch,
                 "given": position.num_given,
-                "lacking": position.num_lacking,
                 "generators": position.generators,
                 "random": position.begin
                 and {
@@ -631,7 +603,6 @@ class PreparedLoader(LoaderWrapper):
             }
         return {
             **state,
-            "samples": progress.samples,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
             "total_batch_size": self.total_batch_size,
             "batches_a_round": self._batches_a_round,
@@ -650,13 +621,12 @@ class PreparedLoader(LoaderWrapper):
             or (position.is_over and not position.is_stopped)
         ):
             return state
-        given, lacking, ahead = position.at_step
+        given, ahead = position.at_step
         is_known = ahead is not None and position.begin is not None
         return {
             **state,
             "iteration": position.epoch,
             "given": given,
-            "lacking": lacking,
             "generators": position.generators,
             "random": {
                 "begin": as_plain(position.begin or {}),
@@ -665,7 +635,6 @@ class PreparedLoader(LoaderWrapper):
             if is_known
             else None,
             "reader": None,
-            "samples": position.samples,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -679,7 +648,7 @@ class PreparedLoader(LoaderWrapper):
         if not (before and now):
             now = self._batches_a_round
             before = state_dict.get("batches_a_round", now)
-        restored = {"lacking": 0, "random": None, "reader": None, **state_dict}
+        restored = {"random": None, "reader": None, **state_dict}
         restored["given"] = int(state_dict["given"]) * int(before) // now
         num_readers = self._num_readers
         if before != now or state_dict.get("num_readers", num_readers) != num_readers:
@@ -689,7 +658,6 @@ class PreparedLoader(LoaderWrapper):
         for sampler, seed in zip(self._seedable_samplers(), seeds, strict=False):
             sampler.restore_seed(int(seed))
         self.set_epoch(int(state_dict["iteration"]))
-        self._progress.samples = int(state_dict.get("samples", 0))
         self._progress.restored = restored
 
     def progress(self, state: Mapping[str, Any] | None = None) -> tuple[int, int, int | None]:
@@ -698,10 +666,11 @@ class PreparedLoader(LoaderWrapper):
         Args:
             state: a state of this loader; None for the present one.
         """
-        state, size = state or self.state_dict(), self.total_batch_size
-        given, lacking = state["given"], state["lacking"]
-        samples = None if size is None else state["samples"] + given * size - lacking
-        return state["iteration"], given, samples
+        state, size, an_epoch = state or self.state_dict(), self.total_batch_size, self._num_samples
+        epoch, given = state["iteration"], state["given"]
+        if size is None or an_epoch is None:
+            return epoch, given, None
+        return epoch, given, epoch * an_epoch + min(given * size, an_epoch)
 
     def is_part_of(self, other: PreparedLoader) -> bool:
         """Whether the two are one loader, one of them perhaps without its first batches."""
@@ -723,25 +692,24 @@ class PreparedLoader(LoaderWrapper):
             (total,) = broadcast_object_list([total])
         return total is not None and self.skip_batches >= total
 
-    def _restore(self) -> tuple[int, int, Mapping[str, Any]]:
+    def _restore(self) -> tuple[int, Mapping[str, Any]]:
         """Go back to the start of a restored epoch.
 
         Returns:
-            the batch to begin with, the samples that rounds before it lacked, and what else the
-            state has that this pass goes on with.
+            the batch to begin with, and what else the state has that this pass goes on with.
         """
         restored, self._progress.restored = self._progress.restored, None
         if restored is None:
-            return self.skip_batches, 0, {}
+            return self.skip_batches, {}
         for name, generator in self._generators().items():
             if name in restored["generators"]:
                 generator.set_state(restored["generators"][name])
         given, asked = int(restored["given"]), self._options.skip_batches
         if asked in (None, given):
-            return given, restored["lacking"], restored
+            return given, restored
         # `ahead` has the states before batch `given` was read; this pass begins with another one.
         drawn = restored["random"]
-        return asked, 0, {**restored, "random": drawn and {**drawn, "ahead": []}}
+        return asked, {**restored, "random": drawn and {**drawn, "ahead": []}}
 
     def _seedable_samplers(self) -> list[SeedableRandomSampler]:
         return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]

@@ -150,7 +150,7 @@ def replayed(
     known: list[Mapping[str, Any]] = []
     if restored is not None:
         position.begin, known = restored["begin"], restored["ahead"]
-        position.at_step = position.num_given, position.num_lacking, list(known)
+        position.at_step = position.num_given, list(known)
         set_random_states(position.begin, _HOST)
     if not reads_here:
         source = make(None)

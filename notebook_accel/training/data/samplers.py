@@ -52,7 +52,6 @@ __all__ = [
     "has_own_batches",
     "length_of",
     "length_or_none",
-    "num_samples_of",
     "samplers_of",
     "share_of",
 ]
@@ -292,13 +291,6 @@ def _num_left_out(batch_sampler: Any) -> int:
         number += batch_sampler.skip_batches
         batch_sampler = batch_sampler.batch_sampler
     return number
-
-
-def num_samples_of(batch_sampler: Any) -> int | None:
-    """Samples that batches of torch's own ``BatchSampler`` have; None where that is not known."""
-    length = None if has_own_batches(batch_sampler) else length_or_none(batch_sampler.sampler)
-    left_out = _num_left_out(batch_sampler)
-    return None if length is None else max(0, length - left_out * batch_sampler.batch_size)
 
 
 def length_of(sized: Any) -> int:

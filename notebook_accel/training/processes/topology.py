@@ -81,7 +81,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
         ConfigError: the environment does not say where the ranks meet, or this machine has fewer
             devices than ranks.
     """
-    _heed_mpi(cpu=cpu)
+    _read_mpi_environment(cpu=cpu)
     shared = current().shared
     found: Topology | None = shared.get(_KEY)
     options = options or InitProcessGroupKwargs()
@@ -100,7 +100,7 @@ def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
     Args:
         cpu: whether they are asked to compute on the host.
     """
-    _heed_mpi(cpu=cpu)
+    _read_mpi_environment(cpu=cpu)
     found: Topology | None = current().shared.get(_KEY)
     if found is None or _is_stale(found):
         context = _find_context()
@@ -175,7 +175,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     )
 
 
-def _heed_mpi(*, cpu: bool) -> None:
+def _read_mpi_environment(*, cpu: bool) -> None:
     """Say in torchrun's variables which rank this is, where ``mpirun`` started it.
 
     For ranks that are to compute on the host alone, as in Accelerate: on other machines the

@@ -52,10 +52,6 @@ class Position:
     num_given: int = 0
     """Batches of the epoch that the loop has got, those that it skipped included."""
 
-    num_lacking: int = 0
-    """Samples that were missing from rounds of a stream before its last round: each worker process
-    that reads a part of the stream ends it with a short round."""
-
     remainder: int = -1
     """If the last round is not full, how many samples all ranks have in it, repeated ones not
     counted; 0 if it is known to be full, -1 if nothing is known. Before the loop reaches that
@@ -90,11 +86,8 @@ class Position:
     end_of_dataloader: bool = False
     """Whether the batch that the loop has now is the last."""
 
-    samples: int = 0
-    """Of all ranks, in the epochs before this pass."""
-
-    at_step: tuple[int, int, list[Mapping[str, Any]] | None] = (0, 0, None)
-    """``num_given``, ``num_lacking`` and ``ahead`` as an optimizer made its last step in this pass,
+    at_step: tuple[int, list[Mapping[str, Any]] | None] = (0, None)
+    """``num_given`` and ``ahead`` as an optimizer made its last step in this pass,
     or as the pass began; no such list where it began anew."""
 
     is_over: bool = False
@@ -106,7 +99,7 @@ class Position:
 
     def note_step(self) -> None:
         """Note where the pass is as an optimizer makes a step: an open window begins there."""
-        self.at_step = self.num_given, self.num_lacking, list(self.ahead)
+        self.at_step = self.num_given, list(self.ahead)
 
 
 @dataclass(eq=False)
@@ -116,9 +109,6 @@ class LoaderProgress:
     iteration: int = 0
     """Number of the epoch."""
 
-    samples: int = 0
-    """Of all ranks, in the epochs that are complete."""
-
     restored: Mapping[str, Any] | None = None
     """What the next pass has to go on from."""
 
@@ -127,7 +117,7 @@ class LoaderProgress:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
-        return LoaderProgress, (self.iteration, self.samples, self.restored)
+        return LoaderProgress, (self.iteration, self.restored)
 
 
 class ActiveLoaders:
