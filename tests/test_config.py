@@ -63,44 +63,29 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     ("name", "value", "expected"),
     [
         ("num_processes", 0, "1 or more"),
-        ("num_processes", -1, "1 or more"),
         ("num_processes", "2", "whole number"),
-        ("num_processes", 2.0, "whole number"),
         ("num_processes", True, "whole number"),
         ("mixed_precision", "fp7", "'bf16'"),
         ("mixed_precision", "float16", "'fp16'"),
-        ("mixed_precision", 16, "'fp16'"),
         ("engine", "tpu", "'local', 'elastic', 'ray', 'inline', 'xla'"),
-        ("engine", "mpi", "expected one of 'auto'"),
         ("engine", None, "'auto'"),
         ("num_nodes", 0, "1 or more"),
-        ("num_nodes", "2", "whole number"),
         ("max_restarts", -1, "0 or more"),
         ("master_addr", 5, "text"),
         ("devices", [], "different indices"),
         ("devices", [0, 0], "different indices"),
-        ("devices", [-1], "different indices"),
-        ("devices", [0.5], "different indices"),
         ("devices", [True], "different indices"),
         ("devices", "gpu", "'cpu'"),
-        ("devices", "0,,1", "'cpu'"),
         ("devices", 2, "[0, 2]"),
-        ("devices", {"a": 1}, "[0, 2]"),
         ("backend", "mpi", "'gloo'"),
-        ("use_port", 0, "1 to 65535"),
         ("use_port", 65_536, "1 to 65535"),
         ("use_port", "29500", "1 to 65535"),
-        ("use_port", True, "1 to 65535"),
         ("grace", -1, "0 or more"),
-        ("grace", "long", "0 or more"),
-        ("grace", None, "0 or more"),
         ("grace", float("nan"), "0 or more"),
         ("grace", True, "0 or more"),
         ("debug", "yes", "True or False"),
-        ("debug", None, "True or False"),
         ("gradient_accumulation_steps", 0, "1 or more"),
         ("seed", -1, "0 or more"),
-        ("seed", "7", "whole number"),
         ("fsdp", True, "mapping of FullyShardedDataParallelPlugin's fields"),
         ("deepspeed", 2, "mapping of DeepSpeedPlugin's fields"),
         ("parallelism", 2, "mapping of ParallelismConfig's fields"),
@@ -331,31 +316,25 @@ def test_a_file_written_by_hand(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (b"- a\n- b\n", "holds a list"),
-        (b"just text\n", "holds a str"),
         (b"a: [\n", "cannot be read"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"num_proceses: 2\n", "'num_proceses'"),
-        (b"num_processes: two\n", "num_processes='two'"),
         (b"1: 2\n", "1"),
         (b"engine: tpu\n", "'local'"),
         (b"seed: 2024-99-99\n", "a value in it cannot be read: month must be in 1..12"),
         (b"seed: " + b"9" * 5000 + b"\n", ""),
-        (b"seed: !!bool maybe\n", "a value in it cannot be read"),
         (b"seed: !!timestamp now\n", "a value in it cannot be read"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_named(text: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        LaunchConfig.load(path)
     path.write_bytes(text)
     with pytest.raises(ConfigError) as caught:
         LaunchConfig.load(path)
     assert str(path) in str(caught.value)
     assert said in str(caught.value)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        LaunchConfig.load(tmp_path / "none.yaml")
 
 
 def test_accelerates_file(tmp_path: Path) -> None:
@@ -381,20 +360,11 @@ def test_accelerates_file(tmp_path: Path) -> None:
     assert LaunchConfig.load(path) == LaunchConfig(
         devices=(1, 3), use_port=29512, mixed_precision="bf16", num_processes=2
     )
-
-
-def test_accelerates_file_for_the_cpu(tmp_path: Path) -> None:
-    path = tmp_path / "default_config.yaml"
     path.write_text(
-        "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\nenable_cpu_affinity: true\n"
-        "gpu_ids: all\nmain_process_port: null\nmixed_precision: 'no'\nnum_machines: 1\n"
+        "distributed_type: MULTI_CPU\nuse_cpu: true\nenable_cpu_affinity: true\ngpu_ids: all\n"
     )
-    assert LaunchConfig.load(path) == LaunchConfig(
-        devices="cpu",
-        num_processes=2,
-        mixed_precision="no",
-        env={"ACCELERATE_CPU_AFFINITY": "true"},
-    )
+    expected = LaunchConfig(devices="cpu", env={"ACCELERATE_CPU_AFFINITY": "true"})
+    assert LaunchConfig.load(path) == expected
 
 
 def test_accelerates_file_for_two_machines_counts_their_processes_together(tmp_path: Path) -> None:
@@ -638,34 +608,17 @@ def test_a_plugin_of_the_saved_file_gives_way_to_another(monkeypatch: pytest.Mon
     assert resolve({})[0].fsdp is None
 
 
-class Engines(str, Enum):
-    INLINE = "inline"
-
-
 def test_an_engine_of_one_rank_is_asked_for_no_more_by_the_environment_or_the_saved_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The person can leave nothing out that the call does not say."""
     LaunchConfig(num_processes=2, seed=3).save(default_config_path())
-    for engine in ("inline", Engines.INLINE):
-        assert resolve({"engine": engine})[0] == LaunchConfig(engine="inline", seed=3)
-    assert resolve({}, {"engine": "inline"})[0].num_processes is None
+    assert resolve({"engine": "inline"})[0] == LaunchConfig(engine="inline", seed=3)
     assert resolve({"engine": "local"})[0].num_processes == 2
+    with pytest.raises(ConfigError, match="num_processes=2 cannot be had"):
+        resolve({"engine": "inline"}, {"num_processes": 2})
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "3")
     assert resolve({"engine": "inline"})[0].num_processes is None
-    for arguments, config in (
-        ({"engine": "inline", "num_processes": 2}, None),
-        ({"engine": "inline"}, {"num_processes": 2}),
-    ):
-        with pytest.raises(ConfigError, match="num_processes=2 cannot be had"):
-            resolve(arguments, config)
-    monkeypatch.setenv("NOTEBOOK_ACCEL_ENGINE", "inline")
-    with pytest.raises(ConfigError, match="num_processes=3 cannot be had"):
-        resolve({})
-    with pytest.raises(ConfigError, match="num_processes=2 cannot be had"):
-        resolve({"num_processes": 2})
-    monkeypatch.delenv("NOTEBOOK_ACCEL_NUM_PROCESSES")
-    assert resolve({})[0] == LaunchConfig(engine="inline", seed=3), "as a variable has it"
 
 
 def test_every_form_of_config(tmp_path: Path) -> None:
@@ -696,16 +649,11 @@ def test_unknown_names_are_named_with_those_that_there_are(given: str) -> None:
     [
         ("NUM_PROCESSES", "2", 2),
         ("MIXED_PRECISION", "bf16", "bf16"),
-        ("ENGINE", "inline", "inline"),
         ("DEVICES", "0,1", (0, 1)),
         ("DEVICES", "cpu", "cpu"),
-        ("BACKEND", "gloo", "gloo"),
-        ("USE_PORT", "29500", 29500),
         ("GRACE", "2.5", 2.5),
         ("DEBUG", "1", True),
-        ("DEBUG", "true", True),
         ("DEBUG", "no", False),
-        ("SEED", "7", 7),
         ("GRADIENT_ACCUMULATION_STEPS", "4", 4),
     ],
 )
@@ -720,10 +668,7 @@ def test_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.M
     ("variable", "text"),
     [
         ("NOTEBOOK_ACCEL_NUM_PROCESSES", "two"),
-        ("NOTEBOOK_ACCEL_GRACE", "soon"),
         ("NOTEBOOK_ACCEL_USE_PORT", "any"),
-        ("NOTEBOOK_ACCEL_DEBUG", "perhaps"),
-        ("NOTEBOOK_ACCEL_ENGINE", "tpu"),
         ("NOTEBOOK_ACCEL_MIXED_PRECISION", "fp7"),
         ("ACCELERATE_MIXED_PRECISION", "fp7"),
     ],
@@ -764,13 +709,16 @@ def test_accelerates_variable_against_the_cpu_of_the_saved_file(
     assert resolve({})[0].devices == (0,), "which is no CPU"
 
 
-def test_the_saved_file_is_said_to_be_used() -> None:
+def test_the_saved_file_is_named() -> None:
+    """As used, and where it is broken."""
     assert resolve({})[1] == []
     LaunchConfig(num_processes=2).save(default_config_path())
-    config, notices = resolve({})
+    config, (line,) = resolve({})
     assert config.num_processes == 2
-    (line,) = notices
     assert str(default_config_path()) in line
+    default_config_path().write_text("num_processes: 0\n")
+    with pytest.raises(ConfigError, match=rf"{default_config_path()}.*num_processes=0"):
+        resolve({})
 
 
 def test_a_mode_of_torch_that_kills_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,14 +729,6 @@ def test_a_mode_of_torch_that_kills_ranks_is_named(monkeypatch: pytest.MonkeyPat
         assert "DETAIL is set: with it, torch ends a rank by SIGSEGV" in line
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     assert resolve({"env": {"TORCH_DISTRIBUTED_DEBUG": "OFF"}})[1] == []
-
-
-def test_a_saved_file_that_is_broken_is_named() -> None:
-    LaunchConfig(num_processes=2).save(default_config_path())
-    default_config_path().write_text("num_processes: 0\n")
-    with pytest.raises(ConfigError, match="num_processes=0") as caught:
-        resolve({})
-    assert str(default_config_path()) in str(caught.value)
 
 
 @pytest.mark.parametrize("config", [{"debug": False, "grace": 10.0}, "debug: false\ngrace: 10.0\n"])

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.training.single import forget_states
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,7 +29,5 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fresh_peer() -> None:
     """Nothing that Accelerate keeps in this process from an earlier test, of another file maybe."""
-    state = sys.modules.get("accelerate.state")
-    if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+    if "accelerate.state" in sys.modules:
+        forget_states(sys.modules["accelerate"])

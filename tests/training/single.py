@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Any
 
 import pytest
 
+import notebook_accel
 from notebook_accel.launch import rank
 
-__all__ = ["Told", "be", "fresh_rank"]
+__all__ = ["Told", "be", "forget_states", "fresh_rank"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -32,6 +34,12 @@ class Told(rank.RankContext):
 
     def count_step(self, device_memory: object = None) -> None:
         self.steps += 1
+
+
+def forget_states(library: Any = notebook_accel, *, forgets_ranks: bool = True) -> None:
+    """Let what comes next begin as a script of its own, under ours or Accelerate."""
+    library.state.AcceleratorState._reset_state(forgets_ranks)
+    library.state.GradientState._reset_state()
 
 
 def be(context: rank.RankContext, monkeypatch: pytest.MonkeyPatch) -> None:

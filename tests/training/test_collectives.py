@@ -34,6 +34,7 @@ from notebook_accel.training.collectives.nested import (
 from notebook_accel.training.data.gathering import gather_for_metrics
 from tests.training.harness import RankError, run_ranks
 from tests.training.loading import prepare
+from tests.training.single import forget_states
 
 
 class Pair(NamedTuple):
@@ -212,7 +213,7 @@ def compares_in_debug_mode() -> dict[str, str]:
         assert (state.debug, collectives.compares()) == (asked, asked)
     os.environ["ACCELERATE_DEBUG_MODE"] = "false"
     assert state.debug
-    PartialState._reset_state()
+    forget_states()
     assert not collectives.compares()
     return found
 

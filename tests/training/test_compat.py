@@ -141,17 +141,6 @@ def test_loaders_of_one_length_have_orders_of_their_own() -> None:
     assert orders(2) != first
 
 
-def test_states_can_be_reset() -> None:
-    notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
-    state = notebook_accel.AcceleratorState
-    assert notebook_accel.GradientState().num_steps == 4
-    notebook_accel.GradientState._reset_state()
-    state._reset_state(True)
-    notebook_accel.PartialState._reset_state()
-    assert notebook_accel.GradientState().num_steps == 1
-    assert state().mixed_precision == "no"
-
-
 def test_a_path_that_is_not_built_is_absent() -> None:
     with pytest.raises(ImportError):
         import notebook_accel.no_such_door  # noqa: F401

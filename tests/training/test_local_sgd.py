@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from notebook_accel import Accelerator, AcceleratorState, ParallelismConfig
+from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.functions.local_sgd import LocalSGD
 from tests.training.harness import run_ranks
 from tests.training.meshes import Tiny, accelerator_for
-from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.single import forget_states, fresh_rank  # noqa: F401
 
 
 def train(enabled: bool) -> list[float]:
@@ -73,7 +73,7 @@ def refusals() -> list[str]:
         except ConfigError as error:
             said.append(str(error))
         accelerator.free_memory()
-        AcceleratorState._reset_state(True)
+        forget_states()
     return said
 
 

@@ -19,6 +19,7 @@ from notebook_accel import Accelerator, notebook_launcher
 from notebook_accel.training.state import PartialState
 from tests.ports import free_port
 from tests.training.harness import run_ranks
+from tests.training.single import forget_states
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def remake(folder: str, times: int, make: Callable[[], None] = make_ours) -> lis
             await_files(folder, f"left-{number}-{1 - rank}")
             time.sleep(0.001 * (number % 5))
         dist.destroy_process_group()
-        PartialState._reset_state()
+        forget_states()
         Path(folder, f"left-{number}-{rank}").touch()
     return sums
 
@@ -104,7 +105,7 @@ def tempt(folder: str) -> list[str]:
             Path(folder, f"{len(taken)}-{rank}").touch()
             await_files(folder, f"{len(taken)}-0", f"{len(taken)}-1")
             dist.destroy_process_group()
-            PartialState._reset_state()
+            forget_states()
             taken.append(take_as_nobody(ports))
     return taken
 

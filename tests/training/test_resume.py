@@ -68,16 +68,6 @@ def test_a_script_that_skips_by_itself_gets_the_same(tmp_path: Path) -> None:
     assert rest == whole[13:]
 
 
-def test_after_an_epoch_the_next_order_comes(tmp_path: Path) -> None:
-    accelerator, loader = setup(1)
-    first = [batch.tolist() for batch in loader]
-    accelerator.save_state(tmp_path / "state")
-    second = [batch.tolist() for batch in loader]
-    accelerator, loader = setup(1)
-    accelerator.load_state(tmp_path / "state")
-    assert [batch.tolist() for batch in loader] == second != first
-
-
 def test_a_loop_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
     accelerator, loader = setup(1)
     for index, _ in enumerate(loader):
@@ -88,21 +78,6 @@ def test_a_loop_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
                 accelerator.load_state(tmp_path / "good")
     assert index == 9
     assert len(list(loader)) == 10
-
-
-def resumes(folder: str, save_at: int | None) -> Any:
-    """On two ranks: whole with a save, or resumed."""
-    accelerator, loader = setup(5 if save_at else 6)
-    if save_at:
-        return train(accelerator, loader, Path(folder), save_at)
-    accelerator.load_state(folder)
-    return train(accelerator, loader, Path(folder), None, 7)
-
-
-def test_two_ranks_resume_too(tmp_path: Path) -> None:
-    whole = run_ranks(resumes, 2, str(tmp_path / "state"), 7)
-    rest = run_ranks(resumes, 2, str(tmp_path / "state"), None)
-    assert [one[7:] for one in whole] == rest
 
 
 def draw() -> float:

@@ -17,7 +17,7 @@ import notebook_accel
 from notebook_accel import ConfigError, utils
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.single import forget_states, fresh_rank  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_loaders_are_made_by_accelerates_arguments() -> None:
 
 
 def test_a_state_without_an_accelerator_has_no_plugins() -> None:
-    kinds: Any = (notebook_accel.AcceleratorState, accelerate.state.AcceleratorState)
-    for name in ("fsdp_plugin", "deepspeed_plugin", "parallelism_config", "dynamo_plugin"):
-        for kind in kinds:
+    library: Any
+    for library in (notebook_accel, accelerate):
+        for name in ("fsdp_plugin", "deepspeed_plugin", "parallelism_config", "dynamo_plugin"):
             with pytest.raises(ValueError, match=r"Accelerator\("):
-                kind(cpu=True, **{name: object()})
-            kind._reset_state()
+                library.state.AcceleratorState(cpu=True, **{name: object()})
+            forget_states(library)
 
 
 def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there() -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "is_only_device",
     "manual_seed",
     "memory_reader",
+    "needed_by_cuda",
     "set_numa_affinity",
     "set_rng_state",
     "streams",
@@ -252,9 +253,9 @@ def _cuda_versions() -> dict[str, str]:
 _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
 
 
-def _needed_by_cuda(names: Sequence[str]) -> dict[str, str]:
-    """Keep GeForce cards of the 40 series from speaking to each other directly, which they cannot
-    with drivers before 550.40.07."""
+def needed_by_cuda(names: Sequence[str]) -> dict[str, str]:
+    """The variables that keep GeForce cards of the 40 series from speaking to each other directly,
+    which they cannot with drivers before 550.40.07."""
     if len(names) < 2 or not any("RTX 40" in name for name in names):
         return {}
     try:  # asked only where it may be so: nvidia-smi takes a second
@@ -272,7 +273,7 @@ def _ask_driver_version() -> str:
 
 
 # What ranks on several devices of a kind need in their environment, by the names of the devices.
-_NEEDED: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"cuda": _needed_by_cuda}
+_NEEDED: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"cuda": needed_by_cuda}
 
 
 def default_backend(device: torch.device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from tests.training.scripts.parts import (
     Points,
     fingerprint,
-    mlp,
     mlp_and_sgd,
     points,
     seeded,
@@ -87,20 +86,9 @@ def stream(accelerate: Any, folder: Path) -> dict[str, Any]:
     return train_on(accelerate, DataLoader(Stream(12), batch_size=2))
 
 
-def stream_until(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """A stream that is left after some steps and begun again."""
-    return train_on(accelerate, DataLoader(Stream(40), batch_size=2), steps=3)
-
-
 def stream_on_each_rank(accelerate: Any, folder: Path) -> dict[str, Any]:
     """An iterable dataset that every rank reads, taking its own part."""
     return train_on(accelerate, DataLoader(Stream(12), batch_size=2), dispatch_batches=False)
-
-
-def workers(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Workers that stay from epoch to epoch."""
-    loader = DataLoader(points(12), batch_size=2, num_workers=1, persistent_workers=True)
-    return train_on(accelerate, loader)
 
 
 @dataclass
@@ -128,37 +116,6 @@ def dataclasses_(accelerate: Any, folder: Path) -> dict[str, Any]:
         update(accelerator, optimizer, loss)
         names += accelerator.gather_for_metrics(batch.names)
     return {"names": names, "weights": fingerprint(model)}
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
-
-
-def contrastive(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """Named tuples, negatives of all ranks, embeddings gathered as they are."""
-    accelerator = accelerate.Accelerator()
-
-    def collate(samples: list[Any]) -> Pair:
-        left = torch.stack([sample for sample, _ in samples])
-        return Pair(left, left + 0.1)
-
-    model = mlp(4, 8, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(points(16), batch_size=4, collate_fn=collate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    accuracy = []
-    for batch in loader:
-        left, right = model(torch.cat([batch.left, batch.right])).chunk(2)
-        every = accelerator.gather(right)
-        start = accelerator.process_index * len(right)
-        every = torch.cat([every[:start], right, every[start + len(right) :]])
-        logits = left @ every.T
-        wanted = torch.arange(len(left)) + start
-        loss = nn.functional.cross_entropy(logits, wanted)
-        update(accelerator, optimizer, loss)
-        accuracy.append(accelerator.gather((logits.argmax(-1) == wanted).float().mean()).tolist())
-    return {"accuracy": accuracy, "weights": fingerprint(model)}
 
 
 def two_loaders(accelerate: Any, folder: Path) -> dict[str, Any]:
@@ -210,11 +167,8 @@ LOOPS = [
     seedable,
     weighted,
     stream,
-    stream_until,
     stream_on_each_rank,
-    workers,
     dataclasses_,
-    contrastive,
     two_loaders,
     evaluation_inside,
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -150,94 +149,6 @@ def text_to_image(accelerate: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def dreambooth(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """diffusers: two trained models under one optimizer, a prior in the second half of a batch."""
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
-    unet, text_encoder = mlp(4, 8, 4), mlp(4, 6, 4)
-    parameters = itertools.chain(unet.parameters(), text_encoder.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    loader = DataLoader(Points(16), batch_size=4)
-    unet, text_encoder, optimizer, loader = accelerator.prepare(
-        unet, text_encoder, optimizer, loader
-    )
-    losses = []
-    for _ in range(2):
-        for batch in loader:
-            with accelerator.accumulate(unet, text_encoder):
-                hidden = text_encoder(batch["pixel_values"])
-                predicted = unet(batch["pixel_values"] + hidden)
-                wanted, wanted_prior = torch.chunk(batch["pixel_values"] ** 2, 2, dim=0)
-                instance, prior = torch.chunk(predicted, 2, dim=0)
-                loss = nn.functional.mse_loss(instance, wanted)
-                loss = loss + 0.5 * nn.functional.mse_loss(prior, wanted_prior)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    both = itertools.chain(unet.parameters(), text_encoder.parameters())
-                    accelerator.clip_grad_norm_(both, 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach().item())
-    return {"losses": losses, "weights": fingerprint(unet) + fingerprint(text_encoder)}
-
-
-class LowRank(nn.Module):
-    """A frozen layer with a trained correction of low rank beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
-        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.normal_(self.lora_a.weight, generator=seeded(1))
-        nn.init.zeros_(self.lora_b.weight)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.base(inputs) + self.lora_b(self.lora_a(inputs))
-
-
-def adapters(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """PEFT-like: adapters in a frozen model, saved alone through the hooks of save_state."""
-    accelerator = accelerate.Accelerator()
-    model = mlp()
-    model[0], model[2] = LowRank(model[0]), LowRank(model[2])
-
-    def save_hook(models: Any, weights: Any, output_dir: str) -> None:
-        if accelerator.is_main_process:
-            for one in models:
-                state = accelerator.unwrap_model(one).state_dict()
-                lora = {name: value for name, value in state.items() if "lora" in name}
-                torch.save(lora, os.path.join(output_dir, "lora.bin"))
-                weights.pop()
-
-    def load_hook(models: Any, input_dir: str) -> None:
-        while models:
-            lora = torch.load(os.path.join(input_dir, "lora.bin"))
-            accelerator.unwrap_model(models.pop()).load_state_dict(lora, strict=False)
-
-    accelerator.register_save_state_pre_hook(save_hook)
-    accelerator.register_load_state_pre_hook(load_hook)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(points(12), batch_size=3)
-    )
-    losses = []
-    for epoch in range(2):
-        for inputs, labels in loader:
-            with accelerator.accumulate(model):
-                loss = nn.functional.cross_entropy(model(inputs), labels)
-                update(accelerator, optimizer, loss)
-            losses.append(loss.item())
-        if epoch == 0:
-            accelerator.save_state(str(folder / "state"))
-            accelerator.wait_for_everyone()
-            saved = fingerprint(model)
-    names = sorted(torch.load(folder / "state" / "lora.bin"))
-    accelerator.load_state(str(folder / "state"))
-    back = fingerprint(model)
-    return {"losses": losses, "names": names, "back": back == saved, "files": back}
-
-
 def gan(accelerate: Any, folder: Path) -> dict[str, Any]:
     """Two models, two optimizers, two schedules, and a detached half."""
     accelerator = accelerate.Accelerator()
@@ -342,7 +253,9 @@ class Buckets(BatchSampler):
         return len(list(iter(self)))
 
 
-def train_on_buckets(accelerate: Any, widths: list[int]) -> dict[str, Any]:
+def aspect_ratios(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A batch sampler of one's own whose batches are divided over the ranks without a rest."""
+    widths = [2, 3, 4, 4] * 4
     accelerator = accelerate.Accelerator()
     data = [torch.full((width,), float(index)) for index, width in enumerate(widths)]
     loader = DataLoader(data, batch_sampler=Buckets(widths, 2))  # type: ignore[arg-type]
@@ -357,16 +270,9 @@ def train_on_buckets(accelerate: Any, widths: list[int]) -> dict[str, Any]:
     return {"shapes": shapes, "seen": seen, "weights": fingerprint(model)}
 
 
-def aspect_ratios(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """A batch sampler of one's own whose batches are divided over the ranks without a rest."""
-    return train_on_buckets(accelerate, [2, 3, 4, 4] * 4)
-
-
 LOOPS = [
     cv_example,
     text_to_image,
-    dreambooth,
-    adapters,
     gan,
     detection,
     aspect_ratios,

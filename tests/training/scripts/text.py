@@ -10,49 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.training.scripts.parts import Sentences, bert, fingerprint, gpt2, seeded, update
+from tests.training.scripts.parts import Sentences, fingerprint, gpt2, seeded, update
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def glue(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """nlp_example: everything prepared at once, a warm-up schedule, an exact accuracy."""
-    from transformers import get_linear_schedule_with_warmup
-
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=1)
-    accelerate.utils.set_seed(42)
-    train_dataloader = Sentences(22).loader(shuffle=True, drop_last=True, generator=seeded())
-    eval_dataloader = Sentences(13).loader(4)
-    model = bert().to(accelerator.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    lr_scheduler = get_linear_schedule_with_warmup(
-        optimizer, num_warmup_steps=4, num_training_steps=len(train_dataloader) * 2
-    )
-    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
-    )
-    accuracies, rates = [], []
-    for _ in range(2):
-        model.train()
-        for batch in train_dataloader:
-            on_device = {name: value.to(accelerator.device) for name, value in batch.items()}
-            loss = model(**on_device).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            lr_scheduler.step()
-            optimizer.zero_grad()
-            rates.append(lr_scheduler.get_last_lr()[0])
-        model.eval()
-        right, seen = 0, 0
-        for batch in eval_dataloader:
-            with torch.no_grad():
-                predictions = model(**batch).logits.argmax(dim=-1)
-            predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
-            right += int((predictions == references).sum())
-            seen += len(references)
-        accuracies.append([right, seen])
-    return {"accuracies": accuracies, "rates": rates, "weights": fingerprint(model)}
 
 
 def language_model(accelerate: Any, folder: Path) -> dict[str, Any]:
@@ -138,24 +99,6 @@ def summarization(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"texts": texts, "shapes": shapes}
 
 
-def question_answering(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """run_qa_no_trainer: logits of all batches, padded over the ranks and cut at the end."""
-    accelerator = accelerate.Accelerator()
-    data = Sentences(11)
-    model = accelerator.prepare(bert())
-    loader = accelerator.prepare_data_loader(data.loader())
-    model.eval()
-    everything, widest = [], 0
-    for batch in loader:
-        with torch.no_grad():
-            logits = model(**batch).logits.repeat(1, batch["input_ids"].shape[1])
-        logits = accelerator.pad_across_processes(logits, dim=1, pad_index=-100)
-        everything.append(accelerator.gather_for_metrics(logits).cpu())
-        widest = max(widest, everything[-1].shape[1])
-    padded = [nn.functional.pad(one, (0, widest - one.shape[1]), value=-100) for one in everything]
-    return {"rows": len(torch.cat(padded)), "sum": float(torch.cat(padded).double().sum())}
-
-
 def tokens_in_the_batch(accelerate: Any, folder: Path) -> dict[str, Any]:
     """The loss of a window divided by its tokens on all ranks, not by its batches."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
@@ -179,29 +122,6 @@ def tokens_in_the_batch(accelerate: Any, folder: Path) -> dict[str, Any]:
                 loss = loss * accelerator.num_processes * 2 / num_items
                 update(accelerator, optimizer, loss)
     return {"weights": fingerprint(model)}
-
-
-def distillation(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """A frozen teacher in evaluation mode beside the student."""
-    accelerator = accelerate.Accelerator()
-    teacher, student = bert(), bert()
-    teacher.requires_grad_(False)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
-    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
-    student, optimizer, loader = accelerator.prepare(student, optimizer, Sentences(12).loader())
-    teacher.eval()
-    for batch in loader:
-        labels = batch.pop("labels")
-        with torch.no_grad():
-            wanted = teacher(**batch).logits.softmax(-1)
-        logits = student(**batch).logits
-        loss = nn.functional.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean")
-        loss = loss + nn.functional.cross_entropy(logits, labels)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"wrapped": type(teacher).__name__, "weights": fingerprint(student)}
 
 
 def lora(accelerate: Any, folder: Path) -> dict[str, Any]:
@@ -252,11 +172,8 @@ def lora(accelerate: Any, folder: Path) -> dict[str, Any]:
 
 
 LOOPS = [
-    glue,
     lora,
     language_model,
     summarization,
-    question_answering,
     tokens_in_the_batch,
-    distillation,
 ]
