@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accel.config.launch_config import LaunchConfig, shares_devices, value_of_text
+from notebook_accel.config.launch_config import LaunchConfig, shares_devices
 from notebook_accel.config.setting import settings_of
 from notebook_accel.config.sources import (
     default_config_path,
@@ -18,6 +18,5 @@ __all__ = [
     "resolve",
     "settings_of",
     "shares_devices",
-    "value_of_text",
     "write_basic_config",
 ]

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence  # noqa: TC003 (types are read at run time)
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -37,22 +37,11 @@ __all__ = [
     "engines",
     "settings_in_file",
     "shares_devices",
-    "value_of_text",
 ]
 
 
-class _Backend(NamedTuple):
-    """What a backend of torch.distributed can do."""
-
-    works_on_cpu: bool
-    shares_devices: bool
-    """Whether several ranks may use one accelerator."""
-
-
-_BACKENDS = {
-    "nccl": _Backend(works_on_cpu=False, shares_devices=False),
-    "gloo": _Backend(works_on_cpu=True, shares_devices=True),
-}
+# Whether a backend of torch.distributed works on CPUs, and lets several ranks share an accelerator.
+_BACKENDS = {"nccl": False, "gloo": True}
 
 
 def engines() -> Mapping[str, type[Engine]]:
@@ -236,8 +225,7 @@ class LaunchConfig:
         asked = [name for name in PLUGINS if getattr(self, name) is not None]
         if len(asked) > 1 and not all(PLUGINS[name].composes for name in asked):
             raise ConfigError(f"{' and '.join(asked)} were given, which do not compose: pass one")
-        backend = _BACKENDS.get(self.backend or "")
-        if self.devices == "cpu" and backend is not None and not backend.works_on_cpu:
+        if self.devices == "cpu" and not _BACKENDS.get(self.backend or "gloo"):
             raise ConfigError(
                 f"backend={self.backend!r} needs GPUs: with devices='cpu' take 'gloo'"
             )
@@ -327,13 +315,7 @@ class LaunchConfig:
 
 def shares_devices(config: LaunchConfig) -> bool:
     """Whether several ranks of a launch may use one accelerator, as its backend allows."""
-    backend = _BACKENDS.get(config.backend or "")
-    return backend is not None and backend.shares_devices
-
-
-def value_of_text(name: str, text: str) -> Any:
-    """The value of a field that ``text`` means; the text itself where it is none of its type."""
-    return settings_of(LaunchConfig)[name].from_text(text)
+    return _BACKENDS.get(config.backend or "", False)
 
 
 def settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:

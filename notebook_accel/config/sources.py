@@ -28,7 +28,6 @@ from notebook_accel.config.launch_config import (
     check_names,
     engines,
     settings_in_file,
-    value_of_text,
 )
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import settings_of
@@ -164,26 +163,22 @@ def _given(
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """As :func:`given_settings`, and lines about what a file has beside them."""
-    given, notices = _given_by(config)
+    given: dict[str, Any] = {}
+    notices: list[str] = []
+    if isinstance(config, LaunchConfig):
+        given = config.to_dict()
+    elif isinstance(config, Mapping):
+        given = dict(config)
+    elif isinstance(config, (str, os.PathLike)):
+        given, notices = settings_in_file(config)
+    elif config is not None:
+        raise ConfigError(
+            f"config={shown(config)}: expected a LaunchConfig, a mapping of its fields or a YAML "
+            "file's path"
+        )
     given.update({name: value for name, value in arguments.items() if value is not None})
     check_names(given)
     return given, notices
-
-
-def _given_by(config: Any) -> tuple[dict[str, Any], list[str]]:
-    """The settings that the argument ``config`` of a launch gives, and lines about them."""
-    if config is None:
-        return {}, []
-    if isinstance(config, LaunchConfig):
-        return config.to_dict(), []
-    if isinstance(config, Mapping):
-        return dict(config), []
-    if isinstance(config, (str, os.PathLike)):
-        return settings_in_file(config)
-    raise ConfigError(
-        f"config={shown(config)}: expected a LaunchConfig, a mapping of its fields or a YAML "
-        "file's path"
-    )
 
 
 # ---- environment ---------------------------------------------------------------------------
@@ -210,7 +205,8 @@ def _left_open(
     or the call asks for, is left out as a whole.
     """
     found = dict(saved)
-    if found.get("devices") == "cpu" and _refuses_cpu(environment):
+    refuses_cpu = value_of(environment.get("ACCELERATE_USE_CPU", ""), bool) is False
+    if refuses_cpu and found.get("devices") == "cpu":
         del found["devices"]
     for name, plugin in PLUGINS.items():
         if saved.get(name) is not None and name not in given:
@@ -226,11 +222,6 @@ def _left_open(
     return found
 
 
-def _refuses_cpu(environment: Mapping[str, str]) -> bool:
-    """Whether Accelerate's variable says that ranks are not to be on the CPU."""
-    return value_of(environment.get("ACCELERATE_USE_CPU", ""), bool) is False
-
-
 def _is_beaten(name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:
     """Whether the call or the environment asks for a plugin that does not compose with this one."""
     return any(
@@ -244,7 +235,7 @@ def _from_variable(name: str, variable: str, text: str) -> dict[str, Any]:
     if variable == "ACCELERATE_USE_CPU":
         return {"devices": "cpu"} if parse_flag(variable, text) else {}
     try:
-        value = value_of_text(name, text)
+        value = settings_of(LaunchConfig)[name].from_text(text)
         LaunchConfig(**{name: value})
     except ConfigError as error:
         raise ConfigError(f"{variable}={shown(text)} in the environment: {error}") from None
