@@ -571,6 +571,16 @@ class PreparedLoader(LoaderWrapper):
         While the loop has the last batch, that is the start of the next epoch; after a ``break``
         the start of the same one; after a stop of the run the place where it stopped.
         """
+        return self._state(at_step=False)
+
+    def state_at_step(self) -> dict[str, Any]:
+        """Return the state at the last step of an optimizer in the running pass, or at its begin.
+
+        Without a running pass, it is the present state.
+        """
+        return self._state(at_step=True)
+
+    def _state(self, *, at_step: bool) -> dict[str, Any]:
         progress, position = self._progress, self._progress.position
         state: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -583,58 +593,30 @@ class PreparedLoader(LoaderWrapper):
             state |= {name: progress.restored[name] for name in state if name != "iteration"}
         elif (
             position is None
-            or position.end_of_dataloader
+            or (position.end_of_dataloader and not at_step)
             or (position.is_over and not position.is_stopped)
         ):
             state["generators"] = self._generator_states()
         else:
-            num_read = position.num_given * self._batches_a_step
-            reader = position.reader_states.get(num_read)
+            now = position.num_given, position.ahead
+            given, ahead = position.at_step if at_step else now
+            num_read = given * self._batches_a_step
+            reader = None if at_step else position.reader_states.get(num_read)
             state |= {
                 "iteration": position.epoch,
-                "given": position.num_given,
+                "given": given,
                 "generators": position.generators,
-                "random": position.begin
-                and {
-                    "begin": as_plain(position.begin),
-                    "ahead": [*map(as_plain, position.ahead)],
-                },
                 "reader": reader and {num_read: reader},
             }
+            if position.begin is not None and ahead is not None:
+                begin = as_plain(position.begin)
+                state["random"] = {"begin": begin, "ahead": [*map(as_plain, ahead)]}
         return {
             **state,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
             "total_batch_size": self.total_batch_size,
             "batches_a_round": self._batches_a_round,
             "num_readers": self._num_readers,
-        }
-
-    def state_at_step(self) -> dict[str, Any]:
-        """Return the state at the last step of an optimizer in the running pass, or at its begin.
-
-        Without a running pass, it is the present state.
-        """
-        state, position = self.state_dict(), self._progress.position
-        if (
-            self._progress.restored is not None
-            or position is None
-            or (position.is_over and not position.is_stopped)
-        ):
-            return state
-        given, ahead = position.at_step
-        is_known = ahead is not None and position.begin is not None
-        return {
-            **state,
-            "iteration": position.epoch,
-            "given": given,
-            "generators": position.generators,
-            "random": {
-                "begin": as_plain(position.begin or {}),
-                "ahead": [*map(as_plain, ahead or ())],
-            }
-            if is_known
-            else None,
-            "reader": None,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
