@@ -108,7 +108,9 @@ class Numbering:
 
     def existing(self) -> list[tuple[int, Path]]:
         """The numbered checkpoints that there are, oldest first."""
-        return numbered_in(self.folder())
+        folder = self.folder()
+        found = ((NUMBERED.fullmatch(name), folder / name) for name in entries(folder))
+        return sorted((int(match[1]), path) for match, path in found if match)
 
     def newest(self) -> Path:
         """The one with the highest number.
@@ -149,9 +151,3 @@ class Numbering:
         limit = self.project.total_limit
         for _, folder in self.existing()[:-limit] if limit is not None else ():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def numbered_in(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder whose names have a number, oldest first."""
-    found = ((NUMBERED.fullmatch(name), folder / name) for name in entries(folder))
-    return sorted((int(match[1]), path) for match, path in found if match)

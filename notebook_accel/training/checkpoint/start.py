@@ -29,16 +29,14 @@ __all__ = [
     "as_plain",
     "candidates",
     "find_damage",
-    "loader_of",
-    "num_steps_of",
     "random_states_file",
+    "read_progress",
     "read_random_states",
-    "read_start",
 ]
 
 # In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
 # them the seconds since 1970, which prepared loader they speak of, and the steps of each optimizer.
-_KEY, _WRITTEN, _LOADER, _STEPS = "training", "written", "loader", "steps"
+_KEY, _WRITTEN = "training", "written"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,40 +57,25 @@ class Start:
 
 
 def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, Any]:
-    """What a rank's random states say of where training stands.
+    """What a rank's random states say of where training is.
 
     Args:
         start: epoch, batch, step and samples.
         loader: the index of the prepared loader that they speak of.
         steps: of each optimizer.
     """
-    stands = {name: value for name, value in asdict(start).items() if name != "folder"}
-    return {_KEY: {**stands, _LOADER: loader, _STEPS: steps, _WRITTEN: time.time()}}
+    known = {name: value for name, value in asdict(start).items() if name != "folder"}
+    return {_KEY: {**known, "loader": loader, "steps": steps, _WRITTEN: time.time()}}
 
 
-def read_start(folder: Path, rank: int = 0) -> tuple[Start, int | None]:
-    """Give what :func:`as_plain` was given, steps of each optimizer aside.
+def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, list[int]]:
+    """Give what :func:`as_plain` was given.
 
-    For a checkpoint of another library, that is the start of the training. Rank 0's word counts on
-    every rank that sees its file.
+    For a checkpoint of another library, that is the start of the training.
     """
-    states = read_random_states(folder, 0) or read_random_states(folder, rank) or {}
-    stands = states.get(_KEY, {})
-    known = {field.name: stands[field.name] for field in fields(Start) if field.name in stands}
-    return Start(**{**known, "folder": str(folder)}), loader_of(states)
-
-
-def loader_of(states: Mapping[str, Any]) -> int | None:
-    """The index of the prepared loader that a rank's random states speak of; None for none."""
-    index: int | None = states.get(_KEY, {}).get(_LOADER)
-    return index
-
-
-def num_steps_of(states: Mapping[str, Any], num_optimizers: int) -> list[int]:
-    """The steps of each optimizer, by what a rank's random states say."""
-    stands = states.get(_KEY, {})
-    steps: list[int] = stands.get(_STEPS, [])
-    return steps if len(steps) == num_optimizers else [stands.get("step", 0)] * num_optimizers
+    found: dict[str, Any] = (states or {}).get(_KEY, {})
+    known = {field.name: found[field.name] for field in fields(Start) if field.name in found}
+    return Start(**known), found.get("loader"), found.get("steps", [])
 
 
 def random_states_file(rank: int) -> str:

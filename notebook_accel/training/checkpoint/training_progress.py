@@ -19,11 +19,9 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint.start import (
     Start,
     as_plain,
-    loader_of,
-    num_steps_of,
     random_states_file,
+    read_progress,
     read_random_states,
-    read_start,
 )
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.files.pieces import Piece, state_file
@@ -107,7 +105,11 @@ class TrainingProgress:
 
     def start_in(self, folder: Path) -> Start:
         """What :meth:`load` went on from, as ``resume_or_start`` gives it."""
-        start, index = read_start(folder, self._plan.topology.process_index)
+        # Rank 0's word counts on every rank that sees its file.
+        rank = self._plan.topology.process_index
+        states = read_random_states(folder, 0) or read_random_states(folder, rank)
+        start, index, _ = read_progress(states)
+        start = replace(start, folder=str(folder))
         loaders = dict(enumerate(self._loaders()))
         if index not in loaders:
             return start
@@ -149,11 +151,12 @@ class TrainingProgress:
         if stands is not None:
             self._plan.accumulation.reset()
             self._plan.accumulation.step = stands.get("step", 0)
+            start, index, steps = read_progress(stands)
             optimizers = self._prepared.optimizers
-            steps = num_steps_of(stands, len(optimizers))
+            steps = steps if len(steps) == len(optimizers) else [start.step] * len(optimizers)
             for known, num_steps in zip(optimizers, steps, strict=True):
                 known.num_steps = num_steps
-            loaders, index = dict(enumerate(self._loaders())), loader_of(stands)
+            loaders = dict(enumerate(self._loaders()))
             if index in loaders:  # so that a save before the next step names the same loader
                 self._plan.accumulation.trained_on = loaders[index]
         self._plan.accumulation.note_random_states()

@@ -51,9 +51,6 @@ __all__ = [
     "wait",
 ]
 
-# The shapes of all ranks are gathered in rows of one length: more than any real tensor needs.
-_MAX_DIMENSIONS = 16
-
 # What every backend gathers as it is; the others travel as bytes.
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32}
@@ -219,8 +216,18 @@ def gather_ragged(
     if num_ranks(group) == 1:
         return list(tensors)
     _require_agreement("gather", list(tensors), group, 0)
-    shapes = _exchange_shapes(tensors, group)
-    _refuse_other_differences(shapes)
+    shapes: list[list[tuple[int, ...]]] = objects_of_ranks(
+        [tuple(tensor.shape) for tensor in tensors], group
+    )
+    if any([s[1:] for s in of_rank] != [s[1:] for s in shapes[0]] for of_rank in shapes):
+        by_rank = ", ".join(
+            f"rank {rank} {' '.join(map(str, of_rank)) or 'no tensor'}"
+            for rank, of_rank in enumerate(shapes)
+        )
+        raise ValueError(
+            "gather joins tensors along their first dimension, and the others differ: "
+            f"{by_rank}; use pad_across_processes on them first"
+        )
     return [
         _gather_rows(tensor, [shape[index][0] for shape in shapes], group)
         for index, tensor in enumerate(tensors)
@@ -237,26 +244,6 @@ def _gather_rows(
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=False)])
 
 
-def _exchange_shapes(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> list[list[tuple[int, ...]]]:
-    """The shapes of the tensors, for each rank; one small collective."""
-    table = torch.zeros((1, len(tensors), 1 + _MAX_DIMENSIONS), dtype=torch.int64)
-    for row, tensor in zip(table[0], tensors, strict=True):
-        row[0] = tensor.ndim
-        row[1 : 1 + tensor.ndim] = torch.tensor(tensor.shape)
-    tables = _gather(table, group, _facts(group)).tolist()
-    return [[tuple(row[1 : 1 + row[0]]) for row in rows] for rows in tables]
-
-
-def _refuse_other_differences(shapes: list[list[tuple[int, ...]]]) -> None:
-    if any([s[1:] for s in of_rank] != [s[1:] for s in shapes[0]] for of_rank in shapes):
-        raise ValueError(
-            "gather joins tensors along their first dimension, and the others differ: "
-            f"{_by_rank(shapes)}; use pad_across_processes on them first"
-        )
-
-
 def compares(group: dist.ProcessGroup | None = None) -> bool:
     """Whether what the ranks of the group give is compared before each collective (debug mode)."""
     return _facts(group).compares
@@ -267,13 +254,6 @@ def _require_agreement(
 ) -> None:
     if compares(group):
         require_agreement(operation, data, group, free_dimension=free_dimension)
-
-
-def _by_rank(shapes: Sequence[Sequence[tuple[int, ...]]]) -> str:
-    return ", ".join(
-        f"rank {rank} {' '.join(map(str, of_rank)) or 'no tensor'}"
-        for rank, of_rank in enumerate(shapes)
-    )
 
 
 def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:  # noqa: A002
