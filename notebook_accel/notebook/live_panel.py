@@ -36,7 +36,6 @@ from notebook_accel.notebook.panel import (
     stacks_of_hang,
 )
 from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
-from notebook_accel.notebook.snapshot import AskedStacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.display_slot import DisplaySlot
+    from notebook_accel.notebook.panel import AskedStacks
     from notebook_accel.notebook.snapshot import Snapshot
 
 __all__ = ["LivePanel", "PanelWidgets"]
@@ -281,8 +281,8 @@ class LivePanel:
             path = copyable("code", str(self._run.log_dir))
             self._note.value = str(element("div", "log folder ", path, class_="na na-folder"))
         elif self.asked_stacks is not None and self.asked_stacks is not self._drawn_stacks:
-            self._drawn_stacks = asked = self.asked_stacks
-            self._show_stacks(asked.title, asked.stacks, is_open=True)
+            self._drawn_stacks = self.asked_stacks
+            self._show_stacks(*self.asked_stacks, is_open=True)
         # Once a hang is over its stacks stay, as what is said of it does.
         if state.hang is not None and state.hang is not self._hang:
             self._hang = state.hang
@@ -315,16 +315,13 @@ class LivePanel:
             while len(_ended) > _MAX_ENDED or size > _MAX_ENDED_SIZE:
                 oldest = _ended.popleft()
                 size -= len(oldest._body.value)
-                oldest._close()
+                oldest._lasting.close()
 
     def send_again(self) -> None:
         """Send the end once more, to a page that may not have got it."""
         self._body.send_state()
         # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
         self._slot.send_again()
-
-    def _close(self) -> None:
-        self._lasting.close()
 
     # ---- clicks ----------------------------------------------------------------------------
 
@@ -346,7 +343,7 @@ class LivePanel:
         text, state = self._run.stacks(), self._run.state
         if not state.has_ended:
             title = f"stacks after {wording.clock(state.now() - state.started)}"
-            self.asked_stacks = AskedStacks(title, _alike(text))
+            self.asked_stacks = title, _alike(text)
 
     def _on_folder(self, _button: Any) -> None:
         self._is_folder_asked = True
@@ -376,7 +373,7 @@ class LivePanel:
         )
 
 
-def _alike(stacks: str) -> tuple[tuple[str, str], ...]:
+def _alike(stacks: str) -> list[tuple[str, str]]:
     """The text of ``run.stacks()``: each different stack once, behind the ranks that have it."""
     texts: dict[int, str] = {}
     for line in stacks.splitlines():
@@ -389,7 +386,7 @@ def _alike(stacks: str) -> tuple[tuple[str, str], ...]:
         # The number of a thread is another one in each process.
         ranks.setdefault(re.sub("0x[0-9a-f]+", "", text), []).append(rank)
     found = [(wording.rank_list(alike), texts[alike[0]]) for alike in ranks.values()]
-    return tuple(found) or (("all ranks", stacks),)
+    return found or [("all ranks", stacks)]
 
 
 def _size(num_bytes: int) -> str:

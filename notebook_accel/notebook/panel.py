@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_BYTES",
+    "AskedStacks",
     "Details",
     "fold_of_stacks",
     "render_alert",
@@ -58,6 +59,10 @@ _NUM_SLOWEST = 6
 # Of so many ranks each nested bar has a row of its own; of more it is a thin line in the row of its
 # rank. How many ranks there are never changes, unlike how many bars are open.
 _MAX_RANKS_WITH_ROWS_OF_BARS = 4
+
+
+# When the ranks stood there; whose stacks they are ("rank 2"), and the text.
+AskedStacks: TypeAlias = "tuple[str, Sequence[tuple[str, str]]]"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Curves, Point
     from notebook_accel.launch.control.state import RunState
+    from notebook_accel.notebook.panel import AskedStacks
 
-__all__ = ["MAX_BYTES", "AskedStacks", "Snapshot", "render_line", "render_slim", "render_snapshot"]
+__all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_slim", "render_snapshot"]
 
 # It is saved with the notebook, for good: of a hundred runs, 12 MB.
 MAX_BYTES = 120_000
@@ -110,19 +111,6 @@ class Snapshot:
         return {"text/html": html + self.displays, "text/plain": self.text}
 
 
-@dataclass(frozen=True)
-class AskedStacks:
-    """Where the ranks stood when somebody asked for it.
-
-    Attributes:
-        title: when that was.
-        stacks: whose they are ("rank 2"), and the text.
-    """
-
-    title: str
-    stacks: tuple[tuple[str, str], ...]
-
-
 def render_line(text: str) -> Snapshot:
     """A line or two, framed as the summary is, for a run that is not there yet."""
     # A command for another machine stands in a line of its own, and wraps rather than be cut.
@@ -173,13 +161,12 @@ def render_snapshot(
         with_output: whether it holds what ranks printed; not where that is printed beside it.
         with_displays: whether what a rank displayed stands below it; not where each display is an
             output of its own.
-        asked_stacks: what somebody has asked for while it went on.
+        asked_stacks: where the ranks stood when somebody asked for it.
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
     curves = metric_curves(metrics)
-    stacks: list[tuple[str, Sequence[tuple[str, str]]]] = []
-    stacks += [] if asked_stacks is None else [(asked_stacks.title, asked_stacks.stacks)]
+    stacks = [] if asked_stacks is None else [asked_stacks]
     if state.hang is not None and state.hang.stacks:
         stacks.insert(0, ("stacks of the ranks", stacks_of_hang(state.hang)))
     parts = [

@@ -216,12 +216,6 @@ def test_there_is_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no command 'lunch'" in capsys.readouterr().err
 
 
-def test_the_module_is_the_command(tmp_path: Path) -> None:
-    done = notebook_accel("launch", "no.py", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("notebook-accel launch: there is no script 'no.py'")
-
-
 # ---- options -------------------------------------------------------------------------------
 
 

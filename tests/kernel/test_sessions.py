@@ -236,23 +236,6 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) ->
     assert book.run("print(run[1])") == "7\n"
 
 
-def test_debug_of_ipython_says_what_to_type(book: Notebook) -> None:
-    book.fails("""
-        from notebook_accel import notebook_launcher
-        def divide(number):
-            return 7 // number
-        notebook_launcher(divide, (0,), num_processes=1, devices="cpu")
-    """)
-    told = book.run("%debug")
-    assert "was raised in a rank. Launch again with debug=True" in told
-    assert 'engine="inline"' in told
-    # Where the frames are the notebook's own, IPython's looks into them, as always.
-    book.fails("notebook_launcher(divide, (0,), engine='inline')")
-    assert "divide" in typed(book, "%debug", "ipdb> ", ["q"])
-    book.fails("1 // 0")
-    assert "<module>" in typed(book, "%debug", "ipdb> ", ["q"])
-
-
 @pytest.mark.long
 def test_a_session_in_debug_mode_trains(tmp_path: Path) -> None:
     with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as notebook:

@@ -167,34 +167,6 @@ def test_the_notebooks_model_is_untouched_and_the_returned_one_is_trained(book: 
     """)
 
 
-def test_a_launch_from_a_thread(book: Notebook) -> None:
-    book.run("""
-        done = []
-        thread = threading.Thread(target=lambda: done.append(launch(lambda: os.environ["RANK"])))
-        thread.start()
-        thread.join()
-        assert done[0].results == ["0", "1"]
-    """)
-
-
-def test_the_notebook_stays_free_while_a_run_goes_on(book: Notebook) -> None:
-    book.run("""
-        def work():
-            while not os.path.exists(flag):
-                sum(range(10_000))
-            return 5
-
-        flag = os.path.join(str(runs()[-1].log_dir), "go")
-        run = launch(work, block=False)
-    """)
-    assert book.run("print(1 + 1)") == "2\n"
-    book.run("""
-        assert run.status in ("starting", "running")
-        open(flag, "w").close()
-        assert run.wait(30).results == [5, 5]
-    """)
-
-
 def test_a_failure_names_the_cells_line_and_the_run_is_kept(book: Notebook) -> None:
     number = int(book.run("print(len(In))"))
     book.run("""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -280,32 +280,6 @@ def test_only_jupyters_own_widgets_draw_it(kernel: Kernel) -> None:
     """Colab has no others, unless a page loads them from elsewhere."""
     modules = {model.get("_view_module") for model in kernel.models.values()}
     assert modules - {None} == {"@jupyter-widgets/base", "@jupyter-widgets/controls"}
-
-
-def test_an_error_is_the_ranks_own(kernel: Kernel) -> None:
-    code = (
-        "def fail():\n    raise ValueError('bad batch')\nnotebook_launcher(fail, num_processes=2)"
-    )
-    reply = kernel.run(code)
-    text = "\n".join(reply.traceback)
-    assert text.count("ValueError: bad batch") == 1
-    assert "line 2, in fail" in text
-    assert "notebook_accel/launch" not in text
-
-
-def test_what_a_rank_displays_lands_in_the_cell_that_launched(kernel: Kernel) -> None:
-    reply = run(
-        kernel,
-        """
-        def draw():
-            from IPython.display import HTML, display
-            display(HTML("<i>drawn</i>"))
-        run = notebook_launcher(draw, num_processes=1)
-        """,
-    )
-    shown: list[Any] = [output["data"].get("text/html", "") for output in reply.outputs]
-    assert "<i>drawn</i>" in shown
-    assert "succeeded" in "".join(shown)
 
 
 def test_the_cell_magic_runs_on_every_rank(kernel: Kernel) -> None:

@@ -6,7 +6,6 @@ import base64
 import math
 import re
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +15,7 @@ from notebook_accel.notebook.charts import Look, colour_of, render_charts, saved
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.markup import message_bytes
-from notebook_accel.notebook.metrics_view import MetricsView, groups_of
+from notebook_accel.notebook.metrics_view import MetricsView
 from tests.notebook.test_markup import HOSTILE, Tags
 from tests.notebook.widgets import field, part
 
@@ -123,12 +122,6 @@ def test_thinning_keeps_both_ends(number: int) -> None:
         assert len(kept) <= 160
 
 
-def test_thinning_keeps_an_even_spacing() -> None:
-    points = [(float(x), float(x)) for x in [*range(5_000), *range(5_000, 100_000, 500)]]
-    xs = [x for x, _ in thin_out(points, 160)]
-    assert max(after - before for before, after in pairwise(xs)) < 100_000 / 70
-
-
 def test_thinning_keeps_a_gap_of_one_value() -> None:
     points = [(float(x), 1.0 + x) for x in range(5_000)]
     points[1_234] = (1_234.0, math.nan)
@@ -207,19 +200,6 @@ def test_a_value_that_stays_is_a_line_in_the_middle_with_one_label() -> None:
         markup = render_charts(flat, look)
         assert heights(markup) == [[200, 200]]
         assert re.findall("na-tick-([a-z]+)", markup) == ["middle"]
-
-
-def test_smoothing_calms_a_line() -> None:
-    points = [(float(step), float(step % 2)) for step in range(100)]
-    page = Tags(render_charts({"x": curves_of({0: points})}, Look(smoothing=0.97)))
-    values = [float(value) for value in re.findall(r"rank 0 (0\.\d{1,4}|1)", page.text)]
-    assert all(0.4 < value < 0.6 for value in values[2:])
-
-
-def test_the_last_page_has_as_many_places_as_the_others() -> None:
-    markup = render_charts({"a": falling(), "b": falling()}, Look(), num_places=6)
-    assert markup.count("class='na-chart'") == 6
-    assert "--columns:3" in markup
 
 
 def test_a_single_value_and_one_that_is_no_number() -> None:
@@ -316,15 +296,6 @@ def test_the_mean_is_that_of_the_ranks_that_are_finite() -> None:
 def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str]) -> None:
     image = image_of(saved_chart({0: [(0, low), (1, high)]}, alt=""))
     assert sorted(labels(image)[:2], key=str) == sorted(texts)
-
-
-def test_groups_by_prefix() -> None:
-    names = ["loss", "train/loss", "train/lr", "eval/loss", "/odd"]
-    assert groups_of(names) == {
-        "": names,
-        "train": ["train/loss", "train/lr"],
-        "eval": ["eval/loss"],
-    }
 
 
 def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:

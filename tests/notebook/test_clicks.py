@@ -19,7 +19,6 @@ from notebook_accel.notebook.clicks import (
     ClicksInColab,
     can_answer,
     clicks_for,
-    find_kernel,
 )
 
 if TYPE_CHECKING:
@@ -228,13 +227,6 @@ def test_the_pump_loses_nothing_when_a_handler_is_interrupted() -> None:
     assert kernel.waiting == ["cell 1", "later", "cell 2"]
 
 
-def test_a_message_that_cannot_be_read_stays_for_the_kernel() -> None:
-    kernel = OldKernel()
-    kernel.msg_queue.put_nowait((0, None, ([Frame("no json")],)))
-    ClicksByPump(kernel).pump()
-    assert kernel.msg_queue.qsize() == 1
-
-
 def test_a_freed_widget_goes_where_the_page_sends_it() -> None:
     widget = SimpleNamespace(comm=SimpleNamespace(_reply_subshell_for=lambda *_: "main"))
     clicks = ClicksBySubshell(None)
@@ -280,31 +272,6 @@ def test_while_a_cell_waits_pages_are_answered_on_the_main_shell() -> None:
     assert kernel.states == ["busy", "idle", "busy"] * 6
 
 
-def test_while_a_cell_waits_each_widget_says_its_state() -> None:
-    """As a page asks that got no answer in time when it asked for the states of all."""
-    kernel = NewKernel()
-    clicks = ClicksBySubshell(kernel)
-    kernel.add_comm("other")
-    answered: list[Any] = []
-    handle = kernel.shell_handlers["comm_msg"]
-
-    def note(stream: Any, identities: Any, message: Any) -> None:
-        handle(stream, identities, message)
-        answered.append((kernel._shell_parent.get() or {}).get("name"))
-
-    kernel.shell_handlers["comm_msg"] = note
-    clicks.pump()
-    question = {"method": "request_state"}
-    kernel.send("comm_msg", "state", comm_id="other", data=question)
-    kernel.send("comm_msg", "by subshell", comm_id="other", data=question, subshell_id="1")
-    kernel.send("comm_msg", "a change", comm_id="other", data={"method": "update", "state": {}})
-    clicks.stop_pumping()
-    assert kernel.handled == ["state", "by subshell"]
-    assert kernel.passed_on == ["a change"]
-    assert answered == ["state", "by subshell"], "the page looks for the answer to its question"
-    assert kernel._shell_parent.get() is None
-
-
 def test_the_queue_of_the_main_shell_is_read_for_a_cell_of_the_main_thread_alone() -> None:
     kernel = NewKernel()
     kernel.send("kernel_info_request", "question")
@@ -330,10 +297,6 @@ def test_a_cell_waits_once_the_thread_that_takes_messages_in_has_taken_over() ->
     assert not waits.is_alive()
     kernel.send("kernel_info_request", "question")
     assert kernel.handled == ["question"]
-
-
-def test_outside_of_a_notebook_there_is_no_kernel() -> None:
-    assert find_kernel() is None
 
 
 def test_programs_that_run_notebooks_cannot_answer() -> None:

@@ -6,7 +6,6 @@ import re
 import threading
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -263,18 +262,6 @@ def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(
         assert widget.tooltip
 
 
-def test_a_page_needs_the_core_widgets_alone_and_loads_nothing_from_elsewhere(page: Page) -> None:
-    shown = Shown()
-    assert page.placed
-    widgets = [shown.panel.box, *inside(shown.panel.box)]
-    kinds = {one.get_state("_model_module")["_model_module"] for one in widgets}
-    assert kinds == {"@jupyter-widgets/controls"}
-    folder = Path(dashboard.__file__).parent
-    files = [path for kind in ("py", "css") for path in folder.rglob(f"*.{kind}")]
-    addresses = {found for path in files for found in re.findall(r"//[\w.]+/", path.read_text())}
-    assert addresses == {"//www.w3.org/"}, "that of SVG is a name, and no place"
-
-
 def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
     stopped: list[bool] = []
     button = Shown(stop=lambda: stopped.append(True)).field("Stop")
@@ -382,25 +369,6 @@ def displayed(rank: int, html: str) -> wire.Displayed:
 def displays_of(shown: Shown) -> Any:
     """The widget with what a rank displayed."""
     return shown.panel.box.children[-2]
-
-
-def test_where_no_cell_waits_the_panel_has_what_a_rank_displays(page: Page) -> None:
-    shown = Shown(waits=False)
-    is_drawn = threading.Event()
-    drawn = displays_of(shown)
-    drawn.observe(lambda _: is_drawn.set(), names="value")
-    shown.run.state = after(shown.run.state, displayed(0, "<i>of 0</i>"), displayed(1, "<i>of 1"))
-    shown.view.update(shown.run.state)
-    assert is_drawn.wait(10)
-    assert "<i>of 0</i>" in drawn.value
-    assert "of 1" not in drawn.value
-    # Another cell waits for the run meanwhile.
-    shown.view.poll()
-    shown.end()
-    shown.view.print_end()
-    html = next(iter(page.shown.values()))["text/html"]
-    for words in ("succeeded", "<i>of 0</i>", "what rank 1 displayed"):
-        assert words in html
 
 
 @pytest.mark.parametrize("waits", [True, False])

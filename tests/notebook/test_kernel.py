@@ -94,11 +94,6 @@ def _sent(kernel: Kernel, kind: str) -> int:
     return sum(seen.kind == kind for seen in kernel.seen)
 
 
-def test_a_run_can_be_shown_again_in_another_cell(kernel: Kernel) -> None:
-    run(kernel, "run = notebook_launcher(train, (2,), num_processes=1)")
-    assert kinds(run(kernel, "run.show()")) == [{"text/html", "text/plain"}]
-
-
 def test_a_run_of_an_earlier_kernel_is_drawn(kernel: Kernel) -> None:
     run(kernel, "run = notebook_launcher(train_and_draw, (2,), num_processes=2)")
     run(kernel, FORGET)
@@ -312,15 +307,6 @@ def _span(seen: list[Seen]) -> float:
     return seen[-1].when - seen[0].when if seen else 0.0
 
 
-def test_where_nobody_can_answer_lines_are_printed(kernel: Kernel) -> None:
-    code = "notebook_launcher(train, (20,), num_processes=2)"
-    reply = run(kernel, code, allow_stdin=False)
-    assert "[rank 0] done on 0\n" in reply.text
-    assert "[rank 1] done on 1\n" in reply.text
-    # The handle itself is the cell's last expression.
-    assert kinds(reply) == [{"text/html", "text/plain"}, {"text/plain"}]
-
-
 def by_nbclient(notebook: Any, folder: Path) -> Any:
     resources = {"metadata": {"path": folder}}
     return nbclient.NotebookClient(notebook, timeout=60, resources=resources).execute()
@@ -362,21 +348,6 @@ def test_an_executed_notebook_holds_the_summary_once(
     assert outputs[3][-1]["text"].endswith("[0]\n")
 
 
-def test_what_rank_0_displays_stands_below_the_panel(kernel: Kernel) -> None:
-    for allow_stdin in (True, False):
-        code = "run = notebook_launcher(draw, num_processes=2)"
-        reply = run(kernel, code, allow_stdin=allow_stdin)
-        shown = [output["data"] for output in reply.outputs]
-        assert [data for data in shown if "image/png" in data] != []
-        assert "<i>from 0</i>" in [data.get("text/html") for data in shown]
-        assert "<i>from 1</i>" not in [data.get("text/html") for data in shown]
-        assert "<u>new</u>" in [data.get("text/html") for data in shown]
-        assert "<u>old</u>" not in [data.get("text/html") for data in shown]
-        assert sum("succeeded" in data["text/plain"] for data in shown) == 1
-    shown = [output["data"] for output in run(kernel, "run.show(1)").outputs]
-    assert "<i>from 1</i>" in [data.get("text/html") for data in shown]
-
-
 def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Kernel) -> None:
     code = "run = notebook_launcher(draw, num_processes=2, block=False)"
     panel, lost = run(kernel, code).outputs
@@ -395,30 +366,3 @@ def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Ke
 
 
 # ---- the magic -----------------------------------------------------------------------------
-
-
-def test_a_cell_runs_on_every_rank_with_the_names_of_the_notebook(kernel: Kernel) -> None:
-    run(kernel, "scale = 10\ndef scaled(value):\n    return value * scale")
-    reply = run(
-        kernel,
-        """\
-        %%accelerate -n 2 --mixed-precision bf16
-        import torch
-        total = accelerator.reduce(torch.tensor(scaled(rank + 1), device=device))
-        total.item(), world_size, accelerator.mixed_precision
-        """,
-    )
-    assert reply.text == "ranks 0-1: (30, 2, 'bf16')\n"
-    assert run(kernel, "print('total' in dir())").text == "False\n"
-
-
-def test_a_cells_error_names_its_line_as_the_page_shows_it(kernel: Kernel) -> None:
-    reply = run(kernel, "%%accelerate -n 2\nx = 1\nif rank == 1:\n    raise KeyError(x)")
-    text = "\n".join(reply.traceback)
-    assert re.search("rank 1 failed:\n(.*\n)+KeyError: 1\n", text)
-    assert "line 4, in <module>" in text
-
-
-def test_an_unknown_option_of_the_magic_is_refused(kernel: Kernel) -> None:
-    reply = run(kernel, "%%accelerate --ranks-per-moon 3\n1")
-    assert "unrecognized arguments: --ranks-per-moon" in reply.text + "".join(reply.traceback)

@@ -130,27 +130,16 @@ def test_what_a_call_says_wins_also_where_it_is_the_default(
     assert seen[1].num_processes == 1
 
 
-def test_a_precision_in_capitals_is_taken_as_accelerates_launcher_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(
-        launcher, "launch", lambda request: seen.append(request.config.mixed_precision)
-    )
-    notebook_launcher(train, mixed_precision="FP16")
-    notebook_launcher(train, (), 1, "No")
-    assert seen == ["fp16", "no"]
-
-
-def test_defaults_that_are_spelled_out_are_no_wish_for_what_is_absent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_may_be_spelled_as_for_accelerates_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(launcher, "launch", lambda request: seen.extend(request.notices))
-    notebook_launcher(
-        train, num_nodes=1, node_rank=0, max_restarts=0, session=False, master_addr="127.0.0.1"
-    )
-    assert seen == []
+    monkeypatch.setattr(launcher, "launch", seen.append)
+    notebook_launcher(train, mixed_precision="FP16", use_port="29500")
+    # Defaults that are spelled out are no wish for what is absent.
+    notebook_launcher(train, (), 1, "No", num_nodes=1, node_rank=0, master_addr="127.0.0.1")
+    configs = [request.config for request in seen]
+    assert [config.mixed_precision for config in configs] == ["fp16", "no"]
+    assert configs[0].use_port == 29500
+    assert seen[1].notices == ()
 
 
 def test_calling_the_function_by_mistake_is_explained() -> None:

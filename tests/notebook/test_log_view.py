@@ -75,19 +75,6 @@ def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
     assert len(part(view.box, "na-blocks").children) <= 40
 
 
-def test_two_thousand_lines_of_two_hundred_characters_can_be_reached() -> None:
-    state = running(1)
-    view = view_of(state)
-    for start in range(0, 3000, 500):
-        lines = (f"line {n} ".ljust(200, "x") + "\n" for n in range(start, start + 500))
-        state = after(state, output(0, "".join(lines)))
-        view.read(state)
-    draw_all(view, state)
-    numbers = [int(number) for number in re.findall(r"line (\d+)", text(view))]
-    assert numbers == list(range(numbers[0], 3000))
-    assert len(numbers) >= 2000
-
-
 def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.file_tail import FileTail
-from notebook_accel.notebook.log_view import MAX_LINES, LogWindow
+from notebook_accel.notebook.log_view import LogWindow
 from notebook_accel.notebook.markup import message_bytes
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import HOSTILE, Tags
@@ -61,33 +61,6 @@ def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later()
         (html,) = send_all(window).values()
         found = re.findall("data-time='(.*?)'.*?<pre>(.*?)</pre>", html, flags=re.DOTALL)
         assert found == [(clock(second), lines) for second, lines in expected]
-
-
-def test_two_thousand_lines_are_there_and_in_order() -> None:
-    window = LogWindow([0])
-    state = running(1)
-    for start in range(0, 5000, 500):
-        state = after(state, output(0, "".join(f"line {n}\n" for n in range(start, start + 500))))
-        window.read(state)
-    blocks = send_all(window)
-    assert sorted(blocks) == list(window.block_numbers)
-    text = Tags("\n".join(blocks[number] for number in sorted(blocks))).text
-    numbers = [int(line.split()[1]) for line in text.splitlines() if line]
-    assert numbers == list(range(numbers[0], 5000))
-    assert len(numbers) >= MAX_LINES
-
-
-def test_of_several_ranks_each_line_says_whose_it_is() -> None:
-    window = LogWindow([0, 1])
-    window.read(after(running(2), output(0, "a\nb\n"), output(1, "c\n")))
-    (block,) = send_all(window).values()
-    page = Tags(block)
-    assert page.text == "0a\nb1c"
-    assert [value for name, value in page.attributes if name == "title"] == ["rank 0", "rank 1"]
-    window = LogWindow([1])
-    window.read(after(running(2), output(0, "a\n"), output(1, "c\n")))
-    (block,) = send_all(window).values()
-    assert Tags(block).text == "c"
 
 
 def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one() -> None:
@@ -173,25 +146,3 @@ def test_a_line_of_a_megabyte_that_has_no_end_yet_says_that_the_log_has_more(
     assert shown.startswith("[notebook-accel: a part of this line is in the rank's log only] xxx")
     assert shown.endswith("xxx and on")
     assert len(shown) <= 4_000
-
-
-def test_a_colour_goes_on_in_the_next_line_until_it_is_ended() -> None:
-    window = LogWindow([0])
-    text = "plain\n\x1b[31mred\nstill red\x1b[0m\nplain again\n"
-    window.read(after(running(1), output(0, text)))
-    html = send_all(window)[0]
-    assert "plain\n<span style='color:#cf4f57'>red\nstill red</span>\nplain again" in html
-
-
-def test_a_title_of_a_terminal_that_is_never_ended_swallows_no_line() -> None:
-    assert shown_of("\x1b]0;title\nseen\nbell\x07\n").endswith("seen\nbell")
-
-
-def test_reading_a_flood_of_many_ranks_takes_a_fraction_of_the_time_between_two_updates() -> None:
-    state = running(128)
-    for rank in range(128):
-        state = after(state, output(rank, "line of output\n" * 400))
-    window = LogWindow(range(128))
-    began = time.process_time()
-    window.read(state)
-    assert time.process_time() - began < 0.05

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
@@ -123,30 +122,6 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
         with pytest.raises(ConfigError, match=f"was started with {held}") as caught:
             session.session_for(shell, {}, given)
         assert "secret" not in str(caught.value)
-
-
-def test_tab_completes_commands_options_and_names_of_the_session(
-    shell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shell.Completer.use_jedi = False
-
-    def offered(line: str, rest: str = "") -> set[str]:
-        shell.Completer.line_buffer = line
-        with provisionalcompleter():
-            found = shell.Completer.completions(line + rest, len(line))
-            return {completion.text for completion in found}
-
-    assert {"start", "pull", "debug", "--help"} <= offered("%accelerate ")
-    assert "model" not in offered("%accelerate pull ")
-    running = SimpleNamespace(names=frozenset(["model", "mean_loss"]))
-    monkeypatch.setattr(session, "current_session", lambda: running)
-    assert offered("%accelerate st") == {"start", "stop", "status", "stacks"}
-    assert offered("%accelerate pull ") == {"model", "mean_loss"}
-    assert offered("%accelerate pull model,me") == {"mean_loss"}
-    assert offered("%accelerate pull --") == {"--rank", "--each-rank"}
-    assert offered("%accelerate restart --n") == {"--num-processes"}
-    assert {"--ranks", "--bg", "--no-push"} <= offered("%%accelerate --", "\nmodel")
-    assert offered("%%accelerate --bg --pull mo", "\nmodel") == {"model"}
 
 
 def test_a_quoted_option_is_what_stands_between_the_quotes(

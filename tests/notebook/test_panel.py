@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from notebook_accel.notebook.panel import (
     render_panel,
     render_title,
 )
-from tests.notebook.states import after, logged, running, succeeded, with_failed
+from tests.notebook.states import after, logged, running, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
@@ -236,31 +235,3 @@ def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each() -> None:
     # Whoever is picked has a row as well.
     page = Tags(render_panel(state, Details(now=1042.0, picked=100)))
     assert any(value and value.startswith("rank 100:") for _, value in page.attributes)
-
-
-def test_of_many_ranks_those_without_a_row_are_said_to_do_what_they_do() -> None:
-    hang = Hang(
-        is_certain=True,
-        text="it hangs",
-        since=1029.0,
-        operations=dict.fromkeys(range(1, 64), "all_reduce"),
-        elsewhere={0: "silent"},
-        stacks=(),
-    )
-    page = Tags(render_panel(replace(running(64), hang=hang), NOW))
-    assert "slowest first, … and 58 more, all waiting" in page.text
-
-
-def test_the_end_is_drawn_too() -> None:
-    page = Tags(render_title(succeeded(running(2)), Details(now=9999.0)))
-    assert "succeeded" in page.text
-    assert "0:42" in page.text
-
-
-def test_drawing_many_ranks_takes_a_fraction_of_the_time_between_two_updates() -> None:
-    state = running(128)
-    for rank in range(128):
-        state = after(state, wire.Output(rank=rank, text="line of output\n" * 200), bar(rank))
-    began = time.process_time()
-    render_panel(state, NOW)
-    assert time.process_time() - began < 0.2

@@ -29,7 +29,7 @@ from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
-from notebook_accel.notebook.picker import as_code, as_yaml, devices_line, read_arguments
+from notebook_accel.notebook.picker import as_code, as_yaml, devices_line
 from tests.notebook.widgets import classes, field, inside
 from tests.waiting import eventually
 
@@ -256,13 +256,6 @@ def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     assert form.picker.config.num_processes == 2
     assert "dynamo_new_thing=" in form.message.value
     assert "not used here" in form.message.value
-
-
-def test_arguments_are_read_as_a_call_has_them() -> None:
-    assert read_arguments("a, 2, b=[a]", {"a": 1}) == ((1, 2), {"b": [1]})
-    assert read_arguments("", {}) == ((), {})
-    with pytest.raises(SyntaxError):
-        read_arguments("1) + (2", {})
 
 
 class Notebook:
