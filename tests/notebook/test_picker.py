@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import resource
-import sys
 import threading
 from dataclasses import replace
-from functools import partial
 from html import unescape
 from math import inf
 from types import SimpleNamespace
@@ -16,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import pytest
 import yaml
-from ipykernel.compiler import XCachingCompiler
-from IPython.core.interactiveshell import InteractiveShell
-from traitlets.config import Config
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path, settings_of
@@ -34,7 +29,6 @@ from tests.notebook.widgets import classes, field, inside
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from notebook_accel.launch.request import LaunchRequest
@@ -375,57 +369,34 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     assert notebook.displayed[3:] == [shown, lost, panel]
 
 
-class Launcher:
-    """What the launcher is asked to do in a real shell, in which nothing starts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = Config(HistoryManager={"enabled": False})
-        # As a kernel does, it names cells by their text.
-        self.shell: Any = InteractiveShell.instance(config=config, compiler_class=XCachingCompiler)
-        self.given: Any = None
-        self.is_held = False
-        monkeypatch.setattr(display_slot, "display", lambda *_, **__: None)
-        monkeypatch.setattr(display_slot, "update_display", lambda *_, **__: None)
-        for name, is_held in (("launch", False), ("launch_for_debugger", True)):
-            monkeypatch.setattr(launcher, name, partial(self._launch, is_held))
-
-    def _launch(self, is_held: bool, request: LaunchRequest) -> Any:
-        self.is_held, self.given = is_held, request
-        return SimpleNamespace(id="calm-otter", _call=SimpleNamespace(ended=Latch()))
-
-    def run(self, *cells: str) -> None:
-        for cell in cells:
-            assert self.shell.run_cell(cell, store_history=True).success
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    main = sys.modules["__main__"]
-    yield Launcher(monkeypatch)
-    InteractiveShell.clear_instance()
-    sys.modules["__main__"] = main
-
-
-def test_a_click_launches_as_the_code_of_the_form_does(
-    started: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch: pytest.MonkeyPatch) -> None:
     LaunchConfig(num_processes=2, seed=5).save(default_config_path())
     monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "6")
-    started.run("def train(rate=1): ...")
-    # A setting of the form, one of the environment and one of the default file.
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
+    notebook = Notebook(monkeypatch)
+    notebook.define("train")
+    given: list[LaunchRequest] = []
+
+    def launch(request: LaunchRequest) -> Any:
+        given.append(request)
+        return notebook.launch(request.function, request.args, request.kwargs)
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(picker_module, "launch_below", launcher.launch_below)
+    # A setting of the form, one of the environment and one of the default file.
     for config in (LaunchConfig(mixed_precision="bf16"), LaunchConfig(debug=True)):
         form = Form(config)
+        form.field("Arguments").value = "3"
         form.launch.click()
-        by_click = started.given
-        code = form.texts[0]
-        started.run(code.replace("config=config)", "config=config, block=False)"))
-        assert started.given.config == by_click.config
-        assert started.given.notices == by_click.notices
-        assert not started.is_held, "no cell waits for it"
+        code = form.texts[0].replace("config=config)", "config=config, block=False)")
+        exec(code, {**notebook.user_ns})
+        by_click, by_code = given[-2:]
+        assert by_click.config == by_code.config
+        assert by_click.notices == by_code.notices
         assert by_click.config.seed == 6
         assert by_click.config.num_processes == 2
         assert by_click.config.debug
+    assert [args for _, args, _ in notebook.launched] == [(3,)] * 4
 
 
 def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
