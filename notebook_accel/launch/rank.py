@@ -269,11 +269,14 @@ class LaunchedContext(RankContext):
             training = self._any_training()
         return iter(()) if training is None else training.parts_to_rescue(self._row.steps)
 
-    def report(self, message: type[wire.Message], /, **fields: Any) -> None:
+    def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
+        """A message of this rank about its call."""
+        return kind(run=self.run, call=self.call, rank=self.rank, **fields)
+
+    def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
         """Send a message of this rank, unless this is a child process of it."""
         if self.is_own_process:
-            own: dict[str, Any] = {"run": self.run, "call": self.call, "rank": self.rank}
-            self.send(message(**own, **fields))
+            self.send(self.message(kind, **fields))
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         numbers = {str(name): float(value) for name, value in values.items()}

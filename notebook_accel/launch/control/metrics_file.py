@@ -7,7 +7,6 @@ A rank's ``accelerator.log`` becomes a ``wire.Metric``; its call adds it, with o
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 from typing import IO, TYPE_CHECKING, Any, TypedDict
@@ -32,40 +31,24 @@ _LONGEST_ROW = 65_536
 # What a kernel that attaches to a run reads of its metrics, for the curves of the panel.
 _TAIL_BYTES = 8_000_000
 
-_log = logging.getLogger(__name__)
-
 
 class MetricReader:
     """Metrics in a file of JSON lines: time, rank, step, name, value."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
-        self._num_bad = 0
 
     def read(self) -> list[dict[str, Any]]:
         """Every row, in the order in which they came; none where there is no file.
 
-        What is no row is left out, with a line in Python's log that counts it.
+        What is no row, as a damaged disk may leave it, is left out.
 
         Raises:
             OSError: the file cannot be read, or is too large.
         """
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            return self._rows(line for line in not_too_large(file) if line.endswith(b"\n"))
+            return _rows(line for line in not_too_large(file) if line.endswith(b"\n"))
         return []
-
-    def _rows(self, lines: Iterable[bytes]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        num_bad = 0
-        for line in lines:
-            try:
-                rows.append(_decode(line))
-            except (ValueError, RecursionError):
-                num_bad += 1
-        if num_bad > self._num_bad:
-            self._num_bad = num_bad
-            _log.warning("%d lines that are no metrics were left out: %s", num_bad, self.path)
-        return rows
 
     def sample(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
         """Every row of a short file; of a long one, stretches from its begin to its end."""
@@ -73,7 +56,7 @@ class MetricReader:
             size = self.path.stat().st_size
             if size > max_bytes:
                 with self.path.open("rb") as file:
-                    return self._rows(_spread_lines(file, size, max_bytes))
+                    return _rows(_spread_lines(file, size, max_bytes))
         return self.read()
 
 
@@ -95,7 +78,7 @@ class MetricTail(MetricReader):
             data = file.read()
             size = data.rfind(b"\n") + 1
             self._start += size
-            return self._rows(data[:size].splitlines(keepends=True))
+            return _rows(data[:size].splitlines(keepends=True))
         return []
 
 
@@ -198,6 +181,15 @@ def _encode(metrics: Sequence[wire.Metric]) -> bytes:
             for name, value in metric.values.items()
         ]
     )
+
+
+def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The rows of these lines, as far as they are rows."""
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(_decode(line))
+    return rows
 
 
 def _decode(line: bytes) -> dict[str, Any]:

@@ -523,10 +523,8 @@ def _returned(
     is_none: bool,
 ) -> Outcome:
     packet, fds = pack(packed)
-    message = wire.Returned(
-        run=context.run,
-        call=context.call,
-        rank=context.rank,
+    message = context.message(
+        wire.Returned,
         value=packet,
         is_none=is_none,
         made_group=context.made_group,
@@ -566,10 +564,8 @@ def _raised(
     fds: tuple[int, ...] = ()
     if call is not None and (kind in ("stopped", "interrupted") or is_ending):
         rescued, fds = _pack_training(context, call)
-    message = wire.Raised(
-        run=context.run,
-        call=context.call,
-        rank=context.rank,
+    message = context.message(
+        wire.Raised,
         kind=kind,
         type_name=type(error).__name__,
         text=shorten(error_text(error)),
