@@ -32,8 +32,9 @@ MAY_IMPORT = {
     "errors": set(),
     "text_values": {"errors"},
     "tpu": {"errors"},
+    "private": set(),
     "config": {"errors", "text_values"},
-    "launch": {"errors", "config", "text_values", "tpu"},
+    "launch": {"errors", "config", "private", "text_values", "tpu"},
     "training": {
         "errors",
         "text_values",
@@ -46,8 +47,9 @@ MAY_IMPORT = {
         "launch.group_store",
         "launch.rank",
         "launch.wire",
+        "private",
     },
-    "notebook": {"errors", "config", "launch", "text_values"},
+    "notebook": {"errors", "config", "launch", "private", "text_values"},
     "cli": {"errors", "config", "launch", "training"},
     "compat": {"errors", "config", "launch", "training", "notebook"},
 }

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.launch.system.interrupts import Latch
+from notebook_accel.private import of_ipykernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from contextvars import ContextVar
 
 __all__ = [
     "CLICK_WAYS",
@@ -162,7 +162,7 @@ class BlockedShell:
         kernel = self._kernel
         identities, frames = kernel.session.feed_identities(message, copy=False)
         request = kernel.session.deserialize(frames, content=True, copy=False)
-        kernel._publish_status("busy", "shell", parent=request)
+        of_ipykernel.publish_status(kernel, "busy", request)
         asks_for_state = _asks_for_state(request["content"])
         with _answers_to(kernel, request) if asks_for_state else contextlib.nullcontext():
             answered = kernel.shell_handlers[request["msg_type"]](
@@ -171,8 +171,8 @@ class BlockedShell:
         if isawaitable(answered):
             await answered
         # A page holds back what it would ask next until it heard that this was handled.
-        kernel._publish_status("idle", "shell", parent=request)
-        kernel._publish_status("busy", "shell", parent=self._cell)
+        of_ipykernel.publish_status(kernel, "idle", request)
+        of_ipykernel.publish_status(kernel, "busy", self._cell)
 
     def _is_to_answer(self, message: Any) -> bool:
         """A peek: deserialising would note the signature, and refuse the message afterwards."""
@@ -214,7 +214,7 @@ def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
     By the variable of the context alone: ``set_parent`` would also make the request that of each
     thread that the person started.
     """
-    parent: ContextVar[Any] = kernel._shell_parent
+    parent: Any = of_ipykernel.parent_variable(kernel)
     before = parent.set(request)
     try:
         yield
@@ -229,7 +229,7 @@ def blocked_shell_of(kernel: Any) -> BlockedShell | None:
         hasattr(kernel, "shell_channel_thread_main")
         and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
         and hasattr(getattr(kernel, "shell_channel_thread", None), "io_loop")
-        and hasattr(kernel, "_shell_parent")
+        and of_ipykernel.parent_variable(kernel) is not None
     )
     return BlockedShell(kernel) if has_parts else None
 
@@ -299,8 +299,7 @@ class ClicksBySubshell(ClicksAfterTheCell):
     def keep_order(self, widgets: Iterable[Any]) -> None:
         for widget in widgets:
             comm: Any = getattr(widget, "comm", None)
-            if hasattr(comm, "_reply_subshell_for"):
-                comm._reply_subshell_for = None
+            of_ipykernel.let_any_subshell_answer(comm)
 
     def pump(self) -> None:
         if self._shell is not None:
@@ -365,8 +364,8 @@ class ClicksByPump(ClicksAfterTheCell):
             with contextlib.suppress(StopIteration):
                 answered.send(None)
         # A page holds back the next change of a widget until it heard that this one was handled.
-        kernel._publish_status("idle", "shell", parent=message)
-        kernel._publish_status("busy", "shell", parent=kernel.get_parent("shell"))
+        of_ipykernel.publish_status(kernel, "idle", message)
+        of_ipykernel.publish_status(kernel, "busy", kernel.get_parent("shell"))
 
 
 class ClicksInColab(ClicksByPump):

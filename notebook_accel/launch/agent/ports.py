@@ -11,6 +11,8 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+from notebook_accel.private import of_torch
+
 if TYPE_CHECKING:
     from notebook_accel.launch import wire
 
@@ -30,8 +32,9 @@ class RunPorts:
     def __init__(self, launch: wire.Launch) -> None:
         self.master: socket.socket | None = None
         self.store: socket.socket | None = None
-        # A rank alone has nobody to meet, and leaves MASTER_PORT to its children.
-        self._has_peers = launch.world_size > 1
+        # A rank alone has nobody to meet, and leaves MASTER_PORT to its children; and stores that
+        # are torch's own bind it themselves.
+        self._has_peers = launch.world_size > 1 and of_torch.is_to_replace(launch.environment)
         self._is_new = True
         is_alone = len(launch.ranks) == launch.world_size
         # Other machines have to reach it, by whatever name MASTER_ADDR has for it.

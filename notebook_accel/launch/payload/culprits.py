@@ -19,6 +19,7 @@ from notebook_accel.launch.payload.pickling import (
     remedy_of,
     used_globals,
 )
+from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,9 +120,7 @@ def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
         held = _HELD if isinstance(value, _HOLDERS) else ()
         named = {name: getattr(value, name) for name in held if hasattr(value, name)}
         named |= getattr(value, "__dict__", {})
-        for name in ("_modules", "_parameters"):  # of torch's modules, known as their attributes
-            if isinstance(named.get(name), dict):
-                named |= named.pop(name)
+        named |= of_torch.parts_of_module(named)
         for name, member in named.items():
             yield f"{path}.{name}", member, user
         yield path, type(value), user

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload.culprits import cannot_be_pushed, cause
 from notebook_accel.launch.payload.pickling import Discard, SessionPickler, itself
+from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
     import pickle
@@ -122,7 +123,7 @@ class _LookingPickler(SessionPickler):
     def _reduce_tensor(self, tensor: Any) -> Any:
         # A tensor that was made in inference mode has no count of its changes.
         with contextlib.suppress(RuntimeError):
-            self._digest.write(b"%d," % tensor._version)
+            self._digest.write(b"%d," % of_torch.count_of_changes(tensor))
         return super()._reduce_tensor(tensor)
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import cloudpickle
 
 from notebook_accel.launch.payload import cells
+from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,7 +149,7 @@ def remake(value: Any) -> tuple[Any, ...] | None:
     reduce = _NAMED.get(type(value))
     if reduce is not None:
         return None if _is_at_its_name(value) else reduce(value)
-    if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+    if isinstance(value, types.FunctionType) and of_torch.is_compiled_function(value):
         return _reduce_compiled(value)
     return None
 
@@ -170,8 +171,7 @@ def _reduce_compiled(function: types.FunctionType) -> tuple[Any, ...] | None:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if "self" not in cells:
         return None
-    original = vars(function)["_torchdynamo_orig_callable"]
-    return rebuild_compiled, (cells["self"].cell_contents, original)
+    return rebuild_compiled, (cells["self"].cell_contents, of_torch.original_function(function))
 
 
 # Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all
@@ -429,7 +429,7 @@ def _reduce_scheduler(scheduler: Any) -> Any:
 
 
 def _reduce_typed_storage(storage: Any) -> Any:
-    return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
+    return rebuild_typed_storage, (of_torch.untyped_storage(storage), storage.dtype)
 
 
 def _reduce_exception(error: BaseException) -> Any:

@@ -12,7 +12,6 @@ the one that Python would take, since the path of a socket may have about 100 by
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.system import processes
+from notebook_accel.private import of_python
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,7 +35,7 @@ def use(run: str) -> None:
     """Have this process, an agent of ``run``, and those that it starts take names of its own."""
     agent = os.getpid()
     # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config = of_python.process_settings()
     config["semprefix"] = f"/{_name(run, agent)}"
     with contextlib.suppress(OSError):
         os.mkdir(folder(run, agent), 0o700)

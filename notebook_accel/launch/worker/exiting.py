@@ -11,16 +11,15 @@ keep the cell, nor must a queue that nobody reads.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
-from multiprocessing import util
 from typing import TYPE_CHECKING
 
 import psutil
 
 from notebook_accel.launch.system import processes
+from notebook_accel.private import of_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,18 +47,18 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
         code: the exit code of the process, should it have to be ended from here.
         notice: shows the person a line, should that happen.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
+    of_python.join_threads()
     # Never cancelled, so that it also bounds what multiprocessing does after this function.
     too_long = threading.Timer(_EXIT_SECONDS, _give_up, (code, notice))
     too_long.daemon = True
     too_long.start()
     # A process of multiprocessing ends without running these, so they are run here.
-    atexit._run_exitfuncs()
+    of_python.run_exit_functions()
     # Before its workers get a signal: if a worker dies with a lock, its pool waits for it for ever.
-    util._run_finalizers(0)  # type: ignore[attr-defined]
+    of_python.run_finalizers()
     _end_children()
     # Python 3.13 registers this with `atexit`, which the rank has cleared; others call it later.
-    util._exit_function()  # type: ignore[attr-defined]
+    of_python.end_multiprocessing()
 
 
 def _give_up(code: int, notice: Callable[[str], None]) -> None:

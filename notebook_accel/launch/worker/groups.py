@@ -22,6 +22,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import rank
+from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,8 +71,7 @@ def _waits_on_device() -> bool:
     """Whether this process has a process group of NCCL."""
     if not rank.has_process_group():
         return False
-    world = sys.modules["torch.distributed.distributed_c10d"]._world
-    return any("nccl" in str(config) for config in world.pg_backend_config.values())
+    return any("nccl" in backends for backends in of_torch.backends_of_groups())
 
 
 def _abort_groups() -> bool:
@@ -81,9 +81,8 @@ def _abort_groups() -> bool:
         Whether that is done; False where it still waits for another rank to abort as well.
     """
     global _aborting
-    # Torch has this function from 2.6 on; groups that it has aborted are in none of its tables.
-    module = sys.modules.get("torch.distributed.distributed_c10d")
-    abort: Callable[[], None] | None = getattr(module, "_abort_process_group", None)
+    # Groups that torch has aborted are in none of its tables.
+    abort = of_torch.abort_groups()
     if abort is None or not _waits_on_device():
         return True
     if _aborting is None or not _aborting.is_alive():

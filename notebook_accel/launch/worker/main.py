@@ -14,7 +14,6 @@ stays. A SIGINT reaches user code only inside of a call (interrupts.py).
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import errno
@@ -52,6 +51,7 @@ from notebook_accel.launch.worker import (
 )
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 from notebook_accel.launch.worker.tracebacks import error_text, exit_code, format_error, shorten
+from notebook_accel.private import of_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,7 +152,7 @@ def main(inherited: Inherited) -> None:
     processes.reset_signals()
     interrupts = Interrupts(inherited.board.row(inherited.spec.local_rank))
     # Forget the exit functions that came along by fork: only those registered here are called.
-    atexit._clear()
+    of_python.forget_exit_functions()
     worker = Worker(inherited, interrupts)
     output.redirect(inherited.log, on_lost=worker.report_lost_output)
     standard_input.install()
@@ -310,6 +310,8 @@ class Worker:
         os.environ["MASTER_PORT"] = str(message.master_port)
         torch_fixes.meet_at_one_store(message.master_port)
         self.context.begin_call(message.call, has_group=rank.has_process_group())
+        for line in torch_fixes.untold():
+            self.context.notice(line)
         if not message.last and not self._may_disconnect:
             # Only where another call may come is a stuck rank worth more than a SIGTERM.
             self._may_disconnect = True

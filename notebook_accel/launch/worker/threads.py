@@ -10,7 +10,6 @@ counters, what its Python code prints, and its KeyboardInterrupt.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -34,6 +33,7 @@ from notebook_accel.launch.worker.main import (
     name_rank,
     replace_libraries,
 )
+from notebook_accel.private import of_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ class Host:
         signal.signal(signal.SIGINT, self._interrupt)
         signal.signal(WAKE_SIGNAL, self._interrupt)
         # What came along by fork is not this process's to call.
-        atexit._clear()
+        of_python.forget_exit_functions()
 
     def serve(self, inherited: Inherited, num_here: int, check: Callable[[], None]) -> None:
         """Be a rank, in this thread, until there are no more calls.

@@ -1,7 +1,7 @@
-"""What of torch's private parts is replaced in a rank, all of it here.
+"""What of torch is replaced in a rank, all of it here; ``private/of_torch.py`` has its names.
 
-Each replacement is made only where torch has what is replaced, and each has a test against the
-torch that constraints.txt pins.
+``NOTEBOOK_ACCEL_TORCH_FIXES=0`` in the environment of a launch leaves torch as it is. Where this
+torch has not what is replaced, or with other parameters, a line says so (:func:`untold`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import group_store
 from notebook_accel.launch.rank import StorePort, current
+from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
     import socket
@@ -24,8 +25,36 @@ __all__ = [
     "forget_half_made_groups",
     "listen_on",
     "meet_at_one_store",
+    "untold",
     "watch_new_groups",
 ]
+
+# What could not be replaced and was not told yet, in words.
+_missing: list[str] = []
+
+
+def untold() -> list[str]:
+    """A line about replacements that did not apply, once; none where all did."""
+    found, _missing[:] = "; ".join(_missing), []
+    if not found:
+        return []
+    version = sys.modules["torch"].__version__
+    line = (
+        f"torch {version} lacks what notebook_accel replaces in it, or has it with other "
+        f"parameters, so that ranks run without: {found}. Update notebook_accel, or install an "
+        "older torch"
+    )
+    return [line]
+
+
+def _is_on() -> bool:
+    return of_torch.is_to_replace(os.environ)
+
+
+def _note(applies: bool, without: str) -> None:
+    if not applies and without not in _missing:
+        _missing.append(without)
+
 
 # The key of the object that torch stashes for each thread of a backward; here nothing is stashed
 # under it.
@@ -41,18 +70,19 @@ def avoid_hang_when_model_outlives_group() -> None:
     drops its model (pytorch/pytorch#56297 is the general case). The object is for the threads of a
     backward on accelerators; on the CPU nobody needs it.
     """
-    import torch
+    import torch  # noqa: F401 - imported as late as can be
 
-    plain: Callable[[str, Any], None] | None = getattr(torch._C, "_stash_obj_in_tls", None)
-    if plain is None or os.environ.get("ACCELERATE_USE_CPU") != "true":
+    if not _is_on() or os.environ.get("ACCELERATE_USE_CPU") != "true":
         return
-    stash = plain
 
-    def unless_context(key: str, arg: Any) -> None:
-        if key != _KEY:
-            stash(key, arg)
+    def wrap(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+        def unless_context(key: str, arg: Any) -> None:
+            if key != _KEY:
+                stash(key, arg)
 
-    torch._C._stash_obj_in_tls = unless_context
+        return unless_context
+
+    _note(of_torch.replace_stash(wrap), "_stash_obj_in_tls (a model may outlive its group)")
 
 
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
@@ -62,30 +92,34 @@ def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None
     And a rank that destroys its group at once closes connections that another one may just be
     waiting for, whose ``init_process_group`` then fails ("Connection closed by peer").
     """
-    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    plain = getattr(module, "_new_process_group_helper", None)
-    if plain is None:
+    if not _is_on() or "torch.distributed.distributed_c10d" not in sys.modules:
         return
 
-    def helper(*args: Any, **kwargs: Any) -> Any:
-        with making():
-            group, store = plain(*args, **kwargs)
-            if _has_gloo(group):
-                _wait_until_all_have(group, store)
-        return group, store
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def helper(*args: Any, **kwargs: Any) -> Any:
+            with making():
+                group, store = plain(*args, **kwargs)
+                if _has_gloo(group):
+                    _wait_until_all_have(group, store)
+            return group, store
 
-    module._new_process_group_helper = helper
+        return helper
+
+    _note(
+        of_torch.replace_group_maker(wrap),
+        "_new_process_group_helper (ranks that wait are freed, and none closes a group early)",
+    )
 
 
 def _has_gloo(group: Any) -> bool:
     """Whether this rank is in ``group``, and ``group`` connects its ranks by gloo."""
-    import torch
+    from torch import distributed
 
     try:
-        name: str = group._get_backend(torch.device("cpu")).name()
-    except (AttributeError, RuntimeError):  # of another group, or without a backend for the CPU
+        return "gloo" in distributed.get_backend_config(group)
+    except (AttributeError, ValueError):  # of another group
         return False
-    return name == "gloo"
 
 
 def _wait_until_all_have(group: Any, store: Any) -> None:
@@ -132,12 +166,14 @@ def listen_on(bound: socket.socket) -> None:
         _bound.popitem()[1].close()
     _bound[bound.getsockname()[1]] = bound
     if is_first:
-        _replace_init(distributed.TCPStore)  # type: ignore[attr-defined]
+        expected = (*_STORE_PARAMETERS, "multi_tenant", "master_listen_fd")
+        applies = of_torch.replace_store_parameters(_listening, expected)
+        _note(applies, "TCPStore.__init__ (a store listens to this machine alone)")
+        if not applies:
+            _bound.popitem()[1].close()
 
 
-def _replace_init(store: Any) -> None:
-    plain: Callable[..., None] = store.__init__
-
+def _listening(plain: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         given = {**dict(zip(_STORE_PARAMETERS, args, strict=False)), **kwargs}
         ours = _bound.get(given.get("port", 0)) if given.get("is_master") else None
@@ -150,9 +186,11 @@ def _replace_init(store: Any) -> None:
                 kwargs["master_listen_fd"] = os.dup(ours.fileno())
         plain(self, *args, **kwargs)
 
-    store.__init__ = __init__
+    return __init__
 
 
+# Whether groups meet so by now, or cannot.
+_meets = False
 # MASTER_PORT as the launch said it for the call that runs; the function may have set another.
 _port_of_call = 0
 
@@ -168,13 +206,18 @@ def meet_at_one_store(port: int) -> None:
     Args:
         port: MASTER_PORT of the call that begins.
     """
-    global _port_of_call
+    global _port_of_call, _meets
     _port_of_call = port
-    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
-    plain = getattr(rendezvous, "_create_c10d_store", None)
-    if plain is None or hasattr(plain, "by_torch"):
+    if _meets or not _is_on() or "torch.distributed.rendezvous" not in sys.modules:
         return
+    _meets = True
+    _note(
+        of_torch.replace_store_maker(_meeting),
+        "_create_c10d_store (a function makes one group after the other)",
+    )
 
+
+def _meeting(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def create(host: str, port: int, rank: int, world_size: int, timeout: Any, *rest: Any) -> Any:
         context = current()
@@ -187,8 +230,7 @@ def meet_at_one_store(port: int) -> None:
         at = context.store_port or StorePort(host, port, _bound.get(port))
         return group_store.store_of_next_group(rank, timeout, at)
 
-    create.by_torch = plain  # type: ignore[attr-defined]
-    rendezvous._create_c10d_store = create
+    return create
 
 
 def forget_half_made_groups() -> None:
@@ -198,7 +240,6 @@ def forget_half_made_groups() -> None:
     sets it back, but where making one failed there is none to destroy, and the ranks would wait for
     each other under different names, for ever.
     """
-    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    world: Any = getattr(module, "_world", None)
-    if hasattr(world, "group_count") and not module.is_initialized():
-        world.group_count = 0
+    if _is_on() and "torch.distributed.distributed_c10d" in sys.modules:
+        applies = of_torch.forget_half_made_groups()
+        _note(applies, "_world.group_count (ranks meet after one failed to make a group)")

@@ -147,9 +147,6 @@ class RankShell(InteractiveShell):
     def showindentationerror(self) -> None:
         return
 
-    def _format_exception_for_storage(self, *_args: Any, **_options: Any) -> dict[str, Any]:
-        return {}
-
     def ask_exit(self) -> None:
         """``exit`` in a cell leaves the cell, as ``sys.exit()`` does."""
         raise SystemExit

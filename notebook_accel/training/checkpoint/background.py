@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.private import of_torch
 from notebook_accel.training.checkpoint.joint_save import describe
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.settings.notices import notice
@@ -258,8 +259,7 @@ class HostCopies:
             own = value.to_local()
             copied = self._tensor(own)
             # Not from_local: it would put the part back on the mesh's device.
-            part: torch.Tensor = loaded.DTensor(copied, value._spec, requires_grad=False)
-            return value if copied is own else part
+            return value if copied is own else of_torch.at_other_device(value, copied)
         if value.device.type == "cpu" and not _stays_shared(value):
             return value
         value = value.detach()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import distributed_c10d
-
 from notebook_accel.launch.rank import current
+from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["Exchange", "exchange"]
 
@@ -55,9 +53,9 @@ class Exchange:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
 
-    def store(self) -> Store:
+    def store(self) -> Any:
         """Where ranks leave notes for each other: the store of the process group."""
-        return distributed_c10d._get_default_store()
+        return of_torch.default_store()
 
     def show(self) -> None:
         """Make this what this rank exchanges by."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 import pickle
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from notebook_accel.launch.group_store import store_of_next_group
 from notebook_accel.launch.rank import StorePort
 from notebook_accel.training.collectives.exchange import Exchange
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["XlaExchange"]
 
@@ -73,17 +70,16 @@ class XlaExchange(Exchange):
             pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def store(self) -> Store:
+    def store(self) -> Any:
         assert self._store is not None, "a rank alone leaves no notes"
         return self._store
 
-    def _new_store(self) -> Store:
+    def _new_store(self) -> Any:
         """A store that rank 0 serves; the others learn its port."""
         listener = socket.create_server((_LOOPBACK, 0)) if self.rank == 0 else None
         (port, *_) = self.gather_object(listener and listener.getsockname()[1])
         at = StorePort(_LOOPBACK, port, listener)
-        store: Store = store_of_next_group(self.rank, _STORE_TIMEOUT, at)
-        return store
+        return store_of_next_group(self.rank, _STORE_TIMEOUT, at)
 
     def barrier(self) -> None:
         self.reduce(torch.zeros(1), "sum")  # on the host: it is waited for

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from notebook_accel.private import of_torchdata
 from notebook_accel.training.data.loader_wrapper import LoaderWrapper, copied, new_loader
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import SkipBatchSampler
@@ -48,7 +49,7 @@ class SkipDataLoader(LoaderWrapper):
     def __iter__(self) -> Any:
         reader = iter(self.base_dataloader)
         # One of torchdata's that goes on from a state has read some batches already.
-        num_read = getattr(reader, "_num_yielded", 0)
+        num_read = of_torchdata.num_read(reader)
         return itertools.islice(reader, max(0, self.skip_batches - num_read), None)
 
     def __len__(self) -> int:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
-    _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -40,6 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.rank import has_process_group
+from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import gather_object, this_rank
 from notebook_accel.training.files.pieces import Piece, state_file
 from notebook_accel.training.files.state_files import (
@@ -122,7 +122,7 @@ def _as_plain(written: WriteResult) -> dict[str, Any]:
 
 def _from_plain(written: Mapping[str, Any]) -> WriteResult:
     index = MetadataIndex(written["fqn"], written.get("offset"), written["index"])
-    return WriteResult(index, written["size"], _StorageInfo(**written["stored"]))
+    return WriteResult(index, written["size"], of_torch.part_of_file(written["stored"]))
 
 
 def _write_nothing(state: Any, folder: Path) -> None:

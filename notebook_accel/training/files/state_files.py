@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import _weights_only_unpickler
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -268,7 +268,7 @@ def _of_user() -> dict[str, Any]:
 @cache
 def _known() -> dict[str, Any]:
     """Names that a pickle may have, as it spells them, and what they mean."""
-    known: dict[str, Any] = dict(_weights_only_unpickler._get_allowed_globals())
+    known: dict[str, Any] = of_torch.loadable_names()
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
     numbers = {np.dtype(code).type for code in np.typecodes["All"]}
     for kind in (*_COMMON_TYPES, np.ndarray, np.dtype, *kinds, *numbers):

@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.private import of_torch
 from notebook_accel.training.collectives.nested import convert_to_fp32
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward
 
 def uncompiled(module: Module) -> Module:
     """The module that ``torch.compile`` was given, or the module itself."""
-    inner: Module = getattr(module, "_orig_mod", module)
-    return inner
+    return of_torch.original_module(module)
 
 
 def _class_forward(module: Module) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_torch
 from notebook_accel.training.models import ReplacedForward, forward_of, replaced_forwards
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import KwargsHandler, TextEnum
@@ -224,7 +225,7 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
         compiled = _with_compiled_parts(module, compile_kwargs)
     else:
         return cast("Module", torch.compile(module, **compile_kwargs))
-    compiled.__dict__["_orig_mod"] = module
+    of_torch.set_original_module(compiled, module)
     return compiled
 
 
@@ -236,18 +237,18 @@ def _compiled_blocks(module: Module, compile_kwargs: dict[str, Any]) -> nn.Modul
 def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Module:
     """A module that shares everything with another but its children, which are compiled."""
     new = copy.copy(module)
-    new.__dict__["_modules"] = dict(module._modules)
+    children = of_torch.own_children(new)
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
         # That of the copy must call the children of the copy.
         new.__dict__["forward"] = forward.moved_to(new)
     for name, child in module.named_children():
         if _is_repeated_blocks(child):
-            new._modules[name] = _compiled_blocks(child, compile_kwargs)
+            children[name] = _compiled_blocks(child, compile_kwargs)
         elif _has_repeated_blocks(child):
-            new._modules[name] = _with_compiled_parts(child, compile_kwargs)
+            children[name] = _with_compiled_parts(child, compile_kwargs)
         else:
-            new._modules[name] = cast("Any", torch.compile(child, **compile_kwargs))
+            children[name] = cast("Any", torch.compile(child, **compile_kwargs))
     return new
 
 

@@ -52,15 +52,16 @@ def _copied(model: Module) -> Module:
             (name, copy.copy(value) if name in noted_by_torch else value)
             for name, value in vars(part).items()
         )
-        _replace(own["_modules"], copies)
-        _replace(own["_parameters"], empty)
+        for name in noted_by_torch:
+            if isinstance(own.get(name), dict):
+                _replace(own[name], {**copies, **empty})
         if isinstance(own.get("forward"), ReplacedForward):
             own["forward"] = own["forward"].moved_to(copies[id(part)])
     return copies[id(model)]
 
 
 def _replace(by_name: dict[str, Any], new: Mapping[int, Any]) -> None:
-    by_name.update({name: new[id(old)] for name, old in by_name.items() if old is not None})
+    by_name.update({name: new.get(id(old), old) for name, old in by_name.items()})
 
 
 def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:

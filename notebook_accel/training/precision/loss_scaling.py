@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from notebook_accel.private import of_torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
@@ -108,8 +110,7 @@ class LossScaling:
         self._done[id(optimizer)] = optimizer
         if not self._scaler.is_enabled():  # one that the user set: it keeps no account
             return result, False
-        found = self._scaler._found_inf_per_device(optimizer)
-        return result, any(bool(value.item()) for value in found.values())
+        return result, of_torch.overflowed(self._scaler, optimizer)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Note that the optimizer's gradients were cleared, whether a step used them or not.
@@ -135,7 +136,7 @@ class LossScaling:
 def gradient_marks(optimizer: Optimizer) -> list[tuple[int, int]]:
     """What changes with every backward: which tensors, and how often each was written to."""
     return [
-        (id(weight.grad), 0 if weight.grad is None else weight.grad._version)
+        (id(weight.grad), 0 if weight.grad is None else of_torch.count_of_changes(weight.grad))
         for weight in _weights_of(optimizer)
     ]
 

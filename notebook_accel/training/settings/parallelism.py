@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config.mesh import MeshOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_torch
 from notebook_accel.training.settings import environment
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class ParallelismConfig(MeshOptions):
             ("dp_cp", self.dp_cp_dim_names),
         ):
             if names:
-                mesh[tuple(names)]._flatten(joined)
+                of_torch.flatten_mesh(mesh[tuple(names)], joined)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:

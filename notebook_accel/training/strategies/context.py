@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import set_rotate_method
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
+from notebook_accel.private import of_torch
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SequenceDivider:
                 # targets cut from the same tokens) would be overwritten.
                 buffer.data = buffer.detach().clone()
         own, of_ranks = self._positions_of(buffers[0].shape[seq_dims[0]])
-        set_rotate_method(self._exchange)
+        of_torch.set_rotate_method(self._exchange)
         with ExitStack() as stack:
             stack.enter_context(
                 context_parallel(

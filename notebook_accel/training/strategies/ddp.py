@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.private import of_torch
 from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.renewal import note_wrapped
 from notebook_accel.training.settings.handlers import DistributedDataParallelKwargs, pick_handler
@@ -111,8 +112,6 @@ class _WrappedFor(NamedTuple):
 _OF_BLOCKS = (
     "require_backward_grad_sync",
     "require_forward_param_sync",
-    "_join_config",
-    "_divide_by_initial_world_size",
 )
 
 _WRAPPED: WeakKeyDictionary[Module, _WrappedFor] = WeakKeyDictionary()
@@ -157,5 +156,6 @@ def _wrap_again(wrapped: Any, known: _WrappedFor) -> None:
     # and as if it were called outside of no_sync() and of join().
     hooks = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
     kept = {name: vars(wrapped)[name] for name in (*hooks, *_OF_BLOCKS) if name in vars(wrapped)}
+    kept |= of_torch.join_flags(wrapped)
     known.wrap_again(wrapped)
     vars(wrapped).update(kept)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current, has_process_group
+from notebook_accel.private import of_deepspeed
 from notebook_accel.training.collectives.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
@@ -312,7 +313,7 @@ class DeepSpeedZero(Strategy):
                 weight, value = own[name], state[name].to(self.topology.device)
                 with _gathered(weight, writes=True):
                     weight.copy_(value)
-                if _has_stepped_copy(weight):
+                if of_deepspeed.has_stepped_copy(weight):
                     safe_set_full_fp32_param(weight, value.float())
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:
@@ -392,9 +393,7 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
 def _forget_group(library: ModuleType) -> None:
     """Let DeepSpeed meet in the group that there is now: the one that it knows is gone."""
     library.comm.comm.cdb = None
-    release = getattr(library.utils.groups, "_release_process_group_references", None)
-    if release is not None:
-        release(group=None)
+    of_deepspeed.forget_groups(library)
 
 
 @contextmanager
@@ -482,21 +481,13 @@ def _gathered(value: Any, *, writes: bool = False) -> AbstractContextManager[Any
     return block
 
 
-def _has_stepped_copy(weight: torch.Tensor) -> bool:
-    """Whether DeepSpeed steps a float32 copy of a weight: not of a model that is only evaluated.
-
-    All ranks find the same, whether they step a part of it or not.
-    """
-    return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
-
-
 def _whole(value: Any) -> Any:
     """A weight as it is trained: whole, and in the precision in which it is stepped."""
     if not isinstance(value, torch.nn.Parameter):
         return value
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if _has_stepped_copy(value):
+    if of_deepspeed.has_stepped_copy(value):
         return safe_get_full_fp32_param(value).detach().cpu()
     with _gathered(value):
         return value.detach().cpu().clone()

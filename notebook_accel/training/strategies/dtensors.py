@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import reduce
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.precision.loss_scaling import LossScaling
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -27,7 +28,6 @@ __all__ = [
     "AgreeingScaler",
     "AgreeingScaling",
     "accept_whole_weights",
-    "agreed",
     "by_mesh",
     "clip_grad_norm",
     "drop_unreduced",
@@ -35,10 +35,10 @@ __all__ = [
     "load_optimizer_state",
     "local_part",
     "make_whole",
-    "own_gradients",
     "remap",
     "scale_grads",
     "turn_off_foreach_where_mixed",
+    "unscale_in_parts",
     "total_grad_norm",
     "whole_state_dict",
     "with_parts",
@@ -215,16 +215,6 @@ class AgreeingScaler(torch.amp.GradScaler):
     weights are frozen) takes part: the others wait for it, and its scale must be theirs.
     """
 
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        on_devices = super()._unscale_grads_(own_gradients(optimizer), inv_scale, found_inf, True)
-        return agreed(on_devices, found_inf)
-
 
 class _OwnGradients:
     """What torch's scaler asks an optimizer for: here tensors whose gradients are this rank's."""
@@ -233,8 +223,21 @@ class _OwnGradients:
         self.param_groups = [{"params": weights}]
 
 
-def own_gradients(optimizer: Optimizer) -> Any:
-    """The optimizer's gradients, of those in parts this rank's, for torch's scaler to unscale."""
+def unscale_in_parts(
+    as_torch: Callable[[Any, bool], Mapping[torch.device, torch.Tensor]],
+    optimizer: Optimizer,
+    found_inf: torch.Tensor,
+) -> dict[torch.device, torch.Tensor]:
+    """Unscale gradients, in parts and plain ones together; all ranks call it.
+
+    Args:
+        as_torch: unscales the gradients of an optimizer, those of 16 bits if the flag says so.
+        optimizer: whose gradients.
+        found_inf: on the scaler's device.
+
+    Returns:
+        what torch's scaler wants: by device, 1 where a rank has found an overflow, and else 0.
+    """
     own = []
     for group in optimizer.param_groups:
         for weight in group["params"]:
@@ -242,21 +245,12 @@ def own_gradients(optimizer: Optimizer) -> Any:
                 grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
                 own.append(grad.detach())
                 own[-1].grad = grad
-    return _OwnGradients(own)
-
-
-def agreed(
-    on_devices: Mapping[torch.device, torch.Tensor], found_inf: torch.Tensor
-) -> dict[torch.device, torch.Tensor]:
-    """Overflows of all ranks, as torch's scaler wants them; all ranks call it.
-
-    Args:
-        on_devices: by device, 1 where this rank has found an overflow, and else 0.
-        found_inf: on the scaler's device.
-    """
-    for seen in on_devices.values():
+    for seen in as_torch(_OwnGradients(own), True).values():
         found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
     return {found_inf.device: reduce(found_inf, "max")}
+
+
+of_torch.unscale_by(AgreeingScaler, unscale_in_parts)
 
 
 class AgreeingScaling(LossScaling):
@@ -290,10 +284,9 @@ def drop_unreduced(model: Module, weights: Container[int]) -> None:
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
-        state: Any = fully_shard.state(part)  # type: ignore[attr-defined]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for held in (one for group in groups if group is not None for one in group.fsdp_params):
+        for held in of_torch.fsdp_parameters(part):
             if id(held.sharded_param) in weights:
                 held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+                whole = of_torch.whole_gradient(held)
+                if whole is not None:
+                    whole.grad = None

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import Parameter
 
+from notebook_accel.private import of_torch
 from notebook_accel.training import collectives
 from notebook_accel.training.models import retie_parameters, tied_names
 from notebook_accel.training.models.compiling import compile_in_place
@@ -113,7 +114,7 @@ def parallelize(
     move_what_is_whole(model, device)  # before a hook has noted where a weight lies
     if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
         # Not mesh["dp_cp"], by which torch warns.
-        everyone = mesh[tuple(parallelism.dp_cp_dim_names)]._flatten("dp_cp")
+        everyone = of_torch.flatten_mesh(mesh[tuple(parallelism.dp_cp_dim_names)], "dp_cp")
         fsdp.average_gradients(kept_whole, everyone.get_group())
     # The blocks of a pipeline's stage run forward for several micro-batches first.
     if data and not own_blocks and plugin.reshard_after_forward:

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.private import of_torch
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -45,20 +46,19 @@ def has_parts(tensors: Iterable[Any]) -> bool:
 class _SpreadScaler(torch.amp.GradScaler):
     """Torch's own refuses an optimizer with gradients in parts and plain ones."""
 
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        if not has_parts(_weights_of(optimizer)):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        from notebook_accel.training.strategies import dtensors
 
-        own = dtensors.own_gradients(optimizer)
-        on_devices = super()._unscale_grads_(own, inv_scale, found_inf, True)
-        return dtensors.agreed(on_devices, found_inf)
+def _unscale(
+    as_torch: Callable[..., Any], optimizer: Optimizer, found_inf: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    if not has_parts(_weights_of(optimizer)):
+        found: dict[torch.device, torch.Tensor] = as_torch(optimizer)
+        return found
+    from notebook_accel.training.strategies import dtensors
+
+    return dtensors.unscale_in_parts(as_torch, optimizer, found_inf)
+
+
+of_torch.unscale_by(_SpreadScaler, _unscale)
 
 
 class _SpreadScaling(LossScaling):

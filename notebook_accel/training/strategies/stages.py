@@ -120,9 +120,13 @@ class _OnOtherStage(nn.Module):
         # A decoder may ask a layer for its kind (Transformers: attention_type) before it calls it.
         plain = {key: value for key, value in vars(block).items() if not key.startswith("_")}
         self.__dict__.update({key: value for key, value in plain.items() if key != "forward"})
+        self.register_load_state_dict_pre_hook(_take_nothing)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Take nothing and miss nothing, so that whole weights load into a model with gaps."""
+
+def _take_nothing(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
+    """Miss nothing either, so that whole weights load into a model with gaps."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        del state[name]
 
 
 class _BlockForward(ReplacedForward):

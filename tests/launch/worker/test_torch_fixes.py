@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import distributed
 
 from notebook_accel.config import LaunchConfig
@@ -162,7 +165,8 @@ def test_a_store_whose_arguments_all_go_by_position(monkeypatch: pytest.MonkeyPa
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given.append((args, kwargs))
 
-    torch_fixes._replace_init(Store)
+    plain: Any = Store
+    plain.__init__ = torch_fixes._listening(plain.__init__)
     place: Any = ("localhost", 4321, 2, True, timedelta(seconds=1), False)
     with socket.socket() as bound:
         monkeypatch.setitem(torch_fixes._bound, 4321, bound)
@@ -170,3 +174,90 @@ def test_a_store_whose_arguments_all_go_by_position(monkeypatch: pytest.MonkeyPa
         Store(*place, False)
         Store(*place)
     assert given == [(place, {"multi_tenant": True})] * 2
+
+
+def test_one_variable_leaves_torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> tuple[list[str], int]:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        dist.init_process_group("gloo")
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        dist.destroy_process_group()
+        rendezvous = sys.modules["torch.distributed.rendezvous"]
+        places = (
+            (torch._C, "_stash_obj_in_tls"),
+            (distributed_c10d, "_new_process_group_helper"),
+            (rendezvous, "_create_c10d_store"),
+            (dist.TCPStore, "__init__"),
+        )
+        ours = "notebook_accel/launch/worker/torch_fixes.py"
+        made = [getattr(getattr(place, name), "__code__", None) for place, name in places]
+        found = [
+            name
+            for (_, name), code in zip(places, made, strict=True)
+            if code is not None and code.co_filename.endswith(ours)
+        ]
+        return found, int(number)
+
+    config = LaunchConfig(num_processes=2, devices="cpu")
+    replaced, _ = launch(look, config=config, view=View()).results[0]
+    assert len(replaced) == 4
+    monkeypatch.setenv("NOTEBOOK_ACCEL_TORCH_FIXES", "0")
+    assert launch(look, config=config, view=View()).results == [([], 2), ([], 2)]
+
+
+# Another torch: one name is gone, and one has another parameter first.
+OTHER_TORCH = """
+from notebook_accel.launch.worker.after_import import change_module
+
+def change_store(module):
+    plain = module._create_c10d_store
+    module._create_c10d_store = lambda url, *rest: plain(url, *rest)
+
+def change_torch(module):
+    del module._C._stash_obj_in_tls
+
+change_module("torch.distributed.rendezvous", change_store)
+change_module("torch", change_torch)
+"""
+TRAIN = """
+from notebook_accel import notebook_launcher
+
+def train():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    return int(number)
+
+if __name__ == "__main__":
+    print(notebook_launcher(train, num_processes=2, devices="cpu").results)
+"""
+
+
+def test_ranks_say_in_one_line_what_of_torch_could_not_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH)
+    (tmp_path / "train.py").write_text(TRAIN)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert "[2, 2]" in done.stdout, said
+    (line,) = [line for line in said.splitlines() if "lacks what notebook_accel replaces" in line]
+    assert f"torch {torch.__version__}" in line
+    assert "_stash_obj_in_tls" in line
+    assert "_create_c10d_store" in line
+    assert "_new_process_group_helper" not in line

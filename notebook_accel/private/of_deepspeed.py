@@ -1,0 +1,26 @@
+"""Private names of DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["forget_groups", "has_stepped_copy"]
+
+
+def has_stepped_copy(weight: Any) -> bool:
+    """``_z3_optimizer`` (stage 3) or ``_hp_mapping``: whether a weight's float32 copy is stepped.
+
+    All ranks find the same, whether they step a part of it or not. Without them loaded weights are
+    overwritten by the copies at the next step, and saved ones have 16 bits.
+    """
+    return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
+
+
+def forget_groups(library: Any) -> None:
+    """``_release_process_group_references``: forgets the groups of a training that has ended.
+
+    Without it the next training of a session meets in groups that are gone, and fails.
+    """
+    release = getattr(library.utils.groups, "_release_process_group_references", None)
+    if release is not None:
+        release(group=None)

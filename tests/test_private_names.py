@@ -1,0 +1,475 @@
+"""Private names of libraries: all in ``private/``, few, and as the installed releases have them."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import importlib
+import inspect
+import multiprocessing
+import re
+import subprocess
+import sys
+import threading
+from functools import cache
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.private import of_ipykernel, of_torch
+from tests.public import PACKAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOM = PACKAGE / "private"
+MOST = 40
+_PRIVATE = re.compile(r"_(?!_)\w*[A-Za-z]\w*")
+# What is spelled like a private name, and documented by its library or a protocol of many.
+DOCUMENTED = {
+    "_asdict",  # of named tuples
+    "_dynamo",  # torch.compile's module
+    "_exit",  # of os
+    "_extra_state",  # how the names end of what Module.get_extra_state gives
+    "_fields",
+    "_make",
+    "_no_split_modules",  # of Transformers' models
+    "_render_traceback_",  # of IPython
+    "_replace",
+    "_tp_plan",
+}
+# What IPython asks any object for, and what we mark objects of others by.
+_WITHOUT_OWNER = re.compile(r"_repr_\w+_|_notebook_accel_\w+")
+
+
+# ---------------------------------------------------------------- where they are
+
+
+@cache
+def _trees() -> dict[str, ast.Module]:
+    return {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+@cache
+def _defined_here() -> set[str]:
+    """Private names that the package itself gives to something."""
+    found = set()
+    for path, tree in _trees().items():
+        for node in () if path.startswith("private/") else ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("self", "new")
+            ):
+                found.add(node.attr)
+    return found
+
+
+def _of_others(tree: ast.Module) -> set[str]:
+    """The names by which a file knows modules, and parts of modules, that are not ours."""
+    found = set()
+    for node in ast.walk(tree):
+        names = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if not module.startswith("notebook_accel"):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in names}
+    return found
+
+
+def _used(tree: ast.Module, ours: set[str]) -> Iterator[tuple[str, int]]:
+    """Private names of libraries in a file, and the lines; ``ours`` are the package's own."""
+    others = _of_others(tree)
+    texts = [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    parts_of_text = {id(part) for parts in texts for part in parts}
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute):
+            base: Any = node.value
+            of_library = isinstance(base, ast.Name) and base.id in others
+            found = [node.attr] if of_library or node.attr not in ours else []
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found = [] if parts[0] == "notebook_accel" else parts
+        elif isinstance(node, ast.Import):
+            found = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Constant) and id(node) not in parts_of_text:
+            text = str(node.value)
+            found = [] if text in ours or text.endswith("_") else [text]
+        for name in found:
+            known = name in DOCUMENTED or _WITHOUT_OWNER.fullmatch(name)
+            if _PRIVATE.fullmatch(name) and not known:
+                yield name, node.lineno
+
+
+@pytest.mark.parametrize("path", [path for path in _trees() if not path.startswith("private/")])
+def test_private_names_of_libraries_are_in_their_room_alone(path: str) -> None:
+    found = {f"line {line}: {name}" for name, line in _used(_trees()[path], _defined_here())}
+    assert found == set(), "give it a function in private/, and a check here"
+
+
+def test_every_name_has_a_check_and_they_are_few() -> None:
+    used = {
+        (path.stem.removeprefix("of_"), name)
+        for path in ROOM.glob("of_*.py")
+        for name, _ in _used(ast.parse(path.read_text()), set())
+    }
+    assert used == {(library, name) for library, name, _, _ in CHECKS}
+    assert len(used) <= MOST
+
+
+def test_no_class_of_ours_replaces_a_private_method_of_a_library() -> None:
+    replaced = {
+        f"{kind.__module__}.{kind.__name__}.{name}"
+        for module in _modules_with_classes()
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__
+        for base in kind.__mro__[1:]
+        if not base.__module__.startswith(("notebook_accel", "typing", "traitlets", "enum"))
+        for name in vars(kind).keys() & vars(base).keys()
+        if _PRIVATE.fullmatch(name) and inspect.isfunction(vars(kind)[name])
+    }
+    ours = {f"notebook_accel.training.strategies.{name}._unscale_grads_" for name in SCALERS}
+    assert replaced == ours
+
+
+# Given theirs by ``of_torch.unscale_by``.
+SCALERS = ("dtensors.AgreeingScaler", "spread_models._SpreadScaler")
+
+
+def _modules_with_classes() -> list[Any]:
+    names = [path.removesuffix(".py").replace("/", ".") for path in _trees()]
+    kept = [name for name in names if name.startswith(("training.", "launch.", "notebook."))]
+    return [
+        importlib.import_module(f"notebook_accel.{name.removesuffix('.__init__')}") for name in kept
+    ]
+
+
+# ---------------------------------------------------------------- what they are
+
+
+def _c10d() -> Any:
+    import torch.distributed.distributed_c10d as module
+
+    return module
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@cache
+def _seen_in_a_group() -> set[str]:
+    """What a process finds that has a process group, alone in it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_A_GROUP],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+_IN_A_GROUP = """
+import contextlib, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from notebook_accel.private import of_torch
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+@contextlib.contextmanager
+def told(*names):
+    with contextlib.suppress(AttributeError, AssertionError, TypeError):
+        yield
+        print(*names)
+
+model = fully_shard(torch.nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (1,)))
+model.set_requires_gradient_sync(False)
+model(torch.ones(1, 2)).sum().backward()
+with told("_fsdp_param_group", "_fsdp_param_groups"):
+    held = [*of_torch.fsdp_parameters(model)]
+    assert {id(each.sharded_param) for each in held} == {id(each) for each in model.parameters()}
+    assert all(hasattr(each, "unsharded_accumulated_grad") for each in held)
+with told("_unsharded_param"):
+    assert held and all(of_torch.whole_gradient(each).grad is not None for each in held)
+with told("_flatten"):
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    assert of_torch.flatten_mesh(mesh["a", "b"], "both").mesh_dim_names == ("both",)
+    assert mesh["both"].size() == 1
+with told("_spec"):
+    spread = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (1,)))
+    part = of_torch.at_other_device(spread, torch.zeros(2))
+    assert part.placements == spread.placements and not part.to_local().any()
+wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+with wrapped.join(divide_by_initial_world_size=False):
+    print(*of_torch.join_flags(wrapped))
+"""
+
+
+def _unscales() -> bool:
+    import torch
+
+    expected = ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
+    return _parameters(torch.amp.GradScaler._unscale_grads_) == expected
+
+
+def _tells_of_overflow() -> bool:
+    import torch
+
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    return of_torch.overflowed(scaler, optimizer)
+
+
+def _knows_compiled() -> bool:
+    import torch
+
+    model, function = torch.nn.Linear(1, 1), (lambda: 1)
+    compiled: Any = torch.compile(model)
+    made: Any = torch.compile(function)
+    return (
+        of_torch.original_module(compiled) is model
+        and of_torch.is_compiled_function(made)
+        and of_torch.original_function(made) is function
+    )
+
+
+def _counts_changes() -> bool:
+    import torch
+
+    tensor = torch.zeros(1)
+    before = of_torch.count_of_changes(tensor)
+    tensor.add_(1)
+    return of_torch.count_of_changes(tensor) == before + 1
+
+
+def _knows_parts_of_module() -> bool:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    found = of_torch.parts_of_module(dict(vars(model)))
+    weights = of_torch.parts_of_module(dict(vars(model[0])))
+    return [*found] == ["0"] and [*weights] == ["weight", "bias"]
+
+
+def _has_storage() -> bool:
+    import torch
+
+    typed = torch.storage.TypedStorage(4, dtype=torch.uint8)
+    return isinstance(of_torch.untyped_storage(typed), torch.UntypedStorage)
+
+
+def _stores_parts() -> bool:
+    stored = of_torch.part_of_file({"relative_path": "a", "offset": 0, "length": 1})
+    return bool(stored.length == 1)
+
+
+def _loads_tensors() -> bool:
+    return "torch._utils._rebuild_tensor_v2" in of_torch.loadable_names()
+
+
+def _rotates() -> bool:
+    of_torch.set_rotate_method("allgather")
+    return True
+
+
+def _makes_stores() -> bool:
+
+    expected = ("hostname", "port", "rank", "world_size", "timeout")
+    module: Any = sys.modules["torch.distributed.rendezvous"]
+    return tuple(_parameters(module._create_c10d_store)[:5]) == expected
+
+
+def _reads_stash() -> bool:
+    import torch
+
+    return callable(torch._C._stash_obj_in_tls)
+
+
+def _source_has(module: str, text: str) -> bool:
+    return text in inspect.getsource(importlib.import_module(module))
+
+
+def _kernel() -> type:
+    return importlib.import_module("ipykernel.kernelbase").Kernel
+
+
+def _has_parent() -> bool:
+    kernel: Any = importlib.import_module("ipykernel.ipkernel").IPythonKernel()
+    variable = of_ipykernel.parent_variable(kernel)
+    assert variable is not None
+    before = variable.set({"header": {"session": "a"}})
+    parent = kernel.get_parent("shell")
+    variable.reset(before)
+    return bool(parent["header"]["session"] == "a")
+
+
+_WAITS = "a rank of a function that makes several groups may fail or hang"
+_DROPS = "gradients that a script dropped in an open window come back at the next step"
+_NCCL = "a rank that waits on its GPU is freed by SIGTERM alone"
+_COPIES = "weights are loaded into and saved from DeepSpeed without its float32 copies"
+_JOIN = "a wrapper made anew in join_uneven_inputs leaves the block"
+_COMPILED = "compiled models and functions are taken for others: names of weights, what travels"
+
+CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
+    ("torch", "_C", "see _stash_obj_in_tls", _reads_stash),
+    ("torch", "_stash_obj_in_tls", "a model that outlives its group hangs its rank", _reads_stash),
+    (
+        "torch",
+        "_new_process_group_helper",
+        "ranks that wait in a collective are not freed",
+        lambda: _parameters(_c10d()._new_process_group_helper)[:2] == ["group_size", "group_rank"],
+    ),
+    ("torch", "_create_c10d_store", _WAITS, _makes_stores),
+    (
+        "torch",
+        "_world",
+        "ranks meet under different names after a failure, and groups of NCCL are not known",
+        lambda: all(hasattr(_c10d()._world, n) for n in ("group_count", "pg_backend_config")),
+    ),
+    (
+        "torch",
+        "_abort_process_group",
+        _NCCL,
+        lambda: _parameters(_c10d()._abort_process_group) == ["group"],
+    ),
+    (
+        "torch",
+        "_get_default_store",
+        "ranks cannot agree on a save",
+        lambda: _parameters(_c10d()._get_default_store) == [],
+    ),
+    (
+        "torch",
+        "_flatten",
+        'a mesh has no "dp", "dp_cp" and "dp_shard_cp"',
+        lambda: "_flatten" in _seen_in_a_group(),
+    ),
+    ("torch", "_attention", "context parallelism takes torch's own way round", _rotates),
+    ("torch", "_fsdp_param_group", _DROPS, lambda: "_fsdp_param_group" in _seen_in_a_group()),
+    ("torch", "_fsdp_param_groups", _DROPS, lambda: "_fsdp_param_groups" in _seen_in_a_group()),
+    ("torch", "_unsharded_param", _DROPS, lambda: "_unsharded_param" in _seen_in_a_group()),
+    (
+        "torch",
+        "_spec",
+        "sharded weights are not saved in the background",
+        lambda: "_spec" in _seen_in_a_group(),
+    ),
+    ("torch", "_StorageInfo", "no sharded checkpoint is written", _stores_parts),
+    ("torch", "_unscale_grads_", "fp16 with sharded weights raises or parts ranks", _unscales),
+    ("torch", "_found_inf_per_device", "step_was_skipped is never true", _tells_of_overflow),
+    ("torch", "_modules", "blocks are not compiled one by one", _knows_parts_of_module),
+    ("torch", "_parameters", "an error's path has _parameters in it", _knows_parts_of_module),
+    ("torch", "_orig_mod", _COMPILED, _knows_compiled),
+    ("torch", "_torchdynamo_orig_callable", _COMPILED, _knows_compiled),
+    ("torch", "_join_config", _JOIN, lambda: "_join_config" in _seen_in_a_group()),
+    (
+        "torch",
+        "_divide_by_initial_world_size",
+        _JOIN,
+        lambda: "_divide_by_initial_world_size" in _seen_in_a_group(),
+    ),
+    ("torch", "_version", "gradients scaled in part are not refused", _counts_changes),
+    ("torch", "_untyped_storage", "no tensor travels to the ranks", _has_storage),
+    ("torch", "_weights_only_unpickler", "no checkpoint is read", _loads_tensors),
+    ("torch", "_get_allowed_globals", "no checkpoint is read", _loads_tensors),
+    (
+        "torchdata",
+        "_num_yielded",
+        "skip_first_batches skips too much of a resumed stream",
+        lambda: _source_has("torchdata.stateful_dataloader.stateful_dataloader", "._num_yielded"),
+    ),
+    (
+        "python",
+        "_shutdown",
+        "a rank ends before its threads",
+        lambda: _parameters(threading._shutdown) == [],  # type: ignore[attr-defined]
+    ),
+    ("python", "_clear", "exit functions of the template run", lambda: callable(atexit._clear)),
+    (
+        "python",
+        "_run_exitfuncs",
+        "what a function registered with atexit is not called",
+        lambda: callable(atexit._run_exitfuncs),
+    ),
+    (
+        "python",
+        "_run_finalizers",
+        "pools of a function hang at its end",
+        lambda: _parameters(util._run_finalizers) == ["minpriority"],  # type: ignore[attr-defined]
+    ),
+    (
+        "python",
+        "_exit_function",
+        "queues of a function are not emptied at its end",
+        lambda: callable(util._exit_function),  # type: ignore[attr-defined]
+    ),
+    (
+        "python",
+        "_config",
+        "semaphores of killed workers stay",
+        lambda: "semprefix" in multiprocessing.current_process()._config,  # type: ignore[attr-defined]
+    ),
+    (
+        "ipykernel",
+        "_publish_status",
+        "a page holds its clicks back",
+        lambda: _parameters(_kernel()._publish_status)[1:] == ["status", "channel", "parent"],  # type: ignore[attr-defined]
+    ),
+    ("ipykernel", "_shell_parent", "widgets of a reloaded page wait for the cell", _has_parent),
+    (
+        "ipykernel",
+        "_reply_subshell_for",
+        "clicks wait for the end of the cell",
+        lambda: _source_has("ipykernel.kernelbase", '"_reply_subshell_for"'),
+    ),
+    (
+        "deepspeed",
+        "_z3_optimizer",
+        _COPIES,
+        lambda: _source_has("deepspeed.runtime.zero.stage3", "._z3_optimizer ="),
+    ),
+    (
+        "deepspeed",
+        "_hp_mapping",
+        _COPIES,
+        lambda: _source_has("deepspeed.utils.mixed_precision_linkage", "._hp_mapping ="),
+    ),
+    (
+        "deepspeed",
+        "_release_process_group_references",
+        "the second training of a session meets in groups that are gone",
+        lambda: _source_has("deepspeed.utils.groups", "def _release_process_group_references("),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "breaks", "check"), CHECKS, ids=[f"{c[0]}.{c[1]}" for c in CHECKS]
+)
+def test_the_installed_release_has_it(
+    library: str, name: str, breaks: str, check: Callable[[], bool]
+) -> None:
+    if library != "python":
+        module = pytest.importorskip(library, reason=f"{library} is not installed")
+        library = f"{library} {module.__version__}"
+    try:
+        has_it = check()
+    except (AttributeError, AssertionError, ImportError, KeyError, TypeError) as error:
+        pytest.fail(f"{library} has no {name} as private/ uses it ({error!r}): {breaks}")
+    assert has_it, f"{library} has no {name} as private/ uses it: {breaks}"
