@@ -138,7 +138,7 @@ def test_a_line_of_a_file_is_named_without_its_text(tmp_path: Path) -> None:
         ({"fsdp": {"shards": 2}}, "no option is called so; there are fsdp_version, sharding"),
         ({"fsdp": {"min_num_params": -1}}, "expected a whole number, 0 or more"),
         ({"fsdp": {"fsdp_version": 3}}, "fsdp['fsdp_version']=3: expected a whole number, 1 to 2"),
-        ({"deepspeed": {"zero_stage": 4}}, "expected a whole number, 0 to 3"),
+        ({"deepspeed": {"zero_stage": 4}}, "expected a whole number, 1 to 3"),
         ({"parallelism": {"tp_size": True}}, "expected a whole number, 1 or more"),
     ],
 )

@@ -54,8 +54,8 @@ class DeepSpeedOptions:
     zero_stage: int | None = _option(
         "DEEPSPEED_ZERO_STAGE",
         int,
-        "Divided among the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too",
-        check=partial(as_count, least=0, most=3),
+        "Divided among the ranks: 1 optimizer states, 2 gradients too, 3 weights too",
+        check=partial(as_count, most=3),
         entry=_ZERO + "stage",
         fallback=2,
     )

@@ -196,7 +196,7 @@ class Accelerator(ProcessInfo):
             dispatch_batches: sets this field of ``dataloader_config``, unless None.
             even_batches: sets this field of ``dataloader_config``, unless None.
             use_seedable_sampler: sets this field of ``dataloader_config``, unless None.
-            deepspeed_plugins: several plugins by name.
+            deepspeed_plugins: a dictionary of one plugin, in place of ``deepspeed_plugin``.
             **others: arguments of Accelerate that are not supported. Values that ask for nothing
                 (None, "no") are accepted.
 
@@ -1463,7 +1463,7 @@ class Accelerator(ProcessInfo):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use; None without DeepSpeed."""
-        return None if self._plan.deepspeed is None else self._plan.deepspeed.active
+        return self._plan.deepspeed
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
+    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.parallelism import ParallelismConfig
 
@@ -169,7 +169,7 @@ class AcceleratorSettings:
     mixed_precision: str
     distributed_type: DistributedType | None = None
     """None: as the topology says."""
-    deepspeed: DeepSpeedPlugins | None = None
+    deepspeed: DeepSpeedPlugin | None = None
     """What DeepSpeed was asked for."""
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
@@ -315,42 +315,12 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use; None without DeepSpeed."""
-        return None if self._settings.deepspeed is None else self._settings.deepspeed.active
+        return self._settings.deepspeed
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
-        """All DeepSpeed plugins by name; None without DeepSpeed."""
-        return None if self._settings.deepspeed is None else self._settings.deepspeed.by_name
-
-    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return a DeepSpeed plugin.
-
-        Args:
-            name: its name.
-
-        Raises:
-            ConfigError: there is no such plugin.
-        """
-        return self._some_deepspeed.named(name)
-
-    def select_deepspeed_plugin(self, name: str) -> None:
-        """Make ``prepare`` use a DeepSpeed plugin from now on.
-
-        Args:
-            name: its name.
-
-        Raises:
-            ConfigError: there is no such plugin.
-        """
-        self._some_deepspeed.select(name)
-
-    @property
-    def _some_deepspeed(self) -> DeepSpeedPlugins:
-        if self._settings.deepspeed is None:
-            raise ConfigError(
-                "there is no DeepSpeedPlugin: make the Accelerator with deepspeed_plugins={...}"
-            )
-        return self._settings.deepspeed
+        """The DeepSpeed plugin by the name "default"; None without DeepSpeed."""
+        return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     @property
     def _settings(self) -> AcceleratorSettings:
@@ -375,7 +345,9 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     Raises:
         ConfigError: this rank's ``Accelerator`` was made without one.
     """
-    return state._some_deepspeed.active
+    if state.deepspeed_plugin is None:
+        raise ConfigError("there is no DeepSpeedPlugin: make Accelerator(deepspeed_plugin=...)")
+    return state.deepspeed_plugin
 
 
 def is_initialized() -> bool:

@@ -11,11 +11,10 @@ from typing import Any
 from notebook_accel import Accelerator, DeepSpeedPlugin
 from tests.training import meshes
 
-__all__ = ["KINDS", "KINDS_IN_FP16", "accelerator_for", "compute_in_fp16", "step_in_fp16", "train"]
+__all__ = ["KINDS", "accelerator_for", "compute_in_fp16", "step_in_fp16", "train"]
 
 # What the user asks for, by name.
 KINDS: dict[str, dict[str, Any]] = {
-    "stage 0": {"zero_stage": 0},
     "stage 1": {"zero_stage": 1},
     "stage 2": {"zero_stage": 2},
     "stage 3": {"zero_stage": 3},
@@ -26,8 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "offload_param_device": "cpu",
     },
 }
-
-KINDS_IN_FP16 = [kind for kind in KINDS if kind != "stage 0"]  # which is refused
 
 
 def accelerator_for(kind: str, **settings: Any) -> Accelerator:
@@ -47,8 +44,6 @@ def train(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         seen[kind] = {}
         for name, case in cases.items():
             if case.get("precision") == "fp16":
-                if kind not in KINDS_IN_FP16:
-                    continue
                 compute_in_fp16()
             seen[kind][name] = meshes.train("zero", case)
     return seen

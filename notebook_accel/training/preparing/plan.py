@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from notebook_accel.training.models.compiling import TorchDynamoPlugin
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugins
+    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
@@ -78,7 +78,7 @@ class Plan:
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...] | None
-    deepspeed: DeepSpeedPlugins | None
+    deepspeed: DeepSpeedPlugin | None
     fsdp: FullyShardedDataParallelPlugin | None
     dynamo: TorchDynamoPlugin
 
@@ -146,8 +146,8 @@ def make_plan(
         )
     if zero is not None:
         # What its configuration says holds for everything here.
-        mixed_precision = zero.active.resolve_precision(mixed_precision)
-        num_steps = zero.active.resolve_steps(num_steps)
+        mixed_precision = zero.resolve_precision(mixed_precision)
+        num_steps = zero.resolve_steps(num_steps)
     precision_name = resolve_precision(mixed_precision)
     if zero is not None or (sizes is not None and sizes.tp_enabled):
         refuse_divided_layers(precision_name)

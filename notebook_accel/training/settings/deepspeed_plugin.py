@@ -1,4 +1,4 @@
-"""How a user asks for DeepSpeed: ``DeepSpeedPlugin``, alone or several of them by name.
+"""How a user asks for DeepSpeed: ``DeepSpeedPlugin``.
 
 Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
 takes its entry of the configuration, then its variable, then its default. DeepSpeed itself is
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -26,8 +25,6 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config.deepspeed import DeepSpeedOptions
 from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
-from notebook_accel.text_values import shown
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "DeepSpeedPlugin",
-    "DeepSpeedPlugins",
     "HfDeepSpeedConfig",
     "is_open",
     "resolve_deepspeed",
@@ -102,30 +98,11 @@ class HfDeepSpeedConfig:
             node = node[section]
         node[name] = value
 
-    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove an entry or a section.
-
-        Raises:
-            ConfigError: ``must_exist``, and it is not there.
-        """
+    def del_config_sub_tree(self, ds_key_long: str) -> None:
+        """Remove an entry or a section, where it is there."""
         node, name = self.find_config_node(ds_key_long)
-        if node is not None and name in node:
-            del node[name]
-        elif must_exist:
-            raise ConfigError(
-                f"the DeepSpeed configuration {shown(self.config)} has no {ds_key_long} that could "
-                "be removed: expected one of its entries, by a name such as "
-                "'zero_optimization.stage'"
-            )
-
-    def is_true(self, ds_key_long: str) -> bool:
-        """Whether an entry is set, and not to False or 0."""
-        return bool(self.get_value(ds_key_long))
-
-    def is_false(self, ds_key_long: str) -> bool:
-        """Whether an entry is set, and to False or 0."""
-        value = self.get_value(ds_key_long)
-        return value is not None and not value
+        if node is not None:
+            node.pop(name, None)
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether an entry is to be filled in."""
@@ -221,7 +198,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
 
     Attributes:
         deepspeed_config: the configuration, a mapping that ``prepare`` completes in place.
-        selected: whether ``prepare`` uses this plugin, of several.
         dschf: what Transformers was told; None if nothing.
 
     Raises:
@@ -240,24 +216,27 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def __post_init__(self) -> None:
         if self.enable_msamp:
             raise ConfigError('enable_msamp=True: MS-AMP is not there; use mixed_precision="bf16"')
-        self.selected = False
         self.dschf: Any = None
-        self._wants_init = self.zero3_init_flag is True
         given = self.hf_ds_config or _OPTIONS["hf_ds_config"].from_environment() or "none"
         self.hf_ds_config = _configuration_of(given)
         self._join_with_fields()
-        self._check()
+        if self.zero_stage not in (1, 2, 3):
+            raise ConfigError(
+                f"zero_stage={self.zero_stage!r}: expected 1, 2 or 3. Stage 0 is what DDP "
+                "does: leave DeepSpeed out"
+            )
+        if self.offload_param_device != "none" and self.zero_stage < 3:
+            raise ConfigError(
+                f"offload_param_device={self.offload_param_device!r} and zero_stage="
+                f'{self.zero_stage}: expected zero_stage=3, or offload_param_device="none"'
+            )
         self.deepspeed_config = self.hf_ds_config.config
         # Steps are reported by this package's own views.
         self.deepspeed_config["steps_per_print"] = float("inf")
-        is_zero3 = self.hf_ds_config.is_zero3()
         if self.zero3_init_flag is None:
-            asked = _OPTIONS["zero3_init_flag"].from_environment()
-            self.zero3_init_flag = is_zero3 if asked is None else asked
-            self._wants_init = bool(asked)
-        if self.zero3_init_flag and not is_zero3:
-            notice_once("zero3 init", "zero3_init_flag has no effect below zero_stage=3")
-            self.zero3_init_flag = False
+            self.zero3_init_flag = _OPTIONS["zero3_init_flag"].from_environment()
+        self._wants_init = bool(self.zero3_init_flag)
+        self.zero3_init_flag = self.hf_ds_config.is_zero3() and self.zero3_init_flag is not False
         if self.transformer_moe_cls_names is None:
             names = _OPTIONS["transformer_moe_cls_names"].from_environment()
             self.transformer_moe_cls_names = names
@@ -284,19 +263,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 'of them, or set the entry of the configuration to "auto"'
             )
 
-    def _check(self) -> None:
-        for what, least in (("optimizer", 1), ("param", 3)):
-            name = f"offload_{what}_device"
-            device = getattr(self, name)
-            if device != "none" and (self.zero_stage or 0) < least:
-                raise ConfigError(
-                    f"{name}={device!r} and zero_stage={self.zero_stage}: expected zero_stage="
-                    f'{least} or more, or {name}="none"'
-                )
-            path = getattr(self, f"offload_{what}_nvme_path")
-            if device == "nvme" and path in (None, "none"):
-                raise ConfigError(f'{name}="nvme" needs a folder: set offload_{what}_nvme_path')
-
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """An entry of the configuration, by its name with dots."""
         return self.hf_ds_config.get_value(ds_key_long, default)
@@ -304,35 +270,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether an entry is to be filled in by ``prepare``."""
         return bool(self.hf_ds_config.is_auto(ds_key_long))
-
-    def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Make DeepSpeed compute in a precision, if its configuration has none.
-
-        Args:
-            mixed_precision: "fp16", "bf16" or "no"; "fp8" is "bf16" to DeepSpeed.
-
-        Raises:
-            ConfigError: the configuration has another precision.
-        """
-        wanted = "bf16" if mixed_precision == "fp8" else mixed_precision
-        self.resolve_precision(wanted)
-        for name in ("fp16", "bf16"):
-            if is_open(self.get_value(f"{name}.enabled")):
-                self.hf_ds_config.set_value(f"{name}.enabled", name == wanted)
-
-    def select(self, _from_accelerator_state: bool = False) -> None:
-        """Refused: a plugin does not know those beside it.
-
-        Raises:
-            ConfigError: says how one is chosen.
-        """
-        if not _from_accelerator_state:
-            raise ConfigError(
-                "DeepSpeedPlugin.select() cannot know the plugins beside this one: call "
-                "accelerator.state.select_deepspeed_plugin(name)"
-            )
-        self.selected = True
-        self.set_deepspeed_weakref()
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether ``from_pretrained`` of Transformers puts weights in parts as it reads them."""
@@ -355,16 +292,15 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         It is not imported for this alone, which takes seconds, unless the flag was asked for: a
         training that uses it has imported it before.
         """
-        loaded = "transformers" in sys.modules
-        if not loaded and not (self._wants_init and is_installed("transformers")):
+        if not (self._wants_init or "transformers" in sys.modules):
             return
-        if importlib.util.find_spec("accelerate") is None:
+        if not (is_installed("transformers") and is_installed("accelerate")):
             # Transformers reads the configuration by a class of Accelerate, and raises without it.
             if self._wants_init:
                 notice_once(
                     "zero3 init",
                     "zero3_init_flag has no effect: Transformers puts weights in parts as it reads "
-                    "them where accelerate is installed. pip install accelerate",
+                    "them where accelerate is installed. pip install transformers accelerate",
                 )
             return
         # By name: no dependency, but a library that a training may use beside this one.
@@ -392,15 +328,14 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             return
         from deepspeed.utils import set_z3_leaf_modules
 
-        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
-        kinds = {type(part).__name__: type(part) for part in model.modules()}
-        missing = [name for name in names if name not in kinds]
-        if missing:
+        names = {name.strip() for name in self.transformer_moe_cls_names.split(",")}
+        kinds = {type(part) for part in model.modules() if type(part).__name__ in names}
+        if len(kinds) < len(names):
             raise ConfigError(
-                f"transformer_moe_cls_names has {', '.join(missing)}, and {type(model).__name__} "
-                f"has layers of {', '.join(sorted(kinds))}"
+                f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}: expected classes "
+                f"of layers, and {type(model).__name__} has {len(kinds)} of these {len(names)}"
             )
-        set_z3_leaf_modules(model, [kinds[name] for name in names])
+        set_z3_leaf_modules(model, [*kinds])
 
     def resolve_precision(self, asked: str | None) -> str | None:
         """The mixed precision: the configuration's where it says one, else as asked.
@@ -458,63 +393,13 @@ def _from_environment(name: str, option: Setting) -> Any:
     return AUTO if is_auto else option.from_environment()
 
 
-class DeepSpeedPlugins:
-    """The plugins among which a training chooses; one is active at a time.
+def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
+    """Return the plugin: an argument, else one of the environment where ACCELERATE_USE_DEEPSPEED is
+    true.
 
-    Attributes:
-        by_name: the plugins; a single one has the name "default".
-    """
-
-    def __init__(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
-        self.by_name = dict(plugins)
-        for plugin in self.by_name.values():
-            plugin.hf_ds_config.reopen()
-        self.select(next(iter(self.by_name)))
-
-    @property
-    def active(self) -> DeepSpeedPlugin:
-        """The one that ``prepare`` uses now."""
-        return next(plugin for plugin in self.by_name.values() if plugin.selected)
-
-    def named(self, name: str) -> DeepSpeedPlugin:
-        """The plugin of this name.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        if name not in self.by_name:
-            raise ConfigError(
-                f"no DeepSpeedPlugin is called {name!r}: expected one of "
-                f"{', '.join(map(repr, self.by_name))}"
-            )
-        return self.by_name[name]
-
-    def select(self, name: str) -> None:
-        """Let ``prepare`` use the plugin of this name from now on.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        wanted = self.named(name)
-        for plugin in self.by_name.values():
-            plugin.selected = False
-        wanted.select(_from_accelerator_state=True)
-
-    def share(self) -> None:
-        """Let an ``Accelerator`` that is made later, without plugins, choose among these too.
-
-        So it is for several plugins alone: they are there for several models, each of which has an
-        ``Accelerator`` of its own.
-        """
-        current().shared[_SHARED] = self if len(self.by_name) > 1 else None
-
-
-_SHARED = "DeepSpeed plugins"
-
-
-def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
-    """The plugins: an argument, else one from the environment where ACCELERATE_USE_DEEPSPEED is
-    true, else several that an earlier ``Accelerator`` was made with.
+    Args:
+        plugin: of the argument ``deepspeed_plugin``.
+        plugins: of ``deepspeed_plugins``: a dictionary of one.
 
     Raises:
         ConfigError: an argument is no such plugin, or DeepSpeed is not installed.
@@ -522,20 +407,25 @@ def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
     if plugin is not None and plugins is not None:
         raise ConfigError("deepspeed_plugin and deepspeed_plugins were given: pass one of them")
     given = plugin if plugins is None else plugins
+    if isinstance(given, dict) and len(given) > 1:
+        raise ConfigError(
+            f"Accelerator got {len(given)} DeepSpeedPlugins, and DeepSpeed trains one model an "
+            "Accelerator: make an Accelerator for each model, with its own deepspeed_plugin"
+        )
+    if isinstance(given, dict) and given:
+        (given,) = given.values()
     if given is None and environment.read_flag("USE_DEEPSPEED"):
         given = DeepSpeedPlugin()
     if given is None:
-        shared: DeepSpeedPlugins | None = current().shared.get(_SHARED)
-        return shared
-    named = given if isinstance(given, dict) and given else {"default": given}
-    for one in named.values():
-        if not isinstance(one, DeepSpeedPlugin):
-            raise ConfigError(
-                f"deepspeed_plugin is a {type(one).__name__}: expected a DeepSpeedPlugin, or a "
-                "dictionary of several by name"
-            )
+        return None
+    if not isinstance(given, DeepSpeedPlugin):
+        raise ConfigError(
+            f"deepspeed_plugin is a {type(given).__name__}: expected a DeepSpeedPlugin"
+        )
     if not is_installed("deepspeed"):
         raise ConfigError(
             "DeepSpeed was asked for and is not installed: pip install deepspeed ninja"
         )
-    return DeepSpeedPlugins(named)
+    given.hf_ds_config.reopen()
+    given.set_deepspeed_weakref()
+    return given

@@ -23,12 +23,12 @@ from notebook_accel.training.collectives.nested import convert_to_fp32, recursiv
 from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
 from notebook_accel.training.processes import devices
-from notebook_accel.training.settings.deepspeed_plugin import is_open
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import shares_parameters
 from notebook_accel.training.strategies.base import Strategy
-from notebook_accel.training.strategies.zero_config import Facts, complete
+from notebook_accel.training.strategies.request import PrepareCall
+from notebook_accel.training.strategies.zero_config import complete
 from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
+    from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
 __all__ = ["DeepSpeedZero"]
 
@@ -59,7 +59,7 @@ class DeepSpeedZero(Strategy):
     """One model in training, by one engine of DeepSpeed.
 
     Attributes:
-        plugins: what the user asked for; the active one counts as a model is prepared.
+        plugin: what the user asked for.
         engine: the model in training; None before there is one.
     """
 
@@ -71,8 +71,7 @@ class DeepSpeedZero(Strategy):
         super().__init__(request)
         assert request.deepspeed is not None
         assert request.accumulation is not None
-        self.plugins = request.deepspeed
-        self.plugins.share()
+        self.plugin = request.deepspeed
         self.scaling = None
         self.engine: DeepSpeedEngineWrapper | None = None
         self._accumulation: Accumulation = request.accumulation
@@ -87,13 +86,6 @@ class DeepSpeedZero(Strategy):
             raise ConfigError(
                 f'mixed_precision="fp16": DeepSpeed does not compute in fp16 on the '
                 f'{self.topology.device.type} of this machine; use mixed_precision="bf16"'
-            )
-
-    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
-        if scaler is not None:
-            raise ConfigError(
-                f"accelerator.scaler is set to a {type(scaler).__name__}, and DeepSpeed scales "
-                "losses itself: set loss_scale in the fp16 section of its configuration"
             )
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
@@ -117,7 +109,7 @@ class DeepSpeedZero(Strategy):
             raise ConfigError(
                 "DeepSpeed trains one model by one optimizer an Accelerator, and prepare() got "
                 f"{len(new) + (self.engine is not None)} optimizers: make another Accelerator for "
-                "another model (deepspeed_plugins={...} gives each a configuration of its own)"
+                "another model"
             )
         for each in call.models:
             weights = {id(weight) for weight in each.model.parameters()}
@@ -130,52 +122,22 @@ class DeepSpeedZero(Strategy):
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         """A model that is not trained: in parts in stage 3, else whole."""
-        plugin = self.plugins.active
-        if plugin.zero_stage != 3:
+        if self.plugin.zero_stage != 3:
             self.precision.wrap(given.model)
             return super().prepare_model(given)
-        # It makes no steps, and DeepSpeed checks that all sizes of a configuration fit.
-        asked = plugin.get_value("gradient_accumulation_steps")
-        facts = Facts(
-            model=given.model,
-            device=self.topology.device,
-            num_ranks=self.topology.num_processes,
-            num_steps=1 if is_open(asked) else int(asked),
-            precision=self.precision.name,
-        )
-        config = complete(plugin, facts)
+        config = self._complete(given.model, PrepareCall())
         # This model has no optimizer: DeepSpeed would make the one in the configuration.
         config.pop("optimizer", None), config.pop("scheduler", None)
         engine, *_ = self._initialize(given.model, config)
         return engine  # type: ignore[no-any-return]
 
     def _make_engine(self, given: ModelToPrepare, optimizer: Optimizer, call: PrepareCall) -> Any:
-        plugin, model = self.plugins.active, given.model
+        model = given.model
         placeholder = optimizer if isinstance(optimizer, DummyOptim) else None
         schedule = next((one for one in call.schedulers if isinstance(one, DummyScheduler)), None)
-        _check_sections(plugin.deepspeed_config, optimizer, schedule, call.schedulers)
-        if self.precision.name == "fp16" and plugin.zero_stage == 0:
-            # Its engine multiplies the loss for ZeRO's optimizers alone (seen in 0.19.8).
-            raise ConfigError(
-                'mixed_precision="fp16" and zero_stage=0: DeepSpeed divides gradients by a loss '
-                "scale there that the loss was never multiplied by, so that weights hardly move. "
-                'Use zero_stage=1 or more, or mixed_precision="bf16"'
-            )
-        plugin.set_moe_leaf_modules(model)
-        config = complete(
-            plugin,
-            Facts(
-                model=model,
-                device=self.topology.device,
-                num_ranks=self.topology.num_processes,
-                num_steps=self._accumulation.num_steps,
-                precision=self.precision.name,
-                optimizer=placeholder,
-                scheduler=schedule,
-                schedule_steps=call.schedule_steps,
-                batch_sizes=call.batch_sizes,
-            ),
-        )
+        _check_sections(self.plugin.deepspeed_config, optimizer, call.schedulers)
+        self.plugin.set_moe_leaf_modules(model)
+        config = self._complete(model, call)
         state = model.state_dict().items()
         self._dtypes = {name: value.dtype for name, value in state if torch.is_tensor(value)}
         engine, *_ = self._initialize(
@@ -187,6 +149,16 @@ class DeepSpeedZero(Strategy):
         )
         self.engine = DeepSpeedEngineWrapper(engine)
         return engine
+
+    def _complete(self, model: Module, call: PrepareCall) -> dict[str, Any]:
+        return complete(
+            self.plugin,
+            model,
+            call,
+            topology=self.topology,
+            num_steps=self._accumulation.num_steps,
+            precision=self.precision.name,
+        )
 
     def _initialize(self, model: Module, config: dict[str, Any], **given: Any) -> Any:
         index = self.topology.device.index
@@ -242,24 +214,17 @@ class DeepSpeedZero(Strategy):
     ) -> torch.Tensor:
         """Clip the gradients of all weights together, and take the step: DeepSpeed does both at
         once, and knows the norm only then."""
-        if self.engine is None or not hasattr(self.engine.engine.optimizer, "clip_grad"):
+        if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigError(
                 f"clip_grad_norm_(norm_type={norm_type}): DeepSpeed clips by norm_type=2 alone"
             )
-        own = self.plugins.active.get_value("gradient_clipping") or 0.0
         limit = 0.0 if max_norm == float("inf") else max_norm
-        if own and limit not in (0.0, own):
-            notice_once(
-                "deepspeed clipping",
-                f"clip_grad_norm_(max_norm={max_norm}) is used, not the DeepSpeed configuration's "
-                f"gradient_clipping={own}",
-            )
         return torch.tensor(self.engine.clip_and_step(limit), device=self.topology.device)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        if self.engine is not None and self.plugins.active.zero_stage:
+        if self.engine is not None:
             raise ConfigError(
                 "clip_grad_value_() was called, and DeepSpeed clips norms alone: use "
                 "accelerator.clip_grad_norm_()"
@@ -336,7 +301,7 @@ class DeepSpeedZero(Strategy):
         return self.engine.engine.optimizer.state_dict()  # type: ignore[no-any-return]
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        return None if self.plugins.active.zero_stage else super().own_optimizer_state(optimizer)
+        return None  # in parts, one flat buffer a rank
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         notice_once(
@@ -411,10 +376,7 @@ def _without_mlflow() -> Iterator[None]:
 
 
 def _check_sections(
-    config: dict[str, Any],
-    optimizer: Optimizer,
-    placeholder: DummyScheduler | None,
-    schedulers: list[LRScheduler],
+    config: dict[str, Any], optimizer: Optimizer, schedulers: list[LRScheduler]
 ) -> None:
     """Refuse an optimizer or a scheduler that both the configuration and the code describe, or
     neither.
@@ -422,29 +384,19 @@ def _check_sections(
     Raises:
         ConfigError: says which, and what to do.
     """
-    stands_in = isinstance(optimizer, DummyOptim)
-    if stands_in != ("optimizer" in config):
-        there = config.get("optimizer", {}).get("type")
-        raise ConfigError(
-            "prepare() got a DummyOptim, and the DeepSpeed configuration has no section optimizer: "
-            "add one, or make an optimizer of torch"
-            if stands_in
-            else f"prepare() got a {type(optimizer).__name__}, and the DeepSpeed configuration has "
-            f"an optimizer, {there!r}: make a DummyOptim in the code, or remove the section"
-        )
-    others = [type(one).__name__ for one in schedulers if one is not placeholder]
-    if "scheduler" in config and others:
-        raise ConfigError(
-            f"prepare() got a {others[0]}, and the DeepSpeed configuration has a scheduler, "
-            f"{config['scheduler'].get('type')!r}: make a DummyScheduler in the code, or remove "
-            "the section"
-        )
-    makes_none = placeholder is not None and placeholder.lr_scheduler_callable is None
-    if makes_none and "scheduler" not in config:
-        raise ConfigError(
-            "prepare() got a DummyScheduler, and the DeepSpeed configuration has no section "
-            "scheduler: add one, or pass DummyScheduler(lr_scheduler_callable=...)"
-        )
+    makes_own = [one for one in schedulers if not getattr(one, "lr_scheduler_callable", None)]
+    for section, stand_in, given in (
+        ("optimizer", DummyOptim, [optimizer]),
+        ("scheduler", DummyScheduler, makes_own),
+    ):
+        for one in given:
+            if isinstance(one, stand_in) != (section in config):
+                has = f"has the section {section!r}" if section in config else "has none"
+                raise ConfigError(
+                    f"prepare() got a {type(one).__name__}, and the DeepSpeed configuration {has}: "
+                    f"a {stand_in.__name__} stands for the {section} of the configuration; give "
+                    "both, or neither"
+                )
 
 
 def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:

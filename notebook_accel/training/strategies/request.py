@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.precision import Precision
     from notebook_accel.training.processes.topology import Topology
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugins
+    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.handlers import KwargsHandler
     from notebook_accel.training.settings.parallelism import ParallelismConfig
@@ -38,7 +38,7 @@ class Request:
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
     dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
-    deepspeed: DeepSpeedPlugins | None = None
+    deepspeed: DeepSpeedPlugin | None = None
     accumulation: Accumulation | None = None
     """The windows, for a strategy whose library exchanges gradients by them."""
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from tests.training import deepspeeds
-from tests.training.deepspeeds import KINDS, KINDS_IN_FP16
+from tests.training.deepspeeds import KINDS
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -78,10 +78,8 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [*((kind, "bf16") for kind in KINDS), *((kind, "fp16") for kind in KINDS_IN_FP16)],
-)
+@pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.parametrize("kind", KINDS)
 def test_16_bits_stay_near_full_precision(kind: str, precision: str, trained: list[Any]) -> None:
     expected, rounding = twin(2, CASES[precision]), ROUNDING[precision]
     for result in trained:
@@ -91,21 +89,18 @@ def test_16_bits_stay_near_full_precision(kind: str, precision: str, trained: li
         assert ours["norms"] == pytest.approx(expected["norms"], rel=64 * rounding)
 
 
-def overflows() -> tuple[list[list[tuple[bool, bool]]], str]:
-    deepspeeds.accelerator_for("stage 0")
+def overflows() -> list[list[tuple[bool, bool]]]:
+    deepspeeds.accelerator_for("stage 1")
     deepspeeds.compute_in_fp16()
-    seen = [[deepspeeds.step_in_fp16(kind, power) for power in (40, 8)] for kind in KINDS_IN_FP16]
-    whole = {"zero_optimization": {"stage": 0}}
-    return seen, refusal(whole, {"mixed_precision": "fp16"}, "")
+    return [[deepspeeds.step_in_fp16(kind, power) for power in (40, 8)] for kind in KINDS]
 
 
 @pytest.mark.timeout(200)
 def test_an_overflow_in_fp16_leaves_the_step_out() -> None:
-    (first, said), (second, _) = run_ranks(overflows, 2, timeout=150)
-    assert first == [[(True, True), (False, False)]] * len(KINDS_IN_FP16)
+    first, second = run_ranks(overflows, 2, timeout=150)
+    assert first == [[(True, True), (False, False)]] * len(KINDS)
     # Weights in parts are joined on the first rank alone.
     assert [[skipped for skipped, _ in each] for each in second] == [[True, False]] * len(first)
-    assert "zero_stage=0: DeepSpeed divides gradients by a loss scale" in said
 
 
 # ---- checkpoints ---------------------------------------------------------------------------
@@ -183,9 +178,7 @@ def test_resumed_training_is_the_same_to_the_bit_and_weights_are_whole(tmp_path:
             assert result[number]["resumed"] == result[number]["unbroken"]
         first = results[0][number]
         assert first["types"] == {"torch.float32"}
-        # Stage 0 writes the weights in 16 bits alone, as DeepSpeed has it.
-        is_rounded = kind == "stage 0" and precision == "bf16"
-        assert distance(alone[number], first["weights"]) <= (ROUNDING["bf16"] if is_rounded else 0)
+        assert distance(alone[number], first["weights"]) == 0
         model = Tiny()
         load_model(model, tmp_path / f"{kind}_{precision}_model" / "model.safetensors")
         exported = {name: value.tolist() for name, value in model.state_dict().items()}
@@ -293,11 +286,9 @@ def by_environment() -> dict[str, Any]:
 
 def train_beside_a_teacher() -> dict[str, Any]:
     """Two models, each with a configuration of its own: one is trained, one only asked."""
-    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
-    student, teacher = Accelerator(cpu=True, deepspeed_plugins=plugins), Accelerator(cpu=True)
+    student, teacher = deepspeeds.accelerator_for("stage 2"), deepspeeds.accelerator_for("stage 3")
     model, optimizer = make({"optimizer": "sgd"})
     model, optimizer = student.prepare(model, optimizer)
-    student.state.select_deepspeed_plugin("teacher")
     judge: Any = make({})[0]
     judge = teacher.prepare_model(judge, evaluation_mode=True)
     inputs, targets = data(4).tensors
@@ -371,10 +362,12 @@ def words(rank: int) -> dict[str, torch.Tensor]:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"train_batch_size": 64}, {}, "train_batch_size: 64, and 4 samples .* are 8"),
-    ({"train_micro_batch_size_per_gpu": 3}, {}, "gpu: 3, and the prepared loaders give 4 "),
     ({"fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "'bf16', and .* fp16.enabled: true"),
-    ({"optimizer": {"type": "AdamW", "params": {}}}, {}, "got a SGD, and .* optimizer, 'AdamW'"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {}}},
+        {},
+        "got a SGD, and .* has the section 'optimizer'",
+    ),
 ]
 
 
