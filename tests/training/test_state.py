@@ -120,8 +120,10 @@ def train_under_mpi(port: int, prefix: str, asks: str) -> Any:
     return accelerator.process_index, accelerator.local_process_index, float(total)
 
 
-@pytest.mark.parametrize("prefix", ["", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"])
-@pytest.mark.parametrize("asks", ["argument", "variable"])
+@pytest.mark.parametrize(
+    ("prefix", "asks"),
+    [("", "argument"), ("OMPI_COMM_WORLD_", "variable"), ("MV2_COMM_WORLD_", "argument")],
+)
 def test_processes_of_mpirun_are_ranks_on_cpus(prefix: str, asks: str) -> None:
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

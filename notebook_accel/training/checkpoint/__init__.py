@@ -137,9 +137,12 @@ class Checkpoints:
         finish = partial(self._finish, save, is_numbered=output_dir is None)
         try:
             # First: the pieces are collected as they are asked for, in its folder.
-            save.open(
-                partial(self._make_folder, output_dir), each_machine=self._project.save_on_each_node
-            )
+            if output_dir is not None:
+                make = partial(StagedFolder.of, resolved(output_dir))
+            else:
+                numbers = self.numbering
+                make = partial(StagedFolder, numbers.folder(), NUMBERED.pattern, numbers.next)
+            save.open(make, each_machine=self._project.save_on_each_node)
             pieces = self._pieces(save, safe=safe, own_options=own_options or {})
             if not in_background:
                 finish(*write_one_by_one(pieces, save.staged))
@@ -157,11 +160,6 @@ class Checkpoints:
         if output_dir is None:
             self.numbering.follow(save.final)
         return str(save.final)
-
-    def _make_folder(self, asked: str | os.PathLike[str] | None) -> StagedFolder:
-        if asked is not None:
-            return StagedFolder.of(resolved(asked))
-        return StagedFolder(self.numbering.folder(), NUMBERED.pattern, self.numbering.next)
 
     def _finish(
         self,
@@ -351,11 +349,6 @@ class Checkpoints:
             [known.optimizer for known in self._prepared.optimizers],
         )
 
-    def _run_save_hooks(self, weights: list[dict[str, Any]], staged: Path) -> None:
-        models = [known.inner for known in self._prepared.models]
-        for hook in tuple(self.save_hooks.values()):
-            hook(models, weights, str(staged))
-
     def _pieces(
         self, save: JointSave, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[Piece]:
@@ -363,7 +356,9 @@ class Checkpoints:
         strategy, writes = self._plan.strategy, save.folder is not None
         parts = self._parts
         weights = parts.collect_weights(writes=writes)
-        self._run_save_hooks(weights, save.staged)
+        models = [known.inner for known in self._prepared.models]
+        for hook in tuple(self.save_hooks.values()):
+            hook(models, weights, str(save.staged))
         yield from parts.pieces(weights, safe=safe, writes=writes, own_options=own_options)
         if writes:
             for name, item in self._stateful():

@@ -127,7 +127,9 @@ def _fork(run: Callable[[], Any]) -> int:
             if not child:
                 os.eventfd_write(begun, 1)
                 run()
-            if not _FORK_MAY_HANG or _is_written(begun, _BEGIN_SECONDS):
+            poll = select.poll()
+            poll.register(begun, select.POLLIN)
+            if not _FORK_MAY_HANG or poll.poll(_BEGIN_SECONDS * 1000):
                 return child
         finally:
             os.close(begun)
@@ -138,12 +140,6 @@ def _fork(run: Callable[[], Any]) -> int:
         f"({sys.version.split()[0]} here; 3.10.15, 3.11.10 and 3.12 are mended), or save with "
         "async_save=False"
     )
-
-
-def _is_written(event: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(event, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
 
 
 def _write_in_child(work: Callable[[], Any], answer: Any, parent: int | None) -> None:
@@ -223,12 +219,6 @@ class BackgroundSave:
             ) from self._error
 
 
-def _stays_shared(value: torch.Tensor) -> bool:
-    """Whether a fork goes on to see what the parent writes into a tensor on the host: one that
-    processes share, or one in pinned memory, which the accelerator's driver maps."""
-    return bool(value.is_shared()) or value.is_pinned()  # type: ignore[no-untyped-call]
-
-
 class HostCopies:
     """Copies on the host of tensors that a forked process could not read, or would see change.
 
@@ -260,7 +250,10 @@ class HostCopies:
             copied = self._tensor(own)
             # Not from_local: it would put the part back on the mesh's device.
             return value if copied is own else of_torch.at_other_device(value, copied)
-        if value.device.type == "cpu" and not _stays_shared(value):
+        # A fork goes on to see what the parent writes into memory that processes share, and into
+        # pinned memory, which the accelerator's driver maps.
+        is_on_host = value.device.type == "cpu"
+        if is_on_host and not (value.untyped_storage().is_shared() or value.is_pinned()):
             return value
         value = value.detach()
         copy = torch.empty(0, dtype=value.dtype, device="cpu")

@@ -56,7 +56,11 @@ def merge_fsdp_weights(
     failed: Exception | None = None
     if topology.topology().process_index == 0:
         try:
-            _merge(given, resolved(output_path), safe=safe_serialization)
+            weights, output = _read_whole(_find_parts(given)), resolved(output_path)
+            output.mkdir(parents=True, exist_ok=True)
+            target = output / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+            save_object(weights, target, safe=safe_serialization)
+            _log.info("merged %d weights of %s into %s", len(weights), given, target)
             if remove_checkpoint_dir:
                 shutil.rmtree(given)
         except Exception as error:  # raised once the others, who wait, know of it
@@ -67,14 +71,6 @@ def merge_fsdp_weights(
         raise failed
     if failure:
         raise NotebookAccelError(f"rank 0 could not merge {given}: {failure}")
-
-
-def _merge(given: Path, output: Path, *, safe: bool) -> None:
-    weights = _read_whole(_find_parts(given))
-    output.mkdir(parents=True, exist_ok=True)
-    target = output / (SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME)
-    save_object(weights, target, safe=safe)
-    _log.info("merged %d weights of %s into %s", len(weights), given, target)
 
 
 def _find_parts(given: Path) -> Path:

@@ -485,7 +485,12 @@ def split_between(
         ValueError: values of a dict differ in length.
     """
     if isinstance(inputs, Mapping):
-        _refuse_uneven_columns(inputs)
+        lengths = {key: len(value) for key, value in inputs.items() if _is_divisible(value)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                "the values of a dict are divided alike, but their lengths differ: "
+                f"{lengths}; make them equal, or divide them one by one"
+            )
         return rebuild(
             inputs,
             {
@@ -516,12 +521,3 @@ def _take(inputs: Any, part: range, repeats: int) -> Any:
     if isinstance(inputs, (list, tuple)):
         return (list if isinstance(inputs, list) else tuple)(inputs[i] for i in indices)
     return inputs.select(indices)
-
-
-def _refuse_uneven_columns(inputs: Mapping[Any, Any]) -> None:
-    lengths = {key: len(value) for key, value in inputs.items() if _is_divisible(value)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"the values of a dict are divided alike, but their lengths differ: {lengths}; "
-            "make them equal, or divide them one by one"
-        )

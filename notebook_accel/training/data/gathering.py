@@ -76,7 +76,9 @@ def _gather(data: Any, position: Position | None, group: dist.ProcessGroup | Non
     found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
     are_tensors = bool(found) and all(found)
     if are_tensors and not _holds_empty(data):
-        return _gather_tensors(data, position, group)
+        if position is None or (position.short_round is None and not position.is_uneven):
+            return gather(data, group=group)
+        return _gather_own_rows(data, position, group)
     if isinstance(data, Mapping):
         return rebuild(data, {key: _gather(item, position, group) for key, item in data.items()})
     is_record = isinstance(data, tuple) and (any(found) or is_namedtuple(data))
@@ -101,12 +103,6 @@ def _cut_objects(data: Any, position: Position | None, group: dist.ProcessGroup 
     if position is None or position.short_round is None or not is_column:
         return data
     return data[: _num_own_rows(len(data), position, num_ranks(group))]
-
-
-def _gather_tensors(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
-    if position is None or (position.short_round is None and not position.is_uneven):
-        return gather(data, group=group)
-    return _gather_own_rows(data, position, group)
 
 
 def _gather_own_rows(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:

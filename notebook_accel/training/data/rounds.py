@@ -120,7 +120,8 @@ class RoundDivider:
         """Parts of one size, the last ones filled up with repeated samples."""
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
-        is_short = missing > 0 or self._lacks_samples(rows)
+        lacks = self.batch_size is not None and rows < self.batch_size * self.batches_a_round
+        is_short = missing > 0 or lacks
         # Samples of two batches are not mixed where they belong together.
         source = joined if self.keeps_batches else self.first
         filled = joined
@@ -134,10 +135,6 @@ class RoundDivider:
             last = ShortRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
             parts.append(RankShare(self._slice(filled, start, start + share, len(parts)), last))
         return parts
-
-    def _lacks_samples(self, rows: int) -> bool:
-        """Whether a round of that many samples is shorter than a whole one."""
-        return self.batch_size is not None and rows < self.batch_size * self.batches_a_round
 
     def _slice(self, batch: Any, start: int, stop: int, index: int) -> Any:
         if self.slice_fn is None:

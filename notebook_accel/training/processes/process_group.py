@@ -141,7 +141,10 @@ def _meets_here() -> bool:
     """Whether the ranks meet on this machine at a store that nobody else holds."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
-    return _is_loopback(_needed("MASTER_ADDR"))
+    host = _needed("MASTER_ADDR")
+    with contextlib.suppress(ValueError):  # of a name
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _needed(variable: str) -> str:
@@ -153,13 +156,6 @@ def _needed(variable: str) -> str:
             "set it"
         )
     return value
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _use_loopback_interface() -> None:
