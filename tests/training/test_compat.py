@@ -24,28 +24,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.processes.logs import MultiProcessAdapter
 
 
-def test_paths_of_users_lead_to_our_own_objects() -> None:
-    from notebook_accel.accelerator import Accelerator
-    from notebook_accel.data_loader import DataLoaderShard, skip_first_batches
-    from notebook_accel.logging import get_logger
-    from notebook_accel.optimizer import AcceleratedOptimizer
-    from notebook_accel.scheduler import AcceleratedScheduler
-    from notebook_accel.state import AcceleratorState, GradientState, PartialState
-    from notebook_accel.utils import ProjectConfiguration, set_seed
-
-    assert Accelerator is notebook_accel.Accelerator
-    assert AcceleratedOptimizer is notebook_accel.AcceleratedOptimizer
-    assert AcceleratedScheduler is notebook_accel.AcceleratedScheduler
-    assert AcceleratorState is notebook_accel.AcceleratorState
-    assert GradientState is notebook_accel.GradientState
-    assert PartialState is notebook_accel.PartialState
-    assert ProjectConfiguration is notebook_accel.ProjectConfiguration
-    assert set_seed is notebook_accel.set_seed
-    assert callable(skip_first_batches)
-    assert issubclass(DataLoaderShard, notebook_accel.data_loader.DataLoaderShard)
-    assert isinstance(get_logger(__name__), logging.LoggerAdapter)
-
-
 def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
     from notebook_accel.utils import write_basic_config
 
@@ -139,11 +117,6 @@ def test_loaders_of_one_length_have_orders_of_their_own() -> None:
     assert len(set(map(tuple, first))) == 4
     assert orders(1) == first
     assert orders(2) != first
-
-
-def test_a_path_that_is_not_built_is_absent() -> None:
-    with pytest.raises(ImportError):
-        import notebook_accel.no_such_door  # noqa: F401
 
 
 def logger_of(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> MultiProcessAdapter:
