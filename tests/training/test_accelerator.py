@@ -124,7 +124,7 @@ def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("limit", [0, "3"])
 def test_how_many_checkpoints_are_kept_is_a_number(limit: Any) -> None:
-    with pytest.raises(ConfigError, match=f"total_limit={limit!r}.: expected a whole number"):
+    with pytest.raises(ConfigError, match=f"is {limit!r}: expected a whole number"):
         ProjectConfiguration(total_limit=limit)
 
 

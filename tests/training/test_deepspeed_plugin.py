@@ -102,7 +102,7 @@ def test_a_configuration_is_asked_filled_and_opened_again() -> None:
     ours, theirs = HfDeepSpeedConfig(given), PeerConfig(given)
     device = "zero_optimization.offload_param.device"
     for key in (device, "gradient_clipping", "optimizer.params", "nothing", "no.such.section"):
-        for question in ("get_value", "find_config_node"):
+        for question in ("get_value", "find_config_node", "is_true"):
             assert getattr(ours, question)(key) == getattr(theirs, question)(key), (question, key)
         assert ours.get_value(key, "else") == theirs.get_value(key, "else")
     for question in ("is_zero2", "is_zero3", "is_offload"):
@@ -110,6 +110,14 @@ def test_a_configuration_is_asked_filled_and_opened_again() -> None:
     assert ours.fill({"optimizer.params.lr": 0.1})["optimizer"] == {"params": {"lr": 0.1}}
     ours.reopen()
     assert ours.config == given
+
+
+def test_a_precision_is_not_set_beside_that_of_the_configuration() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config=ZERO)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.deepspeed_config["bf16"] == {"enabled": True}
+    with pytest.raises(ConfigError, match=r"fp16.*bf16"):
+        plugin.set_mixed_precision("fp16")
 
 
 def test_transformers_is_not_told_without_what_it_reads_by(

@@ -104,6 +104,10 @@ class HfDeepSpeedConfig:
         if node is not None:
             node.pop(name, None)
 
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether an entry is set, and not to False or 0."""
+        return bool(self.get_value(ds_key_long))
+
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether an entry is to be filled in."""
         return bool(self.get_value(ds_key_long) == AUTO)
@@ -270,6 +274,18 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether an entry is to be filled in by ``prepare``."""
         return bool(self.hf_ds_config.is_auto(ds_key_long))
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Make DeepSpeed compute in a precision, if its configuration has none; Transformers'
+        ``TrainingArguments`` call it.
+
+        Raises:
+            ConfigError: the configuration has another precision.
+        """
+        self.resolve_precision(mixed_precision)
+        for name in ("fp16", "bf16"):
+            if is_open(self.get_value(f"{name}.enabled")):
+                self.hf_ds_config.set_value(f"{name}.enabled", name == mixed_precision)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether ``from_pretrained`` of Transformers puts weights in parts as it reads them."""

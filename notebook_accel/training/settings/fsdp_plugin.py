@@ -115,15 +115,27 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         self.reshard_after_forward = reshards
 
     def _resolve_policies(self) -> None:
-        self.set_cpu_offload()
-        self.validate_cpu_offload()
+        from torch.distributed import fsdp
+
+        if isinstance(self.cpu_offload, bool) and self.fsdp_version == 1:
+            self.cpu_offload = fsdp.CPUOffload(offload_params=self.cpu_offload)
+        elif isinstance(self.cpu_offload, bool):
+            self.cpu_offload = fsdp.CPUOffloadPolicy() if self.cpu_offload else fsdp.OffloadPolicy()
+        if not isinstance(self.cpu_offload, (fsdp.CPUOffload, fsdp.OffloadPolicy)):
+            raise ConfigError(
+                f"cpu_offload={self.cpu_offload!r}: expected True, False, or a CPUOffloadPolicy or "
+                "CPUOffload of torch.distributed.fsdp"
+            )
         given = self.mixed_precision_policy
         if isinstance(given, (str, torch.dtype)):
             self.set_mixed_precision(given, override=True)
         elif isinstance(given, Mapping):
             self._set_precision_policy(**given)
-        if self.mixed_precision_policy is not None:
-            self.validate_mixed_precision_policy()
+        elif given and not isinstance(given, (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy)):
+            raise ConfigError(
+                f"mixed_precision_policy={given!r}: expected a MixedPrecisionPolicy or "
+                "MixedPrecision of torch.distributed.fsdp, the name of a type, or a dict"
+            )
 
     def _resolve_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap
@@ -181,13 +193,6 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         """Whether ``save_state`` lets each rank write its part, rather than rank 0 all."""
         return str(self.state_dict_type.name) != "FULL_STATE_DICT"
 
-    def set_auto_wrap_policy(self, model: Module) -> None:
-        """Make a function of the policy's name, for the classes of this model.
-
-        A policy that chooses nothing in this model is left as it is.
-        """
-        self.auto_wrap_policy = self.wrap_policy(model) or self.auto_wrap_policy
-
     def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
         """The function that chooses the modules to be gathered on their own; None for none."""
         if callable(self.auto_wrap_policy):
@@ -223,7 +228,6 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
     def set_mixed_precision(
         self,
         mixed_precision: str | torch.dtype,
-        buffer_autocast: bool = False,
         override: bool = False,
     ) -> None:
         """Gather weights and reduce gradients in this type, where no policy says otherwise.
@@ -231,7 +235,6 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         Args:
             mixed_precision: "bf16", "fp16", "fp32", "fp8" (which is gathered in bf16), or a type of
                 torch.
-            buffer_autocast: in version 1's policy buffers stay float32.
             override: whatever a policy says.
 
         Raises:
@@ -240,11 +243,8 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         dtype = _dtype(mixed_precision)
         if self.mixed_precision_policy is not None and not override:
             return
-        if self.fsdp_version == 1:
-            buffers = torch.float32 if buffer_autocast else dtype
-            self._set_precision_policy(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffers)
-        else:
-            self._set_precision_policy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+        others = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
+        self._set_precision_policy(param_dtype=dtype, reduce_dtype=dtype, **{others: dtype})
 
     def _set_precision_policy(self, **given: Any) -> None:
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -258,17 +258,6 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                 f"fsdp_version={self.fsdp_version} has not: expected param_dtype, reduce_dtype, ..."
             )
         self.mixed_precision_policy = kind(**fields)
-
-    def validate_mixed_precision_policy(self) -> None:
-        """Raise ConfigError unless ``mixed_precision_policy`` is one of torch's objects."""
-        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-        given = self.mixed_precision_policy
-        if not isinstance(given, (MixedPrecision, MixedPrecisionPolicy)):
-            raise ConfigError(
-                f"mixed_precision_policy={given!r}: expected a MixedPrecisionPolicy or "
-                "MixedPrecision of torch.distributed.fsdp, the name of a type, or a dict"
-            )
 
     def precision_policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
         """Return the types in which weights are gathered and gradients reduced.
@@ -287,27 +276,6 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         # itself, and keeps the sums as exact as those of DDP.
         return MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
 
-    def set_cpu_offload(self) -> None:
-        """Make torch's object of a flag in ``cpu_offload``."""
-        from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
-
-        if not isinstance(self.cpu_offload, bool):
-            return
-        if self.fsdp_version == 1:
-            self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
-        else:
-            self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
-
-    def validate_cpu_offload(self) -> None:
-        """Raise ConfigError unless ``cpu_offload`` is one of torch's objects."""
-        from torch.distributed.fsdp import CPUOffload, OffloadPolicy
-
-        if not isinstance(self.cpu_offload, (CPUOffload, OffloadPolicy)):
-            raise ConfigError(
-                f"cpu_offload={self.cpu_offload!r}: expected True, False, or a CPUOffloadPolicy or "
-                "CPUOffload of torch.distributed.fsdp"
-            )
-
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
         """Where the parts live between steps."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -325,14 +293,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         given = self.ignored_modules
         if not isinstance(given, str):
             return list(given or ())
-        try:
-            pattern = re.compile(given)
-        except re.error as error:
-            raise ConfigError(
-                f"ignored_modules={given!r}: expected modules, or a regular expression of "
-                f"their names: {error}"
-            ) from None
-        found = [part for name, part in model.named_modules() if pattern.fullmatch(name)]
+        found = [part for name, part in model.named_modules() if re.fullmatch(given, name)]
         if not found:
             # No error: of two models that are prepared, one may have no such modules.
             notice_once(

@@ -358,16 +358,9 @@ class ProfileKwargs(KwargsHandler):
         schedule = None
         if self.schedule_option is not None:
             schedule = profiler.schedule(**self.schedule_option)
-        return profiler.profile(
-            activities=activities,
-            schedule=schedule,
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
-        )
+        fields = self.to_dict() | {"activities": activities, "schedule": schedule}
+        del fields["schedule_option"], fields["output_trace_dir"]
+        return profiler.profile(**fields)
 
 
 @dataclass
@@ -433,12 +426,8 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
-        limit = self.total_limit
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ConfigError(
-                f"ProjectConfiguration(total_limit={limit!r}): expected a whole number of at least "
-                "1, or None to keep all checkpoints"
-            )
+        if self.total_limit is not None:
+            as_steps("ProjectConfiguration(total_limit=...)", self.total_limit)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Use ``project_dir`` from now on, for logs too where they had no folder."""

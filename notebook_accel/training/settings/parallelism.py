@@ -15,6 +15,7 @@ from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.settings import environment
+from notebook_accel.training.settings.handlers import as_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,12 +96,8 @@ class ParallelismConfig(MeshOptions):
             raise ConfigError(
                 f"ParallelismConfig(pp_schedule={self.pp_schedule!r}): expected one of {_SCHEDULES}"
             )
-        number = self.num_microbatches
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise ConfigError(
-                f"ParallelismConfig(num_microbatches={number!r}): expected a whole number, 1 or "
-                "more, or None"
-            )
+        if self.num_microbatches is not None:
+            as_steps("ParallelismConfig(num_microbatches=...)", self.num_microbatches)
         if self.pp_enabled and self.cp_enabled:
             raise ConfigError(
                 f"ParallelismConfig has pp_size={self.sizes['pp']} and cp_size={self.sizes['cp']}: "
