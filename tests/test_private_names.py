@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import atexit
 import importlib
+import importlib.metadata
 import inspect
 import multiprocessing
 import re
@@ -319,6 +320,12 @@ def _has_parent() -> bool:
     return bool(parent["header"]["session"] == "a")
 
 
+def _routes_replies() -> bool:
+    version = importlib.metadata.version("ipykernel").split(".")[:2]
+    is_older = tuple(map(int, version)) < (7, 4)
+    return is_older or _source_has("ipykernel.kernelbase", '"_reply_subshell_for"')
+
+
 _WAITS = "a rank of a function that makes several groups may fail or hang"
 _DROPS = "gradients that a script dropped in an open window come back at the next step"
 _NCCL = "a rank that waits on its GPU is freed by SIGTERM alone"
@@ -436,7 +443,7 @@ CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
         "ipykernel",
         "_reply_subshell_for",
         "clicks wait for the end of the cell",
-        lambda: _source_has("ipykernel.kernelbase", '"_reply_subshell_for"'),
+        _routes_replies,
     ),
     (
         "deepspeed",

@@ -59,7 +59,8 @@ def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
         # ("Cell", "In[3]"), and nothing of what is no cell
         return {name: int(said[1][3:-1]) for name, said in labels.items() if said}
     # IPython 7 has no labels: its history says which cell had which text.
-    history = {text.rstrip(): number for number, text in enumerate(shell.user_ns.get("In", ()))}
+    cells = enumerate(shell.user_ns.get("In", ()))
+    history = {text.rstrip(): number for number, text in cells if text.strip()}
     numbers = {name: history.get("".join(linecache.getlines(name)).rstrip()) for name in names}
     return {name: number for name, number in numbers.items() if number is not None}
 
