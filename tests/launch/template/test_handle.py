@@ -104,11 +104,3 @@ def test_a_kernel_that_can_open_no_file_still_hears_its_template() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found.kind
     assert source.alive
-
-
-def test_an_agent_with_the_number_of_an_earlier_one_has_not_ended_as_that_did() -> None:
-    source = template()
-    source._note(wire.AgentExited(pid=-7, exitcode=9))
-    assert source.exit_of(-7, timeout=0.0) is not None
-    source._note(wire.Forked(pid=-7))
-    assert source.exit_of(-7, timeout=0.0) is None

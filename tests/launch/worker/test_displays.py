@@ -5,17 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import re
-import threading
-from typing import TYPE_CHECKING, Any
 
 from notebook_accel import notebook_launcher
-from notebook_accel.launch import rank
 from notebook_accel.launch.run import call_of
-from notebook_accel.launch.worker import displays
 from notebook_accel.launch.worker.displays import mime_bundle
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class Rich:
@@ -132,34 +125,3 @@ def test_what_a_child_process_displays_is_printed() -> None:
     assert shown.data["text/html"] == "<i>of the rank</i>"
     told = "(not shown: a child process of the rank displayed it)"
     assert run.logs(0).splitlines() == [f"<IPython.core.display.HTML object> {told}"] * 2
-
-
-def test_what_is_displayed_anew_comes_after_what_waited_for_its_id(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[str] = []
-    is_sending, has_sent_new = threading.Event(), threading.Event()
-
-    class Context(rank.LaunchedContext):
-        def __init__(self) -> None:
-            self._pid = os.getpid()
-
-        def report(self, message: object, /, **fields: Any) -> None:
-            text = fields["data"]["text/plain"]
-            if text == "old":
-                is_sending.set()
-                has_sent_new.wait(0.3)  # which it cannot be before this has ended
-            sent.append(text)
-
-    context = Context()
-    monkeypatch.setattr(rank, "current", lambda: context)
-    outbox = displays._Outbox()
-    outbox._sent.add("x")
-    outbox._waiting["x"] = {"text/plain": "old"}
-    timer = threading.Thread(target=outbox.send_waiting, daemon=True)
-    timer.start()
-    assert is_sending.wait(10)
-    outbox.send({"text/plain": "new"}, "x", is_update=False)
-    has_sent_new.set()
-    timer.join(10)
-    assert sent == ["old", "new"]
