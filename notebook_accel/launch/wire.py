@@ -13,7 +13,7 @@ In the kernel (``control/``) a message from an agent comes to four places, each 
                   -> call.py take                    results, metrics and stacks of the call
                        -> state.py apply             what it changes of the call, as views draw it
 
-Bytes of a connection are decoded into the types below and nothing else (transport/encoding.py):
+Bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
 none is ever unpickled on the way. Values of the user's (arguments, results, exceptions) pass as
 opaque bytes, and whoever asks for them unpickles them later.
 """
@@ -511,7 +511,7 @@ class ForkAgent(Message, frozen=True, kw_only=True):
 
 
 class Forked(Message, frozen=True, kw_only=True):
-    """An agent was forked; ``error`` says why not, where it was not."""
+    """Answer to :class:`ForkAgent`: the agent's pid, or in ``error`` why none was forked."""
 
     pid: int = 0
     error: str = ""

@@ -427,7 +427,8 @@ def _given(options: Any) -> dict[str, Any]:
 
 
 def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
-    """The settings that the options give, with those from elsewhere; and lines for the person."""
+    """The settings of a magic's options, completed from ``--config``, the environment and the
+    default file; and notices about their sources."""
     return resolve(_given(options), options.config)
 
 

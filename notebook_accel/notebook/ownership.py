@@ -47,7 +47,7 @@ class Push:
 
 @dataclass(frozen=True)
 class _AgreedName:
-    """A name when the two sides last agreed on it.
+    """What the notebook had under a name at the last push, pull, or assignment by the session.
 
     Attributes:
         key: identity of the notebook's object then; None where it had none.

@@ -100,7 +100,7 @@ class CellDashboard(Dashboard):
     _placed_in: int | None = None
 
     def _begin_drawing(self, run: Run, lost_text: LostWidgetText) -> None:
-        """Show a line. No thread draws what becomes of it, and so no page loses it."""
+        """Show one line that says the run is running; no thread redraws it, so no page loses it."""
         self._is_drawing = True
         # A click has no cell.
         self._placed_in = _number_of_cell() if self._has_own_slot else None

@@ -114,7 +114,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Let everybody go; only the first call counts."""
+        """Set the latch and wake all waiters; later calls do nothing."""
         if not self._is_set:
             self._is_set = True
             self._lock.release()

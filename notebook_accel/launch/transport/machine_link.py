@@ -230,7 +230,7 @@ async def open_link(host: str, port: int, token: Token) -> MachineLink:
 
 
 def prove(writer: asyncio.StreamWriter, token: Token) -> None:
-    """Send what :func:`check_proof` expects."""
+    """Send the protocol's version and the token's secret, by which the notebook admits us."""
     writer.write(_MAGIC + token.secret)
 
 

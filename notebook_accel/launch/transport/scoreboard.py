@@ -219,7 +219,7 @@ class Scoreboard:
         return bool(self._view[_ASKED])
 
     def leaves(self, local_rank: int, counter: str) -> bool:
-        """Whether a rank leaves at the count that it has reached; waits until that is known.
+        """Wait until it is known where a stop makes all ranks leave; whether this rank leaves now.
 
         A rank calls it once it has counted and then seen ``stop_asked``. While no stop is asked,
         a rank that has counted sets ``passed_...`` itself.

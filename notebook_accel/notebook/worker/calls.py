@@ -119,7 +119,8 @@ class NamesCall:
         return NamesOutcome(**self.report(namespace))
 
     def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """What this rank answers, as arguments of an outcome."""
+        """Which names of this rank changed since the last report, and the values asked for, as the
+        fields of a :class:`NamesOutcome`."""
         is_asked = self.pull_from in (None, rank.current().rank)
         report: dict[str, Any] = namespace.report(self.pull if is_asked else (), mentions)
         return report

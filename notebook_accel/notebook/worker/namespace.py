@@ -152,7 +152,7 @@ class RankShell(InteractiveShell):
         raise SystemExit
 
     def enable_gui(self, gui: Any = None) -> None:
-        """There is no event loop here for windows of a GUI."""
+        """Do nothing: a rank has no event loop for GUI windows."""
         return
 
 

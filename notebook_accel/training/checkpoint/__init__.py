@@ -40,6 +40,7 @@ from notebook_accel.training.files.pieces import (
 )
 from notebook_accel.training.files.state_files import on_host, read_state
 from notebook_accel.training.files.weights import (
+    SCALER_NAME,
     load_weights,
     numbered,
     save_model,
@@ -366,7 +367,7 @@ class Checkpoints:
             yield from self._progress.pieces_of_all()
             if strategy.scaling is not None:
                 scale = strategy.scaling.scaler.state_dict()
-                yield state_file(scale, "scaler.pt", "the loss scale")
+                yield state_file(scale, SCALER_NAME, "the loss scale")
         yield self._progress.own_piece()
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
@@ -380,8 +381,8 @@ class Checkpoints:
         scaling = self._plan.strategy.scaling
         if scaling is None:
             return
-        if (folder / "scaler.pt").exists():
-            scaling.scaler.load_state_dict(_read(folder / "scaler.pt", options))
+        if (folder / SCALER_NAME).exists():
+            scaling.scaler.load_state_dict(_read(folder / SCALER_NAME, options))
         else:
             notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
 

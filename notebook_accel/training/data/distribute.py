@@ -214,7 +214,7 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
 def _share_out(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
-    """Let ``draft`` read this rank's part alone; gives the options with what that changes."""
+    """Change ``draft`` to read only this rank's share; returns the options adapted to that."""
     if isinstance(draft.dataset, IterableDataset):
         return _share_iterable(draft, options, config)
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):

@@ -335,10 +335,10 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self.dschf = integration.HfDeepSpeedConfig(config)
 
     def set_moe_leaf_modules(self, model: Module) -> None:
-        """Let stage 3 gather the layers of experts in a model as a whole.
+        """Have ZeRO stage 3 gather each layer of the named classes of experts as one piece.
 
         Raises:
-            ConfigError: the model has none of the classes.
+            ConfigError: the model lacks one of the classes in ``transformer_moe_cls_names``.
         """
         if not self.transformer_moe_cls_names:
             return

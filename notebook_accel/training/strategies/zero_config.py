@@ -103,8 +103,8 @@ def _buckets(model: Module) -> dict[str, Any]:
 
 
 def _schedule(placeholder: DummyScheduler, schedule_steps: int) -> dict[str, Any]:
-    """Arguments of DeepSpeed's schedule, which moves once with a step of the optimizer, and not
-    ``schedule_steps`` times as others do."""
+    """Arguments for DeepSpeed's learning-rate schedule. Step counts are divided by
+    ``schedule_steps``, since it moves once for each step of the optimizer."""
     steps = math.ceil(placeholder.warmup_num_steps / schedule_steps)
     values: dict[str, Any] = {
         "warmup_min_lr": 0,

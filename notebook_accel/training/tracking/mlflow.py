@@ -132,5 +132,5 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """End the run."""
+        """End MLflow's run."""
         self.library().end_run()
