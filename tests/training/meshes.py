@@ -15,6 +15,7 @@ import functools
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,6 +41,7 @@ __all__ = [
     "Tiny",
     "accelerator_for",
     "blocks",
+    "check_run",
     "check_weights",
     "data",
     "loss_of",
@@ -282,18 +284,25 @@ def nothing(model: Any) -> dict[str, Any]:
 
 
 def train_decoder(accelerator: Accelerator, model: Any) -> dict[str, Any]:
-    """Four steps of a decoder of Transformers with 32 words."""
+    """Four steps of a decoder of Transformers with 32 words, whose first sample is padded."""
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
     losses, norms = [], []
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
     for tokens in torch.randint(32, (4, 2, 6), generator=torch.Generator().manual_seed(1)):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
+        batch = {"input_ids": tokens, "attention_mask": mask}
+        loss = accelerator.forward_backward(model, batch, tokens, loss_of_logits)
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "norms": norms, "weights": weights_of(accelerator, model)}
+        losses.append(float(loss))
+    logits = model.eval()(**batch).logits.tolist()
+    weights = weights_of(accelerator, model)
+    return {"losses": losses, "norms": norms, "logits": logits, "weights": weights}
+
+
+def loss_of_logits(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return loss_of(outputs.logits, targets)
 
 
 def weights_of(accelerator: Accelerator, model: Any) -> dict[str, Any]:
@@ -337,6 +346,21 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
     weights = {name: value.tolist() for name, value in model.state_dict().items()}
     return {**seen, "weights": weights, **case.get("look", nothing)(model)}
+
+
+def check_run(
+    ours: dict[str, Any],
+    expected: dict[str, Any],
+    case: dict[str, Any],
+    error: float = 16 * FLOAT_ERROR,
+    of_norms: float = 1e-5,
+) -> None:
+    """Compare what one rank saw of a case with its twin; each sample counts once an epoch."""
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
+    assert ours["norms"] == pytest.approx(expected["norms"], rel=of_norms)
+    check_weights(ours["weights"], expected["weights"], error)
+    samples = data(case.get("samples", 16)).tensors[0].tolist()
+    assert sorted(ours["samples"]) == sorted(2 * samples)
 
 
 def check_weights(mine: dict[str, Any], theirs: dict[str, Any], error: float) -> None:

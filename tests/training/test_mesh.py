@@ -29,6 +29,8 @@ from tests.training.meshes import (
     Tiny,
     accelerator_for,
     blocks,
+    check_run,
+    check_weights,
     data,
     loss_of,
     train,
@@ -72,22 +74,9 @@ def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_mesh_equals_one_process(name: str, mesh: str) -> None:
     ranks, shares, _ = MESHES[mesh]
-    expected, steps = twin(shares, CASES[name]), 2 * 16 // shares
+    expected = twin(shares, CASES[name])
     for result in trained(ranks):
-        ours = result[mesh][name]
-        assert ours["losses"] == pytest.approx(expected["losses"], abs=FLOAT_ERROR * steps)
-        assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-        assert ours["weights"].keys() == expected["weights"].keys()
-        assert distance(ours, expected) <= FLOAT_ERROR * steps
-        samples = data(CASES[name].get("samples", 16)).tensors[0].tolist()
-        assert sorted(ours["samples"]) == sorted(2 * samples)
-
-
-def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return max(
-        (torch.tensor(value) - torch.tensor(other["weights"][name])).abs().max().item()
-        for name, value in one["weights"].items()
-    )
+        check_run(result[mesh][name], expected, CASES[name], FLOAT_ERROR * 2 * 16 / shares)
 
 
 def gather_counts() -> tuple[list[int], bool]:
@@ -272,7 +261,7 @@ def test_models_of_transformers_are_divided_by_their_own_plans() -> None:
         for name, ours in result.items():
             expected = whole[name]
             assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-5), name
-            assert distance(ours, expected) <= 1e-5, name
+            check_weights(ours["weights"], expected["weights"], 1e-5)
 
 
 def refusals() -> list[str]:

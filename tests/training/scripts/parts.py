@@ -116,16 +116,16 @@ def bert() -> nn.Module:
     return model
 
 
-def gpt2() -> nn.Module:
+def gpt2(n_layer: int = 1, vocab_size: int = 20) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(3)
     model: nn.Module = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=20,
+            vocab_size=vocab_size,
             n_positions=16,
             n_embd=8,
-            n_layer=1,
+            n_layer=n_layer,
             n_head=2,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
