@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.private import of_ipykernel, of_torch
+from notebook_accel.private import of_torch
 from tests.public import PACKAGE
 
 if TYPE_CHECKING:
@@ -310,14 +310,18 @@ def _kernel() -> type:
     return importlib.import_module("ipykernel.kernelbase").Kernel
 
 
+# In a process of its own: a kernel's shell stays in the process that made it.
+_ASKS_FOR_THE_PARENT = """
+from ipykernel.ipkernel import IPythonKernel
+from notebook_accel.private import of_ipykernel
+kernel = IPythonKernel()
+of_ipykernel.parent_variable(kernel).set({"header": {"session": "a"}})
+assert kernel.get_parent("shell")["header"]["session"] == "a"
+"""
+
+
 def _has_parent() -> bool:
-    kernel: Any = importlib.import_module("ipykernel.ipkernel").IPythonKernel()
-    variable = of_ipykernel.parent_variable(kernel)
-    assert variable is not None
-    before = variable.set({"header": {"session": "a"}})
-    parent = kernel.get_parent("shell")
-    variable.reset(before)
-    return bool(parent["header"]["session"] == "a")
+    return not subprocess.run([sys.executable, "-c", _ASKS_FOR_THE_PARENT], check=False).returncode
 
 
 def _routes_replies() -> bool:

@@ -276,7 +276,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Make DeepSpeed compute in a precision, if its configuration has none; Transformers'
+        """Make DeepSpeed compute in a precision, if its configuration has none.
+
         ``TrainingArguments`` call it.
 
         Raises:
