@@ -1,6 +1,6 @@
 """Runs that outlive the kernel: the kernel's side. What conducts such a run is its keeper.
 
-    launch: start_keeper --exec, Detach--> keeper (keeper.py): ranks, folder, logs, results
+    launch_detached: --exec, Detach--> keeper (keeper.py): ranks, folder, logs, results
     kernel: AttachedCall <--RunSnapshot---- keeper       over the socket pair of the launch
     later:  attach -> AttachedCall <------ keeper       over the socket in the run's folder
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["attach", "check_can_detach", "start_keeper"]
+__all__ = ["attach", "check_can_detach", "launch_detached"]
 
 # The first process ends at once: the keeper is then the child of nobody who would end it.
 _BOOT = (
@@ -87,25 +87,22 @@ def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
         )
 
 
-def start_keeper(
+def launch_detached(
     request: LaunchRequest,
     packed: PackedCall,
     *,
     notebook_file: str,
     script: Callable[[int, str], str],
-) -> Callable[[], Run]:
-    """Have a new keeper start the ranks, and wait until they are asked to begin.
+) -> Run:
+    """Have a new keeper launch the run; the handle of it.
 
-    Where this is interrupted, or what it returns is never called, the keeper ends the run.
+    Where this is interrupted, the keeper ends the run.
 
     Args:
         request: what is called.
         packed: the same, pickled.
         notebook_file: the notebook's file, "" for none.
         script: writes the function as a script, for a number of ranks and a file.
-
-    Returns:
-        A function that lets the run go on for good, and gives its handle.
 
     Raises:
         ConfigError, LaunchError: the keeper, or the ranks, could not be started.
@@ -150,15 +147,18 @@ def start_keeper(
         assert isinstance(first, wire.RunSnapshot), first
         undo.pop_all()
 
-    def begin() -> Run:
+    with held() as presses:
         with contextlib.suppress(OSError):  # a keeper that was killed just now: the run has failed
+            # It waits for this: somebody has the run's id.
             channel.send(wire.Alive())
         state = _state_of(first)
         folder = RunFolder(runs_folder() / state.run)
         call = AttachedCall(channel, first, folder, request.config, request.view)
-        return _opened(call, partial(script, state.world_size))
-
-    return begin
+        run = _opened(call, partial(script, state.world_size))
+        if presses.count:
+            # Nobody gets the handle.
+            call.kill()
+        return run
 
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:

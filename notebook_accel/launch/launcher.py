@@ -1,7 +1,9 @@
 """Launches and sessions: checks what is asked for, packs it, and has an engine begin the run.
 
-What a launch and a call of a session have in common is here. ``RankCall.start`` sends the call;
-from then on the run goes on by itself.
+    launch --> launch_packed --> _begin_and_wait, with Engine.begin, which starts ranks
+    Session.call -------------> _begin_and_wait, with Session._send
+
+The engine's side is engines/local.py; from the sending of the call on the run goes on by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, starting
-from notebook_accel.launch.detached import check_can_detach, start_keeper
+from notebook_accel.launch.detached import check_can_detach, launch_detached
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.request import LaunchRequest
@@ -38,6 +40,7 @@ from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from notebook_accel.launch.control.call import Call
@@ -68,21 +71,77 @@ def launch(request: LaunchRequest) -> Run:
     request = _checked(request)
     if request.detach:
         check_can_detach(request.config, block=request.block)
-    try:
-        begin = _prepare_launch(request)
-    except BaseException:
-        request.view.launch_failed()
-        raise
-    return _begin_and_wait(begin, block=request.block)
+    packed = None
+    with _telling_failure(request.view):
+        if engine_for(request.config).needs_payload:
+            preflight.check_platform()
+            packed = _pack(request)
+            request = replace(request, notices=(*packed.notices, *request.notices))
+        if request.detach:
+            assert packed is not None, "Engine.can_detach"
+            request.view.launch_is_slow(request.name)
+            return launch_detached(
+                request, packed, notebook_file=notebook_file(), script=partial(_script, request)
+            )
+    return launch_packed(request, packed)
 
 
-def launch_packed(request: LaunchRequest, packed: PackedCall) -> Run:
-    """Launch what another process has checked and packed, in the background.
+def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
+    """Start ranks for a call that was checked and packed; the handle of its run.
+
+    The keeper of a detached run begins here, with what the notebook has packed.
 
     Raises:
-        ConfigError, LaunchError: as :func:`launch`.
+        ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`launch`.
     """
-    return _begin_and_wait(_begin_here(request, packed), block=False)
+    engine = engine_for(request.config)
+    with _telling_failure(request.view):
+        plan = _plan(engine, request)
+    request = replace(request, notices=(*request.notices, *plan.notices))
+    return _begin_and_wait(request, partial(engine.begin, request, plan, packed), plan.world_size)
+
+
+def _begin_and_wait(
+    request: LaunchRequest,
+    begin: Callable[[NewCall], AbstractContextManager[Call]],
+    world_size: int,
+    session: RunFolder | None = None,
+) -> Run:
+    """Begin a call, open its run, and wait for its end if the request blocks.
+
+    An interrupt that comes while the run begins goes to its ranks, as one that comes while the
+    cell waits, and is raised once they have ended. One that comes before the run has begun leaves
+    nothing of it.
+
+    Args:
+        request: what is called.
+        begin: sends the call, inside of whose block nothing is heard from the ranks.
+        world_size: number of ranks.
+        session: the folder of the session whose ranks are called.
+    """
+    run: Run | None = None
+    try:
+        with held() as presses:
+            with naming_what_is_short(), contextlib.ExitStack() as undo:
+                new = _new_call(request, world_size, session, undo)
+                with begin(new) as call:
+                    source = partial(_script, request, world_size)
+                    run = Run(call, results=call.results, source=source)
+                    # From here on the call itself ends what it has begun.
+                    undo.pop_all()
+                    call.folder.save(call.state, call.config)
+                    run_list.add(run)
+                    request.view.open(Run(call))
+                # Only now, while the ranks work.
+                if call.number % _CALLS_BETWEEN_REMOVALS <= 1:
+                    call.folder.remove_old()
+            if request.block or presses.count:
+                _wait_in_cell(run, presses)
+    except BaseException as error:
+        if run is not None:
+            _keep_run_without_handle(run, error)
+        raise
+    return run
 
 
 class Session:
@@ -148,24 +207,18 @@ class Session:
         self._pool.check_free()
         packed = _pack(request, None if request.brings_globals else self._registry)
         request = replace(request, notices=(*packed.notices, *request.notices))
+        begin = partial(self._send, packed)
+        return _begin_and_wait(request, begin, self.world_size, self._folder)
 
-        def begin() -> Run:
-            with (
-                _new_run(request, self.world_size, self._folder) as (new, opened),
-                sendable(packed.packed) as (packet, fds),
-            ):
-                call = RankCall(self._pool, packed, new)
-                try:
-                    call.start(packet, fds, open_run=new.open, last=False)
-                finally:
-                    if opened:
-                        self.newest_call = Run(call)
-                self._registry = packed.registry
-                if call.number % _CALLS_BETWEEN_REMOVALS == 0:
-                    call.folder.remove_old()
-            return opened[0]
-
-        return _begin_and_wait(begin, block=request.block)
+    @contextlib.contextmanager
+    def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
+        """Send a call to the ranks; the block opens its run."""
+        with sendable(packed.packed) as (packet, fds):
+            call = RankCall(self._pool, packed, new)
+            with call.sent(packet, fds, last=False):
+                self.newest_call = Run(call)
+                yield call
+            self._registry = packed.registry
 
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})
@@ -287,65 +340,6 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
     )
 
 
-def _prepare_launch(request: LaunchRequest) -> Callable[[], Run]:
-    """Do what takes long and may be interrupted: pack the function, and plan the ranks.
-
-    Returns:
-        A function that starts the ranks, sends them the call and gives the run, which goes on; an
-        inline run has ended by then.
-    """
-    engine = engine_for(request.config)
-    packed = None
-    if engine.needs_payload:
-        preflight.check_platform()
-        packed = _pack(request)
-        request = replace(request, notices=(*packed.notices, *request.notices))
-    if request.detach:
-        assert packed is not None, "Engine.can_detach"
-        request.view.launch_is_slow(request.name)
-        return start_keeper(
-            request, packed, notebook_file=notebook_file(), script=partial(_script, request)
-        )
-    return _begin_here(request, packed)
-
-
-def _begin_here(request: LaunchRequest, packed: PackedCall | None) -> Callable[[], Run]:
-    """Plan the ranks of a run that this process conducts; gives what begins it."""
-    engine = engine_for(request.config)
-    plan = _plan(engine, request)
-    request = replace(request, notices=(*request.notices, *plan.notices))
-
-    def begin() -> Run:
-        with _new_run(request, plan.world_size) as (new, opened):
-            engine.launch(request, new, plan, packed)
-            # Only now, while the ranks start.
-            new.folder.remove_old()
-        return opened[0]
-
-    return begin
-
-
-def _begin_and_wait(begin: Callable[[], Run], *, block: bool) -> Run:
-    """Begin a run, and wait for its end with ``block``; gives its handle.
-
-    An interrupt that comes while the run begins goes to its ranks, as one that comes while the
-    cell waits, and is raised once they have ended. One that comes before the run has begun leaves
-    nothing of it.
-    """
-    run: Run | None = None
-    try:
-        with held() as presses:
-            with naming_what_is_short():
-                run = begin()
-            if block or presses.count:
-                _wait_in_cell(run, presses)
-    except BaseException as error:
-        if run is not None:
-            _keep_run_without_handle(run, error)
-        raise
-    return run
-
-
 def _wait_in_cell(run: Run, *before: Presses) -> None:
     """Wait as the run's own cell does: interrupts go to the ranks, and the cell ends with them.
 
@@ -381,89 +375,67 @@ def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
     return plan
 
 
-def _open_run(request: LaunchRequest, opened: list[Run], call: Call) -> None:
-    """Make the handle of a call that was sent, list its run and show it.
-
-    Args:
-        request: what is called.
-        opened: takes the handle.
-        call: the call.
-    """
-    source = partial(_script, request, call.state.world_size)
-    run = Run(call, results=call.results, source=source)
-    opened.append(run)
-    call.folder.save(call.state, call.config)
-    run_list.add(run)
-    request.view.open(Run(call))
-
-
 @contextlib.contextmanager
-def _new_run(
-    request: LaunchRequest, world_size: int, session: RunFolder | None = None
-) -> Iterator[tuple[NewCall, list[Run]]]:
-    """A call with its folder, for a block that begins it; where the block fails, nothing is left.
+def _telling_failure(view: View) -> Iterator[None]:
+    """Tell the view where the block fails, before there is a run."""
+    try:
+        yield
+    except BaseException:
+        view.launch_failed()
+        raise
 
-    The caller holds interrupts meanwhile (:func:`_begin_and_wait`), until an engine lets them
-    through.
+
+def _new_call(
+    request: LaunchRequest,
+    world_size: int,
+    session: RunFolder | None,
+    undo: contextlib.ExitStack,
+) -> NewCall:
+    """A call with its folder and first state, before it is sent.
 
     Args:
         request: what is called.
         world_size: number of ranks.
         session: the folder of the session whose ranks are called.
-
-    Yields:
-        The call so far, and a list that has the handle of the run once that has begun.
+        undo: takes what removes all of it again.
     """
-    opened: list[Run] = []
-    with contextlib.ExitStack() as undo:
-        # A run that has begun is closed by its call.
-        undo.callback(request.view.launch_failed)
-        if session is not None:
-            check_open_files()
-        folder = RunFolder.make(remove_old=False)
-        undo.callback(folder.remove)
-        if session is not None:
-            folder.link_logs(session, world_size)
-        first = starting(
-            run=folder.id,
-            name=request.name,
-            world_size=world_size,
-            started=time.time(),
-            notices=request.notices,
-            session="" if session is None else session.id,
-            asked=request.asked,
-        )
-        first = replace(
-            first,
-            arguments=request.arguments,
-            notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
-            detached=request.detach,
-        )
-        typed = run_list.expression_to_attach if request.detach else run_list.expression_now
-        metrics = MetricStore(folder.path)
-        undo.callback(metrics.close)
-        new = NewCall(
-            state=first,
-            config=request.config,
-            folder=folder,
-            metrics=metrics,
-            view=request.view,
-            handle=partial(typed, folder.id),
-            open=partial(_open_run, request, opened),
-            timeout=request.timeout,
-            advise=request.advise,
-            keeps_error=request.keeps_error,
-            sources=request.sources,
-        )
-        try:
-            yield new, opened
-        except BaseException as error:
-            for run in opened:
-                _keep_run_without_handle(run, error)
-            raise
-        finally:
-            if opened:
-                undo.pop_all()
+    undo.callback(request.view.launch_failed)
+    if session is not None:
+        check_open_files()
+    folder = RunFolder.make(remove_old=False)
+    undo.callback(folder.remove)
+    if session is not None:
+        folder.link_logs(session, world_size)
+    first = starting(
+        run=folder.id,
+        name=request.name,
+        world_size=world_size,
+        started=time.time(),
+        notices=request.notices,
+        session="" if session is None else session.id,
+        asked=request.asked,
+    )
+    first = replace(
+        first,
+        arguments=request.arguments,
+        notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
+        detached=request.detach,
+    )
+    typed = run_list.expression_to_attach if request.detach else run_list.expression_now
+    metrics = MetricStore(folder.path)
+    undo.callback(metrics.close)
+    return NewCall(
+        state=first,
+        config=request.config,
+        folder=folder,
+        metrics=metrics,
+        view=request.view,
+        handle=partial(typed, folder.id),
+        timeout=request.timeout,
+        advise=request.advise,
+        keeps_error=request.keeps_error,
+        sources=request.sources,
+    )
 
 
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:

@@ -911,9 +911,9 @@ class EngineContract:
 
         # Old runs go now and then: a kernel may never begin another session.
         monkeypatch.setattr(launcher, "_CALLS_BETWEEN_REMOVALS", 2)
+        one = call(session, first, (7,), view=View())
         for _ in range(60):
             RunFolder.make(remove_old=False)
-        one = call(session, first, (7,), view=View())
         before = len(run_folders())
         two = call(session, second, view=View())
         assert len(run_folders()) < before

@@ -165,14 +165,16 @@ def _note_interrupt(folder: str) -> None:
 def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(
     folder: Path, block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = RankCall.start
+    send = RankCall.sent
 
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        send(*args, **kwargs)
+    @contextlib.contextmanager
+    def interrupted(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with send(*args, **kwargs):
+            yield
         eventually((folder / ".began").exists, within=SOON, what="the rank is in its function")
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(RankCall, "start", interrupted)
+    monkeypatch.setattr(RankCall, "sent", interrupted)
     view = Printing()
     with pytest.raises(KeyboardInterrupt):
         launch(_note_interrupt, (str(folder),), config=ON_CPU, view=view, block=block)
@@ -190,15 +192,17 @@ def _pid_after(seconds: float) -> int:
 def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = RankCall.start
+    send = RankCall.sent
     with contextlib.closing(Session(LaunchRequest(config=ON_CPU))) as session:
         (before,) = call(session, _pid_after, (0,), view=View())
 
-        def interrupted(*args: Any, **kwargs: Any) -> None:
-            send(*args, **kwargs)
+        @contextlib.contextmanager
+        def interrupted(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with send(*args, **kwargs):
+                yield
             signal.raise_signal(signal.SIGINT)
 
-        monkeypatch.setattr(RankCall, "start", interrupted)
+        monkeypatch.setattr(RankCall, "sent", interrupted)
         with pytest.raises(KeyboardInterrupt):
             call(session, _pid_after, (600,), view=View())
         # Full, so that a run that is listed takes the place of another.

@@ -26,6 +26,7 @@ Where the launch itself fails, before there is a run, ``view.launch_failed`` is 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 import os
@@ -51,7 +52,7 @@ from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import LostAgent
@@ -98,7 +99,6 @@ class NewCall:
         view: shows it.
         handle: gives what a person types for the run now: a launch that raised gave nobody its
             handle.
-        open: lists the run of a new call, and shows it: somebody conducts it from now on.
         timeout, advise, keeps_error, sources: as the ``LaunchRequest`` has them.
     """
 
@@ -108,7 +108,6 @@ class NewCall:
     metrics: MetricReader
     view: CallView
     handle: Callable[[], str] = lambda: ""
-    open: Callable[[Call], None] = lambda _: None
     timeout: float | None = None
     advise: bool = False
     keeps_error: bool = False
@@ -240,7 +239,7 @@ class RankCall(Call):
     metrics: MetricStore
 
     def __init__(self, pool: RankPool, packed: PackedCall, new: NewCall) -> None:
-        """Make ready; :meth:`start` sends the call.
+        """Make ready; :meth:`sent` sends the call.
 
         Args:
             pool: the ranks.
@@ -328,20 +327,15 @@ class RankCall(Call):
         """
         self._start_again, self._close = start_again, close
 
-    def start(
-        self,
-        packet: wire.Packet,
-        fds: tuple[int, ...],
-        *,
-        open_run: Callable[[Call], None],
-        last: bool,
-    ) -> None:
-        """Send the call; its run begins.
+    @contextlib.contextmanager
+    def sent(self, packet: wire.Packet, fds: tuple[int, ...], *, last: bool) -> Iterator[None]:
+        """Send the call; nothing is heard from its ranks inside of the block, which opens its run.
+
+        The call has its number there: who finds the run in the list may stop or kill it.
 
         Args:
             packet: what is called.
             fds: the descriptors that belong to it; they stay the caller's.
-            open_run: ``NewCall.open``.
             last: whether the rank processes end after it. The pool is not listened to yet then.
 
         Raises:
@@ -355,8 +349,7 @@ class RankCall(Call):
                 if self._start_again is not None:
                     self._message, self._fds = message, tuple(map(os.dup, fds))
                 pool.send_call(self, message, fds)
-                # After the call has its number: who finds the run in the list may stop or kill it.
-                open_run(self)
+                yield
             except BaseException:
                 # A session's other calls are not ours to end: kill only if this call was sent (it
                 # has a number then), or the ranks exist for it alone.

@@ -2,7 +2,7 @@
 
     plan_ranks: LaunchRequest ---> RankPlan: the ranks of each agent
     start_ranks: RankPlan -------> RankPool, to which calls are sent (control/pool.py)
-    launch: LaunchRequest -------> a Call that goes on: start ranks, call, end them
+    begin: LaunchRequest --------> a Call that goes on: start ranks, call, end them
 
 An engine whose ranks have agents writes ``plan_ranks`` and ``start_agents`` (``AgentEngine`` in
 local.py); nothing else about ranks differs between engines.
@@ -29,10 +29,11 @@ from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.call import NewCall
+    from notebook_accel.launch.control.call import Call, NewCall
     from notebook_accel.launch.control.pool import RankPool
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
@@ -146,16 +147,16 @@ class Engine(ABC):
         return self.plan_ranks(request).world_size
 
     @abstractmethod
-    def launch(
-        self, request: LaunchRequest, new: NewCall, plan: RankPlan, packed: PackedCall | None
-    ) -> None:
-        """Start ranks for this one call, send it to them, and open its run.
+    def begin(
+        self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
+    ) -> AbstractContextManager[Call]:
+        """Start ranks for this one call, and send it to them; the block opens its run.
 
         Args:
             request: what is called.
-            new: the call so far.
             plan: which ranks there are to be.
             packed: what is called, pickled; None where the engine has no use for that.
+            new: what the launcher made for the call.
 
         Raises:
             LaunchError: they could not be started; nothing is left of them.

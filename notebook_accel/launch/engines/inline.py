@@ -46,11 +46,12 @@ class InlineEngine(Engine):
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         return RankPlan.of_sizes(1)
 
-    def launch(
-        self, request: LaunchRequest, new: NewCall, plan: RankPlan, packed: PackedCall | None
-    ) -> None:
+    @contextmanager
+    def begin(
+        self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
+    ) -> Iterator[InlineCall]:
         call = InlineCall(new)
-        new.open(call)
+        yield call
         variables = {**request.environment, **_ALONE}
         try:
             with _environment(variables), _seeded(request.config.seed), let_through():

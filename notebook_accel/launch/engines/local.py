@@ -1,7 +1,8 @@
 """Ranks that agents hold, and those of this machine: template -> agent -> ranks.
 
-launch: start_agents -> AgentLinks, each of which waits for wire.Launch
-        start_ranks --> RankPool; RankCall.start sends wire.BeginCall
+AgentEngine.begin
+    start_ranks: start_agents -> an AgentLink each, which sends wire.Launch -> RankPool
+    RankCall.sent: sends wire.BeginCall
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import pickle
 import socket
 from abc import abstractmethod
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,10 +41,10 @@ from notebook_accel.launch.transport.handshake import AuthenticationError, conne
 from notebook_accel.launch.transport.segment import sendable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from notebook_accel.launch.control.call import NewCall
+    from notebook_accel.launch.control.call import Call, NewCall
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
@@ -74,13 +76,27 @@ class AgentEngine(Engine):
     start_method: ClassVar[str] = "fork"
     """How its agents bring rank processes about, by the table of agent/agent.py."""
 
-    @abstractmethod
-    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """One agent for each of the plan, in its order, each of which waits for ``wire.Launch``.
+    @contextmanager
+    def begin(
+        self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
+    ) -> Iterator[Call]:
+        assert packed is not None, "needs_payload"
+        folder, of_ranks = new.folder, request.without_function()
 
-        Raises:
-            LaunchError: one could not be started; nothing is left of the others.
-        """
+        def start_again(attempt: int) -> RankPool:
+            plan = self.plan_again(of_ranks)
+            variables = {**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            plan = replace(plan, environment=variables)
+            return self.start_ranks(of_ranks, plan, run=folder.id, log_dir=folder.path)
+
+        # Before any rank is started: where there is no memory for it, nothing is to be undone.
+        with sendable(packed.packed) as (packet, fds), held():
+            pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
+            call = RankCall(pool, packed, new)
+            if request.config.max_restarts:
+                call.restart_by(start_again, self.close)
+            with call.sent(packet, fds, last=True):
+                yield call
 
     def start_ranks(
         self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
@@ -99,6 +115,14 @@ class AgentEngine(Engine):
                 raise
             return pool
 
+    @abstractmethod
+    def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        """One agent for each of the plan, in its order, each of which waits for ``wire.Launch``.
+
+        Raises:
+            LaunchError: one could not be started; nothing is left of the others.
+        """
+
     def plan_again(self, request: LaunchRequest) -> RankPlan:
         """Which ranks there are after a failure, and behind which agents.
 
@@ -109,26 +133,6 @@ class AgentEngine(Engine):
 
     def close(self) -> None:
         """No more ranks are to be started."""
-
-    def launch(
-        self, request: LaunchRequest, new: NewCall, plan: RankPlan, packed: PackedCall | None
-    ) -> None:
-        assert packed is not None, "needs_payload"
-        folder, of_ranks = new.folder, request.without_function()
-
-        def start_again(attempt: int) -> RankPool:
-            plan = self.plan_again(of_ranks)
-            variables = {**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-            plan = replace(plan, environment=variables)
-            return self.start_ranks(of_ranks, plan, run=folder.id, log_dir=folder.path)
-
-        # Before any rank is started: where there is no memory for it, nothing is to be undone.
-        with sendable(packed.packed) as (packet, fds), held():
-            pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
-            call = RankCall(pool, packed, new)
-            if request.config.max_restarts:
-                call.restart_by(start_again, self.close)
-            call.start(packet, fds, open_run=new.open, last=True)
 
 
 def abandon(links: Iterable[AgentLink]) -> None:

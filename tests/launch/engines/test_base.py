@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.control.call import Call
 
 
 def test_ranks_are_numbered_over_all_agents() -> None:
@@ -40,14 +39,13 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
     """As another thread may, which finds it in ``runs()``."""
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         [agent] = run.agents
-
-        def stop_and_kill(call: Call) -> None:
+        call = run.new_call()
+        with (
+            sendable(pack_call(len, ()).packed) as (packet, fds),
+            call.sent(packet, fds, last=False),
+        ):
             call.stop()
             call.kill()
-
-        call = run.new_call()
-        with sendable(pack_call(len, ()).packed) as (packet, fds):
-            call.start(packet, fds, open_run=stop_and_kill, last=False)
         said = [agent.next() for _ in range(3)]
         assert [(type(message), message.call) for message in said] == [
             (wire.BeginCall, 1),
