@@ -180,8 +180,8 @@ class Accelerator(ProcessInfo):
             rng_types: random states that ranks take from rank 0 when a loader begins: "torch",
                 "generator" (the order of samples, which is always taken), or a device type such as
                 "cuda". An empty list takes none: seed all ranks alike then.
-            log_with: trackers that ``log`` feeds beside the live panel: "tensorboard", "wandb",
-                "mlflow", "all", a ``GeneralTracker``, or a list of them.
+            log_with: trackers that ``log`` feeds beside the live panel: a name such as
+                "tensorboard" (``LoggerType`` has all), "all", a ``GeneralTracker``, or a list.
             project_dir: folder for numbered checkpoints and for files of trackers.
             project_config: more settings of that folder.
             gradient_accumulation_plugin: more settings of accumulation; replaces

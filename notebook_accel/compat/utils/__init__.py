@@ -82,7 +82,6 @@ from notebook_accel.training.settings.handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    LoggerType,
     PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
@@ -107,6 +106,7 @@ from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedSchedulerWrapper,
     GatheredParameters,
 )
+from notebook_accel.training.tracking.registry import LoggerType
 
 from .tqdm import *
 

@@ -29,7 +29,6 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
-    "LoggerType",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -103,21 +102,6 @@ class DDPCommunicationHookType(TextEnum):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
-
-
-class LoggerType(TextEnum):
-    """Name of a tracker."""
-
-    ALL = "all"
-    AIM = "aim"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-    SWANLAB = "swanlab"
 
 
 class PrecisionType(TextEnum):

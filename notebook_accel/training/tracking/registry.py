@@ -1,4 +1,8 @@
-"""The one table of trackers by name, and what ``log_with`` comes to."""
+"""The one table of trackers, and the function that finds those of ``log_with`` in it.
+
+A new tracker is a file beside this one and its class here, in the import, ``__all__`` and the
+table. ``LoggerType`` and the module ``notebook_accel.tracking`` take their names from here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.settings.handlers import LoggerType
+from notebook_accel.training.settings.handlers import TextEnum
 from notebook_accel.training.tracking.base import GeneralTracker, LibraryTracker
 from notebook_accel.training.tracking.mlflow import MLflowTracker
 from notebook_accel.training.tracking.tensorboard import TensorBoardTracker
@@ -17,6 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",
+    "LoggerType",
+    "MLflowTracker",
+    "TensorBoardTracker",
+    "WandBTracker",
     "get_available_trackers",
     "register_tracker_class",
     "resolve_trackers",
@@ -25,6 +33,17 @@ __all__ = [
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     kind.name: kind for kind in (MLflowTracker, TensorBoardTracker, WandBTracker)
 }
+# Accelerate's names, in its order; where it is installed, notebook_accel.tracking has its trackers.
+_ACCELERATES = (
+    *("all", "aim", "tensorboard", "wandb", "trackio"),
+    *("comet_ml", "mlflow", "clearml", "dvclive", "swanlab"),
+)
+
+LoggerType: Any = TextEnum(  # type: ignore[call-overload]
+    "LoggerType",
+    {name.upper().replace("_", ""): name for name in (*_ACCELERATES, *LOGGER_TYPE_TO_CLASS)},
+)
+LoggerType.__doc__ = "Name of a tracker."
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -50,7 +69,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
 
 
-def get_available_trackers() -> list[LoggerType]:
+def get_available_trackers() -> list[TextEnum]:
     """Return the trackers whose library is installed."""
     return [
         LoggerType(name)
@@ -63,7 +82,7 @@ def get_available_trackers() -> list[LoggerType]:
 def resolve_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None
 ) -> list[type[GeneralTracker] | GeneralTracker]:
-    """The trackers that ``log_with`` asks for, each once: classes to make, and what was made.
+    """Return each tracker of ``log_with`` once: a class to make, or the object that was given.
 
     Args:
         log_with: a name, a ``LoggerType``, a class or an object of ``GeneralTracker``, or several;
