@@ -22,6 +22,7 @@ import yaml
 from notebook_accel import ConfigError
 from notebook_accel.config import LaunchConfig, default_config_path, resolve, write_basic_config
 from notebook_accel.config.checks import check_enough_devices
+from notebook_accel.config.engines import ENGINES, EngineKind
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import settings_of
 from tests.public import PACKAGE
@@ -842,11 +843,10 @@ def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
 
 
 def test_a_new_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from notebook_accel.launch.engines import ENGINES, InlineEngine
-
     with pytest.raises(ConfigError, match="'auto', 'local', 'elastic', 'ray', 'inline', 'xla'"):
         LaunchConfig(engine="new")
-    monkeypatch.setitem(ENGINES, "new", InlineEngine)
+    kind = EngineKind(about="here", path=".inline:InlineEngine", max_ranks=1)
+    monkeypatch.setitem(ENGINES, "new", kind)
     assert LaunchConfig(engine="new").engine == "new"
     with pytest.raises(ConfigError, match="engine='new' has 1 rank"):
         LaunchConfig(engine="new", num_processes=2)

@@ -53,13 +53,8 @@ MAY_IMPORT = {
     "cli": {"errors", "config", "launch", "training"},
     "compat": {"errors", "config", "launch", "training", "notebook"},
 }
-# One file alone knows device types; the template asks it, in a child process that then ends. And
-# the table of engines is where they are; the settings ask it for their names once some are made.
-LATER = {
-    ("launch.template.process", "training.processes.devices"),
-    ("config.launch_config", "launch.engines"),
-    ("config.launch_config", "launch.engines.base"),
-}
+# One file alone knows device types; the template asks it, in a child process that then ends.
+LATER = {("launch.template.process", "training.processes.devices")}
 ONLY_IN_NOTEBOOK = {"IPython", "ipywidgets", "ipykernel", "jupyter_client", "comm"}
 CARRIERS = ("ray", "torch_xla", "torch_tpu", "deepspeed", "torch.distributed.elastic")
 _LAUNCH = f"{ROOT}.launch"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.cli.options import add_settings, resolve_options
 from notebook_accel.cli.terminal import LABEL, ranks_in_terminal
+from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight
 from notebook_accel.launch.control.environment import (
@@ -42,10 +43,8 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["ENGINES", "launch", "launch_parser", "run_typed"]
+__all__ = ["launch", "launch_parser", "run_typed"]
 
-# Engines whose ranks are what torchrun starts.
-ENGINES = ("auto", "local", "elastic")
 # Of ranks on one machine, which several machines cannot meet by.
 _LOOPBACK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Options of torchrun, and the settings that they take where they are not given.
@@ -64,7 +63,7 @@ def launch(arguments: Sequence[str]) -> int:
     typed = launch_parser().parse_args(arguments)
     _check_script(typed)
     config, machines, notices = resolve_options(typed)
-    if config.engine not in ENGINES:
+    if not ENGINES[config.engine].runs_scripts:
         raise ConfigError(
             f"engine={config.engine!r} runs functions of a notebook, and torchrun starts scripts: "
             "leave --engine out"

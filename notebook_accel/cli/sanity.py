@@ -30,8 +30,9 @@ _TOLERANCE = 0.05
 
 def test(arguments: Sequence[str]) -> int:
     """``notebook-accel test``, with the options of ``launch``."""
-    from notebook_accel.cli.launch import ENGINES, launch_parser, run_typed
+    from notebook_accel.cli.launch import launch_parser, run_typed
     from notebook_accel.cli.options import resolve_options
+    from notebook_accel.config.engines import ENGINES
 
     parser = launch_parser()
     parser.prog, parser.usage = "notebook-accel test", "notebook-accel test [options of launch]"
@@ -40,7 +41,7 @@ def test(arguments: Sequence[str]) -> int:
         parser.parse_args([*unwanted])
     typed = parser.parse_args([*arguments, "--module", __name__])
     config, machines, notices = resolve_options(typed)
-    if typed.engine is None and config.engine in ENGINES:
+    if typed.engine is None and ENGINES[config.engine].runs_scripts:
         status = run_typed(typed, config, machines, notices)
     else:
         status = _test_by_engine(config, notices)

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence  # noqa: TC003 (types are read at run time)
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -22,19 +22,16 @@ from notebook_accel.config.checks import (
     as_seed,
     check_enough,
 )
+from notebook_accel.config.engines import ENGINES
 from notebook_accel.config.file import expanded, read_settings, replace_text
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.config.setting import documented, setting, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import shown
 
-if TYPE_CHECKING:
-    from notebook_accel.launch.engines.base import Engine
-
 __all__ = [
     "LaunchConfig",
     "check_names",
-    "engines",
     "settings_in_file",
     "shares_devices",
 ]
@@ -42,13 +39,6 @@ __all__ = [
 
 # Whether a backend of torch.distributed works on CPUs, and lets several ranks share an accelerator.
 _BACKENDS = {"nccl": False, "gloo": True}
-
-
-def engines() -> Mapping[str, type[Engine]]:
-    """The engines by name: the one table of them is where they are (launch/engines)."""
-    from notebook_accel.launch.engines import ENGINES
-
-    return ENGINES
 
 
 def _options(name: str) -> Any:
@@ -107,12 +97,11 @@ class LaunchConfig:
     )
     engine: str = setting(
         "auto",
-        choices=lambda: tuple(engines()),
+        choices=lambda: tuple(ENGINES),
         label="Engine",
         is_first=True,
-        about='"auto", "local" (processes of this machine), "xla" (TPUs by torch_xla), "elastic" '
-        '(several machines, or restarts after a failure), "ray" (a Ray cluster) or "inline" (in '
-        "the kernel, for a debugger)",
+        about="Where the ranks are: "
+        + "; ".join(f'"{name}", {kind.about}' for name, kind in ENGINES.items()),
     )
     gradient_accumulation_steps: int | None = setting(
         check=as_count,
@@ -200,28 +189,30 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         for name, row in settings_of(LaunchConfig).items():
             object.__setattr__(self, name, row.checked(name, getattr(self, name)))
-        if self.engine == "auto" and (self.num_nodes > 1 or self.max_restarts):
-            object.__setattr__(self, "engine", "elastic")
+        if self.engine == "auto" and self._asked_of_engine:
+            object.__setattr__(self, "engine", _engine_that_obeys(self._asked_of_engine))
         self._check_together()
 
+    @property
+    def _asked_of_engine(self) -> list[str]:
+        """The settings asked for that only some engines obey."""
+        some = dict.fromkeys(name for kind in ENGINES.values() for name in kind.obeys)
+        return [name for name in some if getattr(self, name) != getattr(LaunchConfig, name)]
+
     def _check_together(self) -> None:
-        wanted, most = self.num_processes, engines()[self.engine].max_ranks
-        if wanted is not None and most is not None and wanted > most:
+        wanted, kind = self.num_processes, ENGINES[self.engine]
+        if wanted is not None and kind.max_ranks is not None and wanted > kind.max_ranks:
             raise ConfigError(
-                f"engine={self.engine!r} has {most} rank{'s' * (most > 1)}, so num_processes="
-                f"{wanted} cannot be had: leave it out, or take engine='local'"
+                f"engine={self.engine!r} has {kind.max_ranks} rank{'s' * (kind.max_ranks > 1)}, so "
+                f"num_processes={wanted} cannot be had: leave it out, or take engine='local'"
             )
-        if self.engine == "ray" and self.num_nodes > 1:
-            raise ConfigError(
-                f"num_nodes={self.num_nodes} with engine='ray': Ray chooses the machines, and "
-                "num_processes counts the ranks of all; leave num_nodes out"
-            )
-        if self.engine in ("local", "inline") and (self.num_nodes > 1 or self.max_restarts):
-            raise ConfigError(
-                f"num_nodes={self.num_nodes} and max_restarts={self.max_restarts} with engine="
-                f"{self.engine!r}: several machines and restarts are those of engine='elastic', "
-                "which is taken where the engine is left out"
-            )
+        for name in self._asked_of_engine:
+            if name not in kind.obeys:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with engine={self.engine!r} ({kind.about}): "
+                    f"leave it out, or leave the engine out: engine={_engine_that_obeys([name])!r} "
+                    "is taken then"
+                )
         asked = [name for name in PLUGINS if getattr(self, name) is not None]
         if len(asked) > 1 and not all(PLUGINS[name].composes for name in asked):
             raise ConfigError(f"{' and '.join(asked)} were given, which do not compose: pass one")
@@ -311,6 +302,10 @@ class LaunchConfig:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in changed.items()
         }
+
+
+def _engine_that_obeys(names: Sequence[str]) -> str:
+    return next(name for name, kind in ENGINES.items() if {*names} <= {*kind.obeys})
 
 
 def shares_devices(config: LaunchConfig) -> bool:

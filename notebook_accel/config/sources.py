@@ -22,11 +22,11 @@ from typing import Any
 
 import platformdirs
 
+from notebook_accel.config.engines import ENGINES
 from notebook_accel.config.file import expanded
 from notebook_accel.config.launch_config import (
     LaunchConfig,
     check_names,
-    engines,
     settings_in_file,
 )
 from notebook_accel.config.plugins import PLUGINS
@@ -139,8 +139,8 @@ def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for source in sources:
         name, wanted = found.get("engine"), source.get("num_processes")
-        engine = engines().get(name) if isinstance(name, str) else None
-        is_too_many = wanted and engine and engine.max_ranks and wanted > engine.max_ranks
+        kind = ENGINES.get(name) if isinstance(name, str) else None
+        is_too_many = wanted and kind and kind.max_ranks and wanted > kind.max_ranks
         left = {**source, "num_processes": None} if is_too_many else source
         found = {**left, **found}
     return found

@@ -137,10 +137,9 @@ def notebook_launcher(
         kwargs: keyword arguments of ``function``.
         config: settings for what the arguments leave open: a ``LaunchConfig``, a mapping of its
             fields, or the path of a YAML file.
-        engine: "auto", "local" (processes of this machine), "xla" (TPUs by torch_xla; "auto" takes
-            it if there is one), "elastic" (several machines, or restarts after a failure), "ray"
-            (nodes of a Ray cluster; ``num_processes`` counts all ranks) or "inline" (one process,
-            the notebook's own, for a debugger).
+        engine: where the ranks are. "auto" takes several machines or a TPU where the other
+            arguments or the machine say so, else processes of this machine. "inline" is the
+            notebook's own process, for a debugger; ``help(LaunchConfig)`` lists all.
         devices: indices of the accelerators to use, one rank each, or "cpu".
         env: environment variables of the ranks, beside those of the notebook.
         session: call the function on the ranks of ``%%accelerate`` cells, which stay. They are

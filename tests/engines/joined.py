@@ -7,17 +7,20 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config.engines import ENGINES, EngineKind
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch import engines
 from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.elastic import ElasticEngine, join
 
 if TYPE_CHECKING:
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["NAME", "JoinedEngine", "register"]
+__all__ = ["KIND", "NAME", "JoinedEngine", "register"]
 
 NAME = "elastic, joined"
+KIND = EngineKind(
+    about="two machines", path=f"{__name__}:JoinedEngine", obeys=("num_nodes", "max_restarts")
+)
 
 
 class JoinedEngine(ElasticEngine):
@@ -47,4 +50,4 @@ def _join(address: str, token: str) -> None:
 
 def register() -> None:
     """Let launches of this process name the engine."""
-    engines.ENGINES[NAME] = JoinedEngine
+    ENGINES[NAME] = KIND

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError
-from notebook_accel.launch import engines
+from notebook_accel.config.engines import ENGINES
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.engines.elastic import join
 from notebook_accel.launch.view import View
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engines.ENGINES, joined.NAME, joined.JoinedEngine)
+    monkeypatch.setitem(ENGINES, joined.NAME, joined.KIND)
 
 
 @pytest.mark.long

@@ -1,39 +1,27 @@
-"""How the processes of a run come about: one file an engine, and the one table of them.
+"""How the processes of a run come about: one file an engine.
 
 A new engine is a new file here, with a class derived from :class:`AgentEngine` of ``local.py`` (or
-:class:`Engine` of ``base.py``), and a line in :data:`ENGINES`, by which the settings (``config/``)
-know it.
+:class:`Engine` of ``base.py``), and its row in ``config/engines.py``, the one table of engines.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from notebook_accel import tpu
-from notebook_accel.launch.engines.elastic import ElasticEngine
-from notebook_accel.launch.engines.inline import InlineEngine
-from notebook_accel.launch.engines.local import LocalEngine
-from notebook_accel.launch.engines.ray import RayEngine
-from notebook_accel.launch.engines.xla import XlaEngine
+from notebook_accel.config.engines import ENGINES
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.base import Engine
 
-__all__ = ["ENGINES", "engine_for"]
-
-ENGINES: dict[str, type[Engine]] = {
-    "auto": LocalEngine,
-    "local": LocalEngine,
-    "elastic": ElasticEngine,
-    "ray": RayEngine,
-    "inline": InlineEngine,
-    "xla": XlaEngine,
-}
+__all__ = ["engine_for"]
 
 
 def engine_for(config: LaunchConfig) -> Engine:
-    """A new engine of the name in the settings; "auto" is the one that fits."""
-    if config.engine == "auto" and config.devices is None and tpu.is_torch_xlas():
-        return XlaEngine()
-    return ENGINES[config.engine]()
+    """Return a new engine of the name in the settings; "auto" is the one that fits."""
+    on_tpu = config.engine == "auto" and config.devices is None and tpu.is_torch_xlas()
+    module, _, name = ENGINES["xla" if on_tpu else config.engine].path.partition(":")
+    engine: Engine = getattr(import_module(module, __name__), name)()
+    return engine

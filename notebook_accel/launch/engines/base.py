@@ -96,7 +96,6 @@ class Engine(ABC):
     Attributes:
         description: names the engine in a line for the person.
         unused: arguments of ``notebook_launcher`` for which it has no use.
-        max_ranks: how many ranks it can have; None: any number.
         needs_payload: whether a call travels to its ranks, and so must be pickled.
         keeps_ranks: whether its ranks can stay for more calls, as those of a session do.
         can_detach: whether its runs can outlive the kernel.
@@ -104,7 +103,6 @@ class Engine(ABC):
 
     description: ClassVar[str]
     unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
-    max_ranks: ClassVar[int | None] = None
     needs_payload: ClassVar[bool] = True
     keeps_ranks: ClassVar[bool] = False
     can_detach: ClassVar[bool] = False

@@ -40,7 +40,6 @@ class InlineEngine(Engine):
 
     description = "engine='inline', which calls the function here and waits for it"
     unused = (*Engine.unused, "block", "timeout", "grace")
-    max_ranks = 1
     needs_payload = False
 
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
