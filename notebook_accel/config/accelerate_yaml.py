@@ -26,7 +26,7 @@ _ABSENT = {
     "distributed_type": ("MEGATRON_LM", "XLA", "TPU"),
 }
 # What its distributed_type means where the section that says more is left out.
-_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+_TYPES = {name.upper(): name for name, plugin in PLUGINS.items() if not plugin.needs_options}
 # Names with which nothing is done here: a training goes on without them, so they are no error.
 WITHOUT_EFFECT = ("mpirun_config", "ipex_config", "downcast_bf16")
 # Values that mean what leaving the name out means here.

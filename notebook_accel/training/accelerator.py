@@ -196,9 +196,9 @@ class Accelerator(ProcessInfo):
             dispatch_batches: sets this field of ``dataloader_config``, unless None.
             even_batches: sets this field of ``dataloader_config``, unless None.
             use_seedable_sampler: sets this field of ``dataloader_config``, unless None.
-            deepspeed_plugins: a dictionary of one plugin, in place of ``deepspeed_plugin``.
-            **others: arguments of Accelerate that are not supported. Values that ask for nothing
-                (None, "no") are accepted.
+            deepspeed_plugins: another name of ``deepspeed_plugin``.
+            **others: plugins of other strategies; and arguments of Accelerate that are not
+                supported, whose values must ask for nothing (None, "no").
 
         Raises:
             ConfigError: a setting is invalid, or not supported.
@@ -220,11 +220,14 @@ class Accelerator(ProcessInfo):
             num_steps=gradient_accumulation_steps,
             plugin=gradient_accumulation_plugin,
             handlers=kwargs_handlers or (),
-            fsdp=fsdp_plugin,
-            parallelism=parallelism_config,
+            plugins={
+                "fsdp_plugin": fsdp_plugin,
+                "parallelism_config": parallelism_config,
+                "deepspeed_plugin": deepspeed_plugin or deepspeed_plugins,
+                **others,
+            },
             dynamo=dynamo_plugin,
             dynamo_backend=dynamo_backend,
-            deepspeed=(deepspeed_plugin, deepspeed_plugins),
             loaders=loaders,
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -1463,7 +1466,8 @@ class Accelerator(ProcessInfo):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use; None without DeepSpeed."""
-        return self._plan.deepspeed
+        plugin: Any = self._plan.plugins.get("deepspeed_plugin")
+        return plugin  # type: ignore[no-any-return]
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from notebook_accel.training.settings.handlers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch.distributed import ProcessGroup
@@ -169,9 +169,8 @@ class AcceleratorSettings:
     mixed_precision: str
     distributed_type: DistributedType | None = None
     """None: as the topology says."""
-    deepspeed: DeepSpeedPlugin | None = None
-    """What DeepSpeed was asked for."""
-    fsdp: FullyShardedDataParallelPlugin | None = None
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """By the arguments of ``Accelerator``."""
     parallelism: ParallelismConfig | None = None
     mesh: DeviceMesh | None = None
     dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
@@ -282,7 +281,7 @@ class AcceleratorState(PartialState):
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The sharding plugin, from the argument or the environment; None without one."""
-        return self._settings.fsdp
+        return self._settings.plugins.get("fsdp_plugin")
 
     @property
     def is_fsdp2(self) -> bool:
@@ -315,7 +314,7 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use; None without DeepSpeed."""
-        return self._settings.deepspeed
+        return self._settings.plugins.get("deepspeed_plugin")
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:

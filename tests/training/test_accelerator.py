@@ -73,10 +73,6 @@ def test_old_loader_arguments_are_honoured() -> None:
         ({"megatron_lm_plugin": object()}, r"^Accelerator\(megatron_lm_plugin=\.\.\.\): Megatron"),
         ({"dynamo_backend": "fast"}, r"backend='fast'\): expected one of no, eager"),
         ({"deepspeed_plugins": {"a": object()}}, "is a object: expected a DeepSpeedPlugin"),
-        (
-            {"deepspeed_plugins": {}, "deepspeed_plugin": object()},
-            "deepspeed_plugin and deepspeed_plugins were given",
-        ),
         ({"gradient_accumulation_steps": 0}, "steps is 0: expected a whole number of at least 1"),
         ({"gradient_accumulation_steps": "2"}, "is '2'"),
         (

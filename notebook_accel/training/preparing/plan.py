@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from notebook_accel.training.precision import (
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings import environment
-from notebook_accel.training.settings.deepspeed_plugin import resolve_deepspeed
-from notebook_accel.training.settings.fsdp_plugin import resolve_fsdp
 from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -32,10 +30,15 @@ from notebook_accel.training.settings.handlers import (
     pick_handler,
 )
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.settings.parallelism import fit_sizes, resolve_parallelism
 from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.stepping.accumulation import Accumulation, resolve_plugin
-from notebook_accel.training.strategies import Request, Strategy, make_strategy
+from notebook_accel.training.strategies import (
+    PLUGIN_ARGUMENTS,
+    Request,
+    Strategy,
+    make_strategy,
+    resolve_plugins,
+)
 
 if TYPE_CHECKING:
     import os
@@ -43,8 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from notebook_accel.training.models.compiling import TorchDynamoPlugin
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 __all__ = [
     "UNBUILT",
@@ -78,8 +80,7 @@ class Plan:
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...] | None
-    deepspeed: DeepSpeedPlugin | None
-    fsdp: FullyShardedDataParallelPlugin | None
+    plugins: Mapping[str, StrategyPlugin]
     dynamo: TorchDynamoPlugin
 
     def settings(self) -> AcceleratorSettings:
@@ -88,8 +89,7 @@ class Plan:
             self.precision.name,
             # None where the topology tells it.
             self.strategy.distributed_type,
-            self.deepspeed,
-            self.fsdp,
+            self.plugins,
             self.strategy.parallelism,
             self.strategy.mesh,
             self.dynamo,
@@ -103,11 +103,9 @@ def make_plan(
     num_steps: int | None,
     plugin: GradientAccumulationPlugin | None,
     handlers: Iterable[KwargsHandler],
-    fsdp: Any,
-    parallelism: Any,
+    plugins: Mapping[str, Any],
     dynamo: Any,
     dynamo_backend: Any,
-    deepspeed: tuple[Any, Any],
     loaders: DataLoaderConfiguration,
     device_placement: bool,
     step_scheduler_with_optimizer: bool,
@@ -132,24 +130,16 @@ def make_plan(
             f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
             "given: pass one of them"
         )
-    sharding = resolve_fsdp(fsdp)
-    sizes = resolve_parallelism(parallelism)
+    chosen = resolve_plugins(plugins)
     compiling = resolve_dynamo(dynamo, dynamo_backend)
     num_ranks, num_local_ranks = topology.count_ranks(cpu=cpu)
-    if sizes is not None or sharding is not None:
-        fit_sizes(sizes, sharding, num_processes=num_ranks, local_num_processes=num_local_ranks)
-    zero = resolve_deepspeed(*deepspeed)
-    if zero is not None and (sharding is not None or sizes is not None):
-        raise ConfigError(
-            "a DeepSpeedPlugin and a plugin for FSDP or a ParallelismConfig were given (arguments "
-            "or environment), which do not compose: pass one of them"
-        )
-    if zero is not None:
-        # What its configuration says holds for everything here.
-        mixed_precision = zero.resolve_precision(mixed_precision)
-        num_steps = zero.resolve_steps(num_steps)
+    for one in chosen.values():
+        one.check_ranks(chosen, num_ranks, num_local_ranks)
+        # What a plugin's own configuration says holds for everything here.
+        mixed_precision = one.resolve_precision(mixed_precision)
+        num_steps = one.resolve_steps(num_steps)
     precision_name = resolve_precision(mixed_precision)
-    if zero is not None or (sizes is not None and sizes.tp_enabled):
+    if any(one.divides_layers for one in chosen.values()):
         refuse_divided_layers(precision_name)
     recipe = next((one for one in checked if isinstance(one, AORecipeKwargs)), None)
     window = resolve_plugin(None if plugin else num_steps, plugin)
@@ -175,10 +165,8 @@ def make_plan(
                 topology=found,
                 precision=precision,
                 handlers=checked,
-                fsdp=sharding,
-                parallelism=sizes,
+                plugins=chosen,
                 dynamo=compiling,
-                deepspeed=zero,
                 accumulation=accumulation,
             )
         ),
@@ -189,8 +177,7 @@ def make_plan(
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         rng_types=None if rng_types is None else check_rng_types(rng_types, found.device),
-        deepspeed=zero,
-        fsdp=sharding,
+        plugins=chosen,
         dynamo=compiling,
     )
 
@@ -238,6 +225,8 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         TypeError: nobody knows the argument.
     """
     for name, value in others.items():
+        if name in PLUGIN_ARGUMENTS:
+            continue
         if name not in UNBUILT:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value not in _NOTHING:

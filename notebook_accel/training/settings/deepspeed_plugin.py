@@ -28,6 +28,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,7 +42,6 @@ __all__ = [
     "DeepSpeedPlugin",
     "HfDeepSpeedConfig",
     "is_open",
-    "resolve_deepspeed",
 ]
 
 AUTO = "auto"
@@ -193,7 +193,7 @@ _ENTRIES = {name: one for name, one in _OPTIONS.items() if one.entry}
 
 @documented
 @dataclass
-class DeepSpeedPlugin(DeepSpeedOptions):
+class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
     """Settings of DeepSpeed's ZeRO: optimizer states, gradients and weights spread over the ranks.
 
     DeepSpeed does precision, loss scaling, accumulation and clipping itself. Its configuration is a
@@ -216,6 +216,10 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         >>> plugin.deepspeed_config["zero_optimization"]["stage"]
         2
     """
+
+    switch = "USE_DEEPSPEED"
+    composes = False
+    divides_layers = True
 
     def __post_init__(self) -> None:
         if self.enable_msamp:
@@ -244,6 +248,28 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         if self.transformer_moe_cls_names is None:
             names = _OPTIONS["transformer_moe_cls_names"].from_environment()
             self.transformer_moe_cls_names = names
+
+    @classmethod
+    def resolve(cls, argument: str, given: Any) -> DeepSpeedPlugin | None:
+        if isinstance(given, dict):
+            # Accelerate takes several by name; DeepSpeed trains one model an Accelerator.
+            if len(given) > 1:
+                raise ConfigError(
+                    f"Accelerator got {len(given)} DeepSpeedPlugins, and DeepSpeed trains one "
+                    "model an Accelerator: make an Accelerator for each model, with its own "
+                    "deepspeed_plugin"
+                )
+            given = next(iter(given.values()), None)
+        plugin: Any = super().resolve(argument, given)
+        if plugin is None:
+            return None
+        if not is_installed("deepspeed"):
+            raise ConfigError(
+                "DeepSpeed was asked for and is not installed: pip install deepspeed ninja"
+            )
+        plugin.hf_ds_config.reopen()
+        plugin.set_deepspeed_weakref()
+        return plugin  # type: ignore[no-any-return]
 
     def _join_with_fields(self) -> None:
         """Let fields and configuration say the same."""
@@ -408,41 +434,3 @@ def _from_environment(name: str, option: Setting) -> Any:
     variable = option.variable_set(os.environ)
     is_auto = variable is not None and os.environ[variable].strip() == AUTO
     return AUTO if is_auto else option.from_environment()
-
-
-def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
-    """Return the plugin: an argument, else one of the environment where ACCELERATE_USE_DEEPSPEED is
-    true.
-
-    Args:
-        plugin: of the argument ``deepspeed_plugin``.
-        plugins: of ``deepspeed_plugins``: a dictionary of one.
-
-    Raises:
-        ConfigError: an argument is no such plugin, or DeepSpeed is not installed.
-    """
-    if plugin is not None and plugins is not None:
-        raise ConfigError("deepspeed_plugin and deepspeed_plugins were given: pass one of them")
-    given = plugin if plugins is None else plugins
-    if isinstance(given, dict) and len(given) > 1:
-        raise ConfigError(
-            f"Accelerator got {len(given)} DeepSpeedPlugins, and DeepSpeed trains one model an "
-            "Accelerator: make an Accelerator for each model, with its own deepspeed_plugin"
-        )
-    if isinstance(given, dict) and given:
-        (given,) = given.values()
-    if given is None and environment.read_flag("USE_DEEPSPEED"):
-        given = DeepSpeedPlugin()
-    if given is None:
-        return None
-    if not isinstance(given, DeepSpeedPlugin):
-        raise ConfigError(
-            f"deepspeed_plugin is a {type(given).__name__}: expected a DeepSpeedPlugin"
-        )
-    if not is_installed("deepspeed"):
-        raise ConfigError(
-            "DeepSpeed was asked for and is not installed: pip install deepspeed ninja"
-        )
-    given.hf_ds_config.reopen()
-    given.set_deepspeed_weakref()
-    return given

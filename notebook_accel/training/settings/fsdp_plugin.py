@@ -24,6 +24,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.text_values import parse_flag
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
+from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FullyShardedDataParallelPlugin",
-    "resolve_fsdp",
 ]
 
 _WRAPS = settings_of(FsdpOptions)["auto_wrap_policy"].texts
@@ -41,7 +41,7 @@ _BY_OTHER_FIELDS = ("reshard_after_forward", "state_dict_type")
 
 @documented
 @dataclass
-class FullyShardedDataParallelPlugin(FsdpOptions):
+class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
     """Settings of sharding: each rank has a part of weights, gradients and optimizer states.
 
     Torch's ``fully_shard`` (FSDP2) does it, for ``fsdp_version`` 1 and 2. What only version 1 has
@@ -61,6 +61,8 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         >>> run.results
         [True, True]
     """
+
+    switch = "USE_FSDP"
 
     def __post_init__(self) -> None:
         for name, option in settings_of(FsdpOptions).items():
@@ -91,6 +93,16 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                 "activation_checkpointing_offload=True is about what activation checkpointing "
                 "keeps: set activation_checkpointing=True too"
             )
+
+    @classmethod
+    def resolve(cls, argument: str, given: Any) -> FullyShardedDataParallelPlugin | None:
+        for name, text in current().shared.pop(_SAID, {}).items():
+            os.environ.pop(name, None)
+            os.environ.update({} if text is None else {name: text})
+        plugin: Any = super().resolve(argument, given)
+        if given is not None and plugin is not None:
+            _tell_transformers(reads_on_rank_0=bool(plugin.cpu_ram_efficient_loading))
+        return plugin  # type: ignore[no-any-return]
 
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy
@@ -339,25 +351,6 @@ def _dtype(given: str | torch.dtype) -> torch.dtype:
 
 # What the environment said before an Accelerator told Transformers something else.
 _SAID = "environment before Transformers was told"
-
-
-def resolve_fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
-    """The plugin: an argument, else one from the environment where ACCELERATE_USE_FSDP is true.
-
-    Raises:
-        ConfigError: the argument is no such plugin.
-    """
-    for name, text in current().shared.pop(_SAID, {}).items():
-        os.environ.pop(name, None)
-        os.environ.update({} if text is None else {name: text})
-    if plugin is None:
-        return FullyShardedDataParallelPlugin() if environment.read_flag("USE_FSDP") else None
-    if not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise ConfigError(
-            f"fsdp_plugin is a {type(plugin).__name__}: expected a FullyShardedDataParallelPlugin"
-        )
-    _tell_transformers(reads_on_rank_0=bool(plugin.cpu_ram_efficient_loading))
-    return plugin
 
 
 def _tell_transformers(*, reads_on_rank_0: bool) -> None:

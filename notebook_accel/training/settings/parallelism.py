@@ -16,9 +16,10 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import as_steps
+from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,7 +31,6 @@ __all__ = [
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
     "fit_sizes",
-    "resolve_parallelism",
 ]
 
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
@@ -61,7 +61,7 @@ class TorchContextParallelConfig:
 
 @documented
 @dataclass
-class ParallelismConfig(MeshOptions):
+class ParallelismConfig(StrategyPlugin, MeshOptions):
     """Number of ranks for each kind of parallelism; their product is the number of all ranks.
 
     The ranks form a device mesh in this order, the innermost last: pipeline, replicas, shards,
@@ -82,6 +82,8 @@ class ParallelismConfig(MeshOptions):
         >>> run.results
         [0, 1]
     """
+
+    switch = "USE_PARALLELISM_CONFIG"
 
     def __post_init__(self) -> None:
         self.device_mesh: DeviceMesh | None = None
@@ -143,6 +145,20 @@ class ParallelismConfig(MeshOptions):
             f"ParallelismConfig(pp_size={size}, pp_schedule={self.pp_schedule!r}, "
             f"num_microbatches={number}): this schedule expects {expected}"
         )
+
+    def check_ranks(
+        self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
+    ) -> None:
+        fit_sizes(
+            self,
+            plugins.get("fsdp_plugin"),
+            num_processes=num_processes,
+            local_num_processes=local_num_processes,
+        )
+
+    @property
+    def divides_layers(self) -> bool:  # type: ignore[override]
+        return self.tp_enabled
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -285,22 +301,6 @@ class ParallelismConfig(MeshOptions):
 
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SIZES = (*(f"{name}_size" for name in _DIMENSIONS), "sp_size")
-
-
-def resolve_parallelism(given: Any) -> ParallelismConfig | None:
-    """The sizes: an argument, else those of the environment where ACCELERATE_USE_PARALLELISM_CONFIG
-    is true.
-
-    Raises:
-        ConfigError: the argument is no such configuration.
-    """
-    if given is None:
-        return ParallelismConfig() if environment.read_flag("USE_PARALLELISM_CONFIG") else None
-    if not isinstance(given, ParallelismConfig):
-        raise ConfigError(
-            f"parallelism_config is a {type(given).__name__}: expected a ParallelismConfig"
-        )
-    return given
 
 
 def fit_sizes(

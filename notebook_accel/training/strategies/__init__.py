@@ -1,47 +1,61 @@
-"""The one table of strategies: a new kind is a file, and one line here.
+"""The one table of strategies, and the one of plugins by which users choose them.
+
+A new strategy is a file with its class, and a line in ``STRATEGIES``. One that users choose by an
+argument ``Accelerator(new_plugin=...)`` has its plugin in the same file, which derives from
+:class:`StrategyPlugin`, and a line in ``PLUGIN_ARGUMENTS``; ``Accelerator`` takes every argument of
+that table.
 
 What the user asked for (plugins, settings, environment) and the number of ranks are a
-:class:`~notebook_accel.training.strategies.request.Request`. The first line of the table is taken
-whose question about it is answered with yes.
+:class:`~notebook_accel.training.strategies.request.Request`. The first line of ``STRATEGIES`` is
+taken whose question about it is answered with yes.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.settings.parallelism import ParallelismConfig
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.nn import Module
 
+    from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
+
 __all__ = [
+    "PLUGIN_ARGUMENTS",
     "STRATEGIES",
     "ModelToPrepare",
     "PrepareCall",
     "Request",
     "Strategy",
     "make_strategy",
+    "resolve_plugins",
     "unwrap",
 ]
 
 
 def _wants_deepspeed(request: Request) -> bool:
-    return request.deepspeed is not None
+    return "deepspeed_plugin" in request.plugins
 
 
 def _wants_stages(request: Request) -> bool:
-    return request.parallelism is not None and request.parallelism.pp_enabled
+    asked = request.plugins.get("parallelism_config")
+    return asked is not None and asked.pp_enabled
 
 
 def _wants_weights_in_parts(request: Request) -> bool:
     """Sharding or divided layers; replicas alone are plain data parallelism."""
-    asked = request.parallelism
+    asked = request.plugins.get("parallelism_config")
     divides = asked is not None and set(asked.active_mesh_dims) - {"dp_replicate"} != set()
-    return request.topology.num_processes > 1 and (divides or request.fsdp is not None)
+    return request.topology.num_processes > 1 and (divides or "fsdp_plugin" in request.plugins)
 
 
 def _has_several_ranks(request: Request) -> bool:
@@ -76,12 +90,37 @@ STRATEGIES = {
     "single": Choice(_is_anything, "single", "SingleDevice"),
 }
 
+# Arguments of ``Accelerator`` by which users choose a strategy.
+PLUGIN_ARGUMENTS: dict[str, type[StrategyPlugin]] = {
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "parallelism_config": ParallelismConfig,
+    "deepspeed_plugin": DeepSpeedPlugin,
+}
+
 # Classes in which strategies, or users, wrap a model, whose ``module`` is the model itself.
 _WRAPPERS = {
     "deepspeed.runtime.engine.DeepSpeedEngine",
     "torch.nn.parallel.data_parallel.DataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel",
 }
+
+
+def resolve_plugins(arguments: Mapping[str, Any]) -> dict[str, StrategyPlugin]:
+    """Return the plugins that arguments of ``Accelerator`` or the environment ask for, by argument.
+
+    Raises:
+        ConfigError: an argument is of another class, or plugins do not compose.
+    """
+    resolved = {
+        name: kind.resolve(name, arguments.get(name)) for name, kind in PLUGIN_ARGUMENTS.items()
+    }
+    plugins = {name: plugin for name, plugin in resolved.items() if plugin is not None}
+    if len(plugins) > 1 and not all(plugin.composes for plugin in plugins.values()):
+        raise ConfigError(
+            f"{' and '.join(plugins)} were given (arguments or environment), which do not compose: "
+            "pass one of them"
+        )
+    return plugins
 
 
 def make_strategy(request: Request) -> Strategy:

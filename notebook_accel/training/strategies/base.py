@@ -76,7 +76,7 @@ class Strategy:
         self.precision = request.precision
         self.handlers = request.handlers
         self.dynamo = request.dynamo
-        self.parallelism = request.parallelism
+        self.parallelism = request.plugins.get("parallelism_config")
         self.scaling = request.precision.scaling
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index

@@ -69,9 +69,8 @@ class DeepSpeedZero(Strategy):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        assert request.deepspeed is not None
         assert request.accumulation is not None
-        self.plugin = request.deepspeed
+        self.plugin = request.plugins["deepspeed_plugin"]
         self.scaling = None
         self.engine: DeepSpeedEngineWrapper | None = None
         self._accumulation: Accumulation = request.accumulation

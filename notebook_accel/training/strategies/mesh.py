@@ -61,19 +61,21 @@ class MeshParallel(TakesSpreadModels):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.scaling = self.precision.make_scaling(self.kind_of_scaling)
-        self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
+        sharding = request.plugins.get("fsdp_plugin")
+        asked = request.plugins.get("parallelism_config")
+        self.plugin = sharding or FullyShardedDataParallelPlugin(fsdp_version=2)
         self.parallelism = fit_sizes(
-            request.parallelism,
-            request.fsdp,
+            asked,
+            sharding,
             num_processes=self.topology.num_processes,
             local_num_processes=self.topology.local_num_processes,
         )
         sizes = self.parallelism
-        if request.fsdp is not None or sizes.dp_shard_enabled or sizes.cp_enabled:
+        if sharding is not None or sizes.dp_shard_enabled or sizes.cp_enabled:
             self.distributed_type = DistributedType.FSDP
         self.mesh = self.parallelism.device_mesh = _make_mesh(self.parallelism, self.topology)
-        if request.parallelism is not None:
-            request.parallelism.device_mesh = self.mesh
+        if asked is not None:
+            asked.device_mesh = self.mesh
         here = self.topology.process_index
         self.data_group = DataGroup.of_mesh(self.mesh, here, makes_group=True)
         # The new weight of each one that was replaced: an optimizer may be prepared later.

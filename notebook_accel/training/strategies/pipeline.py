@@ -53,7 +53,7 @@ class PipelineParallel(MeshParallel):
         assert self.mesh is not None
         self._group = self.mesh["pp"].get_group()
         self._stage_index = self.mesh.get_local_rank("pp")
-        self._has_users_plugin = request.fsdp is not None
+        self._has_users_plugin = "fsdp_plugin" in request.plugins
         # The name of every weight of a prepared model, kept on this rank or not, alike on every
         # rank; and the place of each name in the model.
         self._names = WeakIdKeyDictionary()

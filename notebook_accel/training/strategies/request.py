@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.precision import Precision
     from notebook_accel.training.processes.topology import Topology
-    from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
-    from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.handlers import KwargsHandler
-    from notebook_accel.training.settings.parallelism import ParallelismConfig
     from notebook_accel.training.stepping.accumulation import Accumulation
 
 __all__ = ["ModelToPrepare", "PrepareCall", "Request", "call_model"]
@@ -35,10 +32,9 @@ class Request:
     topology: Topology
     precision: Precision
     handlers: Sequence[KwargsHandler] = ()
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    parallelism: ParallelismConfig | None = None
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """The plugins in use, by the arguments of ``Accelerator``: ``plugins["fsdp_plugin"]``."""
     dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
-    deepspeed: DeepSpeedPlugin | None = None
     accumulation: Accumulation | None = None
     """The windows, for a strategy whose library exchanges gradients by them."""
 

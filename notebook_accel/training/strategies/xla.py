@@ -183,17 +183,11 @@ class _MovingForward(RemovableForward):
 
 
 def _refuse_others(request: Request) -> None:
-    asked = {
-        "a plugin for FSDP": request.fsdp,
-        "a DeepSpeedPlugin": request.deepspeed,
-        "a ParallelismConfig": request.parallelism,
-    }
-    for name, plugin in asked.items():
-        if plugin is not None:
-            raise ConfigError(
-                f"{name} was given, and torch_xla trains here with a whole model on each rank: "
-                "sharding is there by SPMD alone, which excludes xmp.spawn. Leave the plugin out"
-            )
+    for name in request.plugins:
+        raise ConfigError(
+            f"{name} was given, and torch_xla trains here with a whole model on each rank: "
+            "sharding is there by SPMD alone, which excludes xmp.spawn. Leave the plugin out"
+        )
     if request.precision.scaling is not None:
         raise ConfigError(
             'mixed_precision="fp16" scales losses, which torch_xla does not support: use "bf16", '
