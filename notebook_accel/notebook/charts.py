@@ -6,6 +6,8 @@
 The box stretches with the page, so the numbers stand beside it, where they keep their size. A saved
 notebook has images: its sanitisers drop inline SVG and variables but keep an ``<img>`` with a data
 URI. So all colours are mid tones that read on light and dark.
+
+A new kind of live chart is a row of ``KINDS``, from which the panel takes its choices.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from notebook_accel.launch.view.progress import name_of, not_finite_note, spread
 from notebook_accel.notebook.markup import Markup, element, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from notebook_accel.launch.control.curves import Curve
     from notebook_accel.launch.control.plotting import Point
 
 __all__ = [
+    "KINDS",
     "MAX_LINES",
     "PAGE_SIZE",
     "Look",
@@ -78,12 +81,12 @@ class Look:
     """How live charts are drawn.
 
     Attributes:
-        is_mean: the mean of all ranks, instead of a line a rank.
+        kind: which lines are drawn: a name in ``KINDS``.
         is_log: a logarithmic scale, where all values are above zero.
         smoothing: 0 to 1: how much of the smoothed value before each one keeps.
     """
 
-    is_mean: bool = False
+    kind: str = "each rank"
     is_log: bool = False
     smoothing: float = 0.0
 
@@ -138,7 +141,18 @@ class _Drawn:
     labels: Mapping[str, str]
 
 
-def _draw(curves: Mapping[int, Sequence[Point]], *, limit: int, is_log: bool = False) -> _Drawn:
+def _polyline(places: Sequence[str]) -> str:
+    """Return the SVG path through points; of a single one, its round ends."""
+    return f"M{' '.join(places)}" if len(places) > 1 else f"M{places[0]}h0"
+
+
+def _draw(
+    curves: Mapping[int, Sequence[Point]],
+    *,
+    limit: int,
+    is_log: bool = False,
+    path_of: Callable[[Sequence[str]], str] = _polyline,
+) -> _Drawn:
     """Draw curves, which have points in the order of their steps, with ``limit`` points each.
 
     A line has a gap where a value is not finite.
@@ -161,9 +175,7 @@ def _draw(curves: Mapping[int, Sequence[Point]], *, limit: int, is_log: bool = F
         path = ""
         for is_finite, piece in groupby(thin_out(points, limit), lambda p: math.isfinite(p[1])):
             if is_finite:
-                text = " ".join(map(place, piece))
-                # Of a point between two gaps the round ends of a line of no length are drawn.
-                path += f"M{text}" if " " in text else f"M{text}h0"
+                path += path_of([*map(place, piece)])
         if path:
             lines.append(
                 element("path", d=path, stroke=colour_of(rank), vector_effect="non-scaling-stroke")
@@ -294,11 +306,9 @@ def render_charts(
 def _card(
     name: str, by_rank: Mapping[int, Curve], look: Look, limit: int, num_stripes: int
 ) -> Markup:
-    is_mean = len(by_rank) > 1 and (look.is_mean or len(by_rank) > MAX_LINES)
-    if is_mean:
-        logged = {_MEAN: _mean([curve.means() for curve in by_rank.values()])}
-    else:
-        logged = {rank: curve.points() for rank, curve in by_rank.items()}
+    kind = KINDS["mean" if len(by_rank) > MAX_LINES else look.kind]
+    logged = kind.lines(by_rank)
+    is_mean = _MEAN in logged
     lines = {rank: _smoothed(points, look.smoothing) for rank, points in logged.items()}
     last = {rank: curve.last for rank, curve in by_rank.items()}
     finite = [value for value in last.values() if math.isfinite(value)]
@@ -326,7 +336,7 @@ def _card(
     if not any(len(points) > 1 for points in lines.values()):
         # One value is no curve, and its number says it all.
         return element("div", head, note, class_="na-chart")
-    drawn = _draw(lines, limit=limit, is_log=look.is_log and can_be_log)
+    drawn = _draw(lines, limit=limit, is_log=look.is_log and can_be_log, path_of=kind.path_of)
     ends = " to ".join(reversed([*drawn.labels.values()]))
     steps = element(
         "div",
@@ -358,6 +368,32 @@ def _mean(curves: Sequence[Sequence[Point]]) -> list[Point]:
     count = np.where(is_finite.any(axis=0), is_finite.sum(axis=0), np.nan)
     means = np.where(is_finite, values / count, 0.0).sum(axis=0)
     return [*zip(grid.tolist(), np.where(np.isnan(count), np.nan, means).tolist(), strict=True)]
+
+
+def _lines_of_ranks(by_rank: Mapping[int, Curve]) -> Mapping[int, Sequence[Point]]:
+    return {rank: curve.points() for rank, curve in by_rank.items()}
+
+
+def _line_of_mean(by_rank: Mapping[int, Curve]) -> Mapping[int, Sequence[Point]]:
+    if len(by_rank) == 1:
+        return _lines_of_ranks(by_rank)
+    return {_MEAN: _mean([curve.means() for curve in by_rank.values()])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of live chart.
+
+    Attributes:
+        lines: gives the points of each line by its rank, or -1 for all ranks.
+        path_of: gives the SVG path of a line's points, each a text "x,y".
+    """
+
+    lines: Callable[[Mapping[int, Curve]], Mapping[int, Sequence[Point]]]
+    path_of: Callable[[Sequence[str]], str] = _polyline
+
+
+KINDS = {"each rank": Kind(lines=_lines_of_ranks), "mean": Kind(lines=_line_of_mean)}
 
 
 def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.charts import MAX_LINES, PAGE_SIZE, Look, render_charts
+from notebook_accel.notebook.charts import KINDS, MAX_LINES, PAGE_SIZE, Look, render_charts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,6 @@ __all__ = ["MetricsView", "groups_of"]
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0
-_LINES = (("each rank", False), ("mean", True))
 _SMOOTHING = (
     ("as logged", 0.0),
     ("smooth 0.6", 0.6),
@@ -48,7 +47,7 @@ class MetricsView:
             widgets.make(ipywidgets.Dropdown, options=options, description=name, tooltip=about)
             for name, options, about in (
                 ("Which metrics", [("all", "")], "Metrics by their prefix"),
-                ("Lines", _LINES, "A line a rank, or the mean of all ranks"),
+                ("Lines", [*KINDS], "A line a rank, or the mean of all ranks"),
                 ("Scale", [("linear", False), ("log", True)], "Scale"),
                 ("Smoothing", _SMOOTHING, "Exponential mean over the steps"),
             )
@@ -117,7 +116,7 @@ class MetricsView:
 
     def _look(self) -> Look:
         return Look(
-            is_mean=self._lines.value, is_log=self._scale.value, smoothing=self._smoothing.value
+            kind=self._lines.value, is_log=self._scale.value, smoothing=self._smoothing.value
         )
 
     def _offer(self, names: list[str]) -> None:

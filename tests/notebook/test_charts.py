@@ -169,7 +169,7 @@ def test_a_line_a_rank_with_values_to_hover_over() -> None:
 
 
 def test_the_mean_is_one_line() -> None:
-    page = Tags(render_charts({"loss": falling()}, Look(is_mean=True)))
+    page = Tags(render_charts({"loss": falling()}, Look(kind="mean")))
     assert page.tags.count("path") == 1
     assert "mean 1.36" in page.text
     # Of many ranks nobody could tell the lines apart.
@@ -213,7 +213,7 @@ def test_a_single_value_and_one_that_is_no_number() -> None:
 @pytest.mark.parametrize(("num_charts", "num_ranks"), [(1, 1), (6, 1), (6, 8), (6, 128), (1, 8)])
 def test_a_page_is_small(num_charts: int, num_ranks: int) -> None:
     shown = {f"{HOSTILE}{n}": falling(num_ranks) for n in range(num_charts)}
-    for look in (Look(), Look(is_mean=True)):
+    for look in (Look(), Look(kind="mean")):
         markup = render_charts(shown, look)
         assert message_bytes(markup) < 24_000
         assert "script" not in Tags(markup).tags
@@ -276,10 +276,10 @@ def test_the_note_names_the_ranks_that_differ() -> None:
 
 def test_the_mean_is_that_of_the_ranks_that_are_finite() -> None:
     points = {0: [(s, 1.0) for s in range(99)], 1: [(s, math.nan) for s in range(99)]}
-    page = Tags(render_charts({"x": curves_of(points)}, Look(is_mean=True)))
+    page = Tags(render_charts({"x": curves_of(points)}, Look(kind="mean")))
     assert "mean 1" in page.text
     gone = {rank: [(s, 1.0 if s < 9 else math.nan) for s in range(99)] for rank in range(2)}
-    (line,) = re.findall(r" d='([^']*)'", render_charts({"x": curves_of(gone)}, Look(is_mean=True)))
+    (line,) = re.findall(r" d='([^']*)'", render_charts({"x": curves_of(gone)}, Look(kind="mean")))
     assert int(line.split()[-1].split(",")[0]) < 60
 
 
