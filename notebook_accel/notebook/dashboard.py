@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
 from notebook_accel.launch.run import call_of
-from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
-from notebook_accel.notebook.display_slot import DisplaySlot, LostWidgetText
+from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import LivePanel
 from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
@@ -40,8 +39,6 @@ _AGAIN_SECONDS = 0.3
 _PANEL_SECONDS = 0.5
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
-# A run that lasts so long may outlive its page, and the page the kernel.
-_LASTING_SECONDS = 5.0
 
 
 class Dashboard(View):
@@ -77,7 +74,6 @@ class Dashboard(View):
         self._panel_seconds = _SLIM_SECONDS if is_cell else _PANEL_SECONDS
         self._slot = DisplaySlot() if slot is None else slot
         self._has_own_slot = slot is None
-        self._lost_text: LostWidgetText | None = None
         self.panel: LivePanel | None = None
         self._lock = threading.RLock()
         self._is_drawing = False
@@ -113,23 +109,15 @@ class Dashboard(View):
         self._run = run
         self._state = run.state
         self._opened_at = time.monotonic()
-        self._lost_text = LostWidgetText(
-            f"{one_line(run.state.name, 60)} (run {run.id}): where no live panel is above, its "
-            f"kernel is gone. {run_list.expression(run.id)}.show() draws what was kept."
-        )
         # A cell is drawn once it is waited for: most end before, and cost a single message.
         if not (self._is_cell and self._waits):
-            self._begin_drawing(run, self._lost_text)
+            self._begin_drawing()
 
-    def _begin_drawing(self, run: Run, lost_text: LostWidgetText) -> None:
+    def _begin_drawing(self) -> None:
         """Show a line, and have a thread draw what becomes of it."""
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True
-        line = render_slim(self._state, now=self._state.now()).bundle
-        # Until there is a panel, the line hides the text.
-        self._slot.show({**line, "text/html": f"{line['text/html']}{lost_text.hiding_style}"})
-        if not self._waits and self._has_own_slot:
-            self._show_lost_text()
+        self._slot.show(render_slim(self._state, now=self._state.now()).bundle)
         # ipykernel 7.0 finds the cell of a thread by its context alone.
         context = contextvars.copy_context()
         threading.Thread(
@@ -150,12 +138,9 @@ class Dashboard(View):
         self._clicks.pump()
         with self._lock:
             if not self._is_drawing and not self._has_ended and self._run is not None:
-                assert self._lost_text is not None, "a run is opened before it is waited for"
-                self._begin_drawing(self._run, self._lost_text)
+                self._begin_drawing()
         self.draw()
         self._show_new_displays()
-        if self._waits and time.monotonic() >= self._opened_at + _LASTING_SECONDS:
-            self._show_lost_text()
 
     def stop_waiting(self) -> None:
         self._clicks.stop_pumping()
@@ -171,9 +156,6 @@ class Dashboard(View):
                 return
             self._state = state
             self._has_ended = True
-            if self._lost_text is not None:
-                # First, since what stands in the slot hides it no longer.
-                self._lost_text.clear()
             if self.panel is None and self._is_cell:
                 self._slot.show(render_slim(state).bundle, is_to_place=False)
                 return
@@ -191,8 +173,6 @@ class Dashboard(View):
             else:
                 # Not one more panel: each would be drawn, and sent, five times a second.
                 self._slot.place()
-                if self._lost_text is not None:
-                    self._lost_text.place()
 
     def show_displays(self, run: Run, rank: int) -> None:
         show_displays(run.state, rank)
@@ -209,14 +189,7 @@ class Dashboard(View):
 
     def _make_panel(self, state: RunState) -> None:
         assert self._run is not None, "a panel shows a run"
-        assert self._lost_text is not None, "a run is opened before it has a panel"
-        panel = LivePanel(
-            self._run,
-            slot=self._slot,
-            clicks=self._clicks,
-            stop=self._ask_stop,
-            hiding_style=self._lost_text.hiding_style,
-        )
+        panel = LivePanel(self._run, slot=self._slot, clicks=self._clicks, stop=self._ask_stop)
         panel.read(state)
         panel.draw(state, self._details(state, panel))
         panel.show(
@@ -225,12 +198,6 @@ class Dashboard(View):
             "kernel it shows what was kept."
         )
         self.panel = panel
-
-    def _show_lost_text(self) -> None:
-        """Say what to type if the panel is lost. Only the launching cell's thread may call this."""
-        with self._lock:
-            if self._lost_text is not None and not self._has_ended:
-                self._lost_text.show()
 
     def _keep_drawing(self) -> None:
         guarded = GuardedView(self)
@@ -243,8 +210,6 @@ class Dashboard(View):
 
     def _send_end_again(self) -> None:
         with self._lock:
-            if self._lost_text is not None:
-                self._lost_text.clear()
             if self.panel is not None:
                 self.panel.send_again()
             else:

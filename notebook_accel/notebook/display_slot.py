@@ -1,10 +1,4 @@
-"""One slot in a cell's output: what is shown there first can be replaced later, from any thread.
-
-A widget has a text below it as well, for pages that will not find it: a notebook that is opened
-with another kernel than the widget's has "Error displaying widget: model not found" in its place,
-since pages prefer the widget to the text in the same output. A style sheet inside the widget hides
-that text while there is a widget.
-"""
+"""One slot in a cell's output: what is shown there first can be replaced later, from any thread."""
 
 from __future__ import annotations
 
@@ -16,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.display import display, update_display
 
-from notebook_accel.notebook.markup import Markup, element
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DisplaySlot", "LostWidgetText", "widget_view"]
+__all__ = ["DisplaySlot", "widget_view"]
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # It takes no room in the pages of JupyterLab and Notebook 7.
@@ -89,40 +81,3 @@ class DisplaySlot:
             except LookupError:
                 # ipykernel 7.0 knows no cell but that of the context.
                 replace()
-
-
-class LostWidgetText:
-    """The text below one widget; nothing stands there until it is shown.
-
-    Attributes:
-        hiding_style: hides the text in a page that draws it.
-
-    Args:
-        text: what the widget was, and what to type.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._slot: DisplaySlot | None = None
-        # Of its own: another widget in the page must not hide it.
-        self._class = f"na-lost-{uuid.uuid4().hex}"
-        self.hiding_style = Markup(f"<style>.{self._class} {{ display: none; }}</style>")
-
-    def show(self) -> None:
-        """Put the text into the output of the cell that runs now, once; only its thread may."""
-        if self._slot is None:
-            self.place()
-
-    def place(self) -> None:
-        """Put the text into the output of the cell that runs now, also where it is in others."""
-        if self._slot is not None:
-            self._slot.place()
-            return
-        self._slot = DisplaySlot()
-        html = element("div", self._text, class_=self._class, style="opacity:.65;font-size:13px")
-        self._slot.show({"text/html": str(html), "text/plain": self._text})
-
-    def clear(self) -> None:
-        """Take the text away, wherever it stands: there is something better now."""
-        if self._slot is not None:
-            self._slot.clear()

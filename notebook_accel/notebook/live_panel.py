@@ -126,7 +126,6 @@ class LivePanel:
         slot: where in a cell's output it goes.
         clicks: how clicks get through.
         stop: called when Stop is clicked.
-        hiding_style: hides what is said below the panel to those who lose it.
     """
 
     def __init__(
@@ -136,10 +135,8 @@ class LivePanel:
         slot: DisplaySlot,
         clicks: ClicksAfterTheCell,
         stop: Callable[[], None],
-        hiding_style: Markup,
     ) -> None:
         self._run = run
-        self._hiding_style = hiding_style
         self._slot = slot
         self._hang: Hang | None = None
         self._kill_asked = -math.inf
@@ -186,7 +183,7 @@ class LivePanel:
             copyable("code", f"{run_list.expression(run.id)}.show()"),
             class_="na",
         )
-        self._style = widgets.make(ipywidgets.HTML, f"{style_element()}{self._hiding_style}{gone}")
+        self._style = widgets.make(ipywidgets.HTML, f"{style_element()}{gone}")
         for widget, name in (
             (self._style, "na-gone"),
             (self._title, "na-head"),
@@ -302,7 +299,7 @@ class LivePanel:
         show = f"{run_list.expression(self._run.id)}.show()"
         note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
         html = snapshot.bundle["text/html"]
-        self._body.value = f"{_ENDED_STYLE}{self._hiding_style}{html}{note}"
+        self._body.value = f"{_ENDED_STYLE}{html}{note}"
         self.box.remove_class("na-panel")
         self.box.add_class("na-ended")
         self._widgets.close()

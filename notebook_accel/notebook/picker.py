@@ -44,7 +44,7 @@ from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
-from notebook_accel.notebook.display_slot import DisplaySlot, LostWidgetText, widget_view
+from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
 from notebook_accel.notebook.markup import Markup, copyable, element, join, style_element
 
@@ -323,7 +323,6 @@ _USE_OF_DEFAULT_FILE = "from which each launch takes the settings that its call 
 _SAVE_TOOLTIP = f"Write these settings to the file; the default is the one {_USE_OF_DEFAULT_FILE}"
 # What a saved notebook has of the form.
 _SAVED = "config_picker: a form, which only its kernel draws."
-_LOST = "Where no form is above, its kernel is gone. Run the cell again to see it."
 _IN_A_TERMINAL = (
     "config_picker: only a notebook draws the form. Elsewhere its settings are LaunchConfig(...), "
     "whose save(path) and load(path) keep them as YAML"
@@ -359,7 +358,6 @@ class ConfigPicker:
         self._lock = threading.RLock()
         # Of the run's panel: only a cell can make it.
         self._slot = DisplaySlot()
-        self._lost_text = LostWidgetText(_LOST)
         self._is_filling = False
         self._draws_between_cells = True
         self._has_call = False
@@ -425,7 +423,6 @@ class ConfigPicker:
         clicks = clicks_for(shell.kernel)
         clicks.keep_order(_all_in(self.box))
         DisplaySlot().show(widget_view(self.box, _SAVED))
-        self._lost_text.place()
         # Shown once more, the form has the run below it there too.
         self._slot.place()
         # Registered twice it is called once. It displays nothing: that would show nowhere.
@@ -476,7 +473,7 @@ class ConfigPicker:
         for widget in (self._path, self._function, self._arguments):
             widget.style.description_width = "75px"
         style = ipywidgets.HTML(
-            f"{style_element('picker')}{self._lost_text.hiding_style}",
+            style_element("picker"),
             layout=ipywidgets.Layout(display="none"),
         )
         box = ipywidgets.VBox(

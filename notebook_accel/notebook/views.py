@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.display_slot import LostWidgetText
 
 __all__ = ["CellDashboard", "Transcript", "VIEWS", "choose_view", "dashboard_in"]
 
@@ -99,13 +98,14 @@ class CellDashboard(Dashboard):
     # The number of the newest cell that shows the run.
     _placed_in: int | None = None
 
-    def _begin_drawing(self, run: Run, lost_text: LostWidgetText) -> None:
-        """Show one line that says the run is running; no thread redraws it, so no page loses it."""
+    def _begin_drawing(self) -> None:
+        """Show one line that says the run is running; no thread redraws it."""
+        assert self._run is not None, "a view that draws is open"
         self._is_drawing = True
         # A click has no cell.
         self._placed_in = _number_of_cell() if self._has_own_slot else None
-        name = one_line(run.state.name, 60)
-        typed = run_list.expression(run.id)
+        name = one_line(self._run.state.name, 60)
+        typed = run_list.expression(self._run.id)
         text = (
             f"{name}: running"
             if self._waits

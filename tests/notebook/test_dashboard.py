@@ -199,15 +199,12 @@ def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -
     before = live_widgets()
     shown.view.reopen(shown.run)
     assert live_widgets() == before
-    panel, text = page.shown
+    (panel,) = page.shown
     assert page.shown[panel][WIDGET]["model_id"] == shown.panel.box.model_id
-    # What to type stands there as well, should the panel be lost.
-    assert "find_run('calm-otter').show() draws" in page.shown[text]["text/plain"]
     shown.view.reopen(shown.run)
-    assert page.placed == [panel, panel, text, panel, text]
+    assert page.placed == [panel, panel, panel]
     shown.end()
     assert "succeeded" in page.shown[panel]["text/html"]
-    assert not any(page.shown[text].values())
 
 
 @pytest.mark.parametrize(
@@ -369,31 +366,6 @@ def displayed(rank: int, html: str) -> wire.Displayed:
 def displays_of(shown: Shown) -> Any:
     """The widget with what a rank displayed."""
     return shown.panel.box.children[-2]
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_to_type_if_the_panel_is_lost_stands_below_it_until_the_end(
-    page: Page, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
-    """A cell that waits for its run can still add it, and does where the run lasts."""
-    shown = Shown(waits=waits)
-    body, style = shown.part("na-body"), shown.part("na-gone").value
-    assert len(page.placed) == 2 - waits
-    monkeypatch.setattr(dashboard, "_LASTING_SECONDS", 0.0)
-    shown.view.poll()
-    shown.view.poll()
-    panel, text = page.shown.values()
-    assert WIDGET in panel
-    assert "find_run('calm-otter').show() draws what was kept" in text["text/plain"]
-    (its_class,) = re.findall("class='(na-lost-.*?)'", text["text/html"])
-    hidden = f".{its_class} {{ display: none; }}"
-    assert hidden in style
-    shown.end()
-    assert hidden in body.value, "a page that was reloaded has both still"
-    shown.await_last_message()
-    summary, text = page.shown.values()
-    assert "succeeded" in summary["text/html"]
-    assert not any(text.values())
 
 
 def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page: Page) -> None:

@@ -608,9 +608,3 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     )
     expect(launch).to_be_hidden()
     assert notebook.count_broken_links() == 0
-    notebook.wait_until_idle()
-    # A page that is opened now finds no form, and what to do is below.
-    lost = form.get_by_text("Run the cell again to see it.", exact=False)
-    expect(lost).to_be_hidden()
-    notebook.reload()
-    expect(lost).to_be_visible()

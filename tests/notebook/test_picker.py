@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import threading
 from dataclasses import replace
@@ -357,16 +356,12 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     form.launch.click()
     panel = {"text/plain": "the panel"}
     notebook.given["slot"].show(panel)
-    shown, lost, *places = notebook.displayed
-    # A file has no widgets: what it keeps of the form says how to have it.
+    shown, *places = notebook.displayed
+    # A file has no widgets: what it keeps of the form says what it was.
     assert shown == widget_view(form.box, shown["text/plain"])
-    assert lost["text/plain"].endswith("Run the cell again to see it.")
-    # In a page that draws the form, the form hides that.
-    (its_class,) = re.findall("class='(na-lost-.*?)'", lost["text/html"])
-    assert f".{its_class} {{ display: none; }}" in form.box.children[0].value
     assert places == [{"text/plain": "", "text/html": ""}]
     notebook.show(form, has="2 CPU cores")
-    assert notebook.displayed[3:] == [shown, lost, panel]
+    assert notebook.displayed[2:] == [shown, panel]
 
 
 def test_a_click_launches_as_the_code_of_the_form_does(monkeypatch: pytest.MonkeyPatch) -> None:
