@@ -13,6 +13,8 @@ In the kernel (``control/``) a message from an agent comes to four places, each 
                   -> call.py take                    results, metrics and stacks of the call
                        -> state.py apply             what it changes of the call, as views draw it
 
+A message that a rank sends has ``from_rank`` and is sent by launch/rank.py; the agent passes it on.
+
 Bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
 none is ever unpickled on the way. Values of the user's (arguments, results, exceptions) pass as
 opaque bytes, and whoever asks for them unpickles them later.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -98,7 +100,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         rank: the rank that the message is about, None for a whole machine.
         monotonic: the sender's ``time.monotonic()``, seconds.
         wall: the sender's ``time.time()``, seconds.
+        from_rank: whether a rank may send messages of this class at any time; its agent drops
+            others, those that end a call aside.
     """
+
+    from_rank: ClassVar[bool] = False
 
     run: str = ""
     call: int = 0
@@ -137,6 +143,8 @@ class RankReady(Message, frozen=True, kw_only=True):
             first of them; None for this one.
     """
 
+    from_rank: ClassVar[bool] = True
+
     pid: int = 0
     host: int | None = None
 
@@ -144,9 +152,13 @@ class RankReady(Message, frozen=True, kw_only=True):
 class CallStarted(Message, frozen=True, kw_only=True):
     """The rank is about to call the function."""
 
+    from_rank: ClassVar[bool] = True
+
 
 class Metric(Message, frozen=True, kw_only=True):
     """Values given to ``accelerator.log``. The agent passes them on as :class:`Metrics`."""
+
+    from_rank: ClassVar[bool] = True
 
     values: dict[str, float]
     step: int | None = None
@@ -158,6 +170,8 @@ class Bar(Message, frozen=True, kw_only=True):
     ``bar`` numbers the bars of the rank; ``postfix`` is what the bar shows after its numbers
     ("loss=0.31").
     """
+
+    from_rank: ClassVar[bool] = True
 
     bar: int
     name: str
@@ -179,6 +193,8 @@ class Displayed(Message, frozen=True, kw_only=True):
         replaces: whether it only takes the place of what was displayed by that id.
     """
 
+    from_rank: ClassVar[bool] = True
+
     data: dict[str, str]
     display_id: str = ""
     replaces: bool = False
@@ -186,6 +202,8 @@ class Displayed(Message, frozen=True, kw_only=True):
 
 class Notice(Message, frozen=True, kw_only=True):
     """One line for the person, shown once however many ranks send it."""
+
+    from_rank: ClassVar[bool] = True
 
     text: str
 

@@ -129,16 +129,6 @@ _START_METHODS: dict[
     "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
 }
 
-# What a rank may say of itself, beside how its call ended.
-_FROM_RANKS = (
-    wire.RankReady,
-    wire.CallStarted,
-    wire.Metric,
-    wire.Bar,
-    wire.Displayed,
-    wire.Notice,
-)
-
 
 def main(
     channel: Channel,
@@ -485,7 +475,7 @@ class Agent:
         """Whether a rank may send this: what a rank says of itself, and the end of a call once."""
         if isinstance(message, (wire.Returned, wire.Raised)):
             return rank.is_in_call and message.call == self._call
-        return isinstance(message, _FROM_RANKS) and message.call in (0, self._call)
+        return message.from_rank and message.call in (0, self._call)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
         """Act on what a rank says; gives the message as it is passed on to the kernel."""
