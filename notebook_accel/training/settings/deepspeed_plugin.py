@@ -251,6 +251,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
 
     @classmethod
     def resolve(cls, argument: str, given: Any) -> DeepSpeedPlugin | None:
+        """As :meth:`StrategyPlugin.resolve`; also takes a dictionary of one plugin."""
         if isinstance(given, dict):
             # Accelerate takes several by name; DeepSpeed trains one model an Accelerator.
             if len(given) > 1:

@@ -96,6 +96,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
     @classmethod
     def resolve(cls, argument: str, given: Any) -> FullyShardedDataParallelPlugin | None:
+        """As :meth:`StrategyPlugin.resolve`; Transformers is told."""
         for name, text in current().shared.pop(_SAID, {}).items():
             os.environ.pop(name, None)
             os.environ.update({} if text is None else {name: text})
