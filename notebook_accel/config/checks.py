@@ -23,22 +23,18 @@ __all__ = [
     "as_env",
     "as_flag",
     "as_index",
-    "as_port",
     "as_positive",
     "as_seconds",
-    "as_seed",
     "as_text",
     "check_enough",
-    "check_enough_devices",
-    "check_seconds",
 ]
 
 
 def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """The whole number that ``value`` is.
+    """Return ``value`` as an int; numpy's whole numbers count.
 
     Raises:
-        ConfigError: it is none, or not between ``least`` and ``most``; the message calls it
+        ConfigError: it is no whole number from ``least`` to ``most``; the message calls it
             ``name``.
     """
     number = as_index(value)
@@ -49,10 +45,10 @@ def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) 
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """The flag that ``value`` is.
+    """Return ``value``, which must be True or False.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is neither.
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)}: expected True or False")
@@ -60,10 +56,10 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_positive(name: str, value: Any) -> float:
-    """The number above 0 that ``value`` is.
+    """Return ``value`` as an int or float above 0.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no number above 0.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not value > 0:
@@ -72,10 +68,10 @@ def as_positive(name: str, value: Any) -> float:
 
 
 def as_text(name: str, value: Any) -> str:
-    """The text that ``value`` is, as a plain one.
+    """Return ``value`` as a plain str; members of a text enum count.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no text.
     """
     if not isinstance(value, str):
         raise ConfigError(f"{name}={shown(value)}: expected text")
@@ -83,7 +79,7 @@ def as_text(name: str, value: Any) -> str:
 
 
 def as_address(name: str, value: Any) -> str:
-    """A host name, or an IPv4 address.
+    """Return ``value``, which must be a host name or an IPv4 address.
 
     Raises:
         ConfigError: it is neither.
@@ -95,7 +91,7 @@ def as_address(name: str, value: Any) -> str:
 
 
 def as_index(value: Any) -> int | None:
-    """The whole number that ``value`` is (numpy's included), else None; a flag is none."""
+    """Return ``value`` as an int if it is a whole number, also of numpy; None for all else."""
     if isinstance(value, bool):
         return None
     try:
@@ -104,42 +100,22 @@ def as_index(value: Any) -> int | None:
         return None
 
 
-def as_seed(name: str, value: Any) -> int:
-    """The seed that ``value`` is.
+def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
+    """Return ``value`` as a number of seconds.
 
     Raises:
-        ConfigError: no generator takes it.
-    """
-    number = as_index(value)
-    if number is None or not 0 <= number < 2**63:
-        raise ConfigError(f"{name}={shown(value)}: expected a whole number, 0 or more, below 2**63")
-    return number
-
-
-def as_seconds(name: str, value: Any) -> float:
-    """The number of seconds that ``value`` is.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    check_seconds(name, value)
-    return float(value)
-
-
-def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse what is no number of seconds: text, flags, NaN, less than nothing.
-
-    Raises:
-        ConfigError: the message calls the value ``name``.
+        ConfigError: it is text, a flag, NaN or negative; or 0 with ``above_zero``. The message
+            calls it ``name``.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value < 0 or (above_zero and not value):
         expected = "a number of seconds above 0" if above_zero else "seconds, 0 or more"
         raise ConfigError(f"{name}={shown(value)}: expected {expected}")
+    return float(value)
 
 
 def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """The one of the choices that ``value`` is, as a plain text where it is a member of an Enum.
+    """Return ``value`` as a plain str, which must be one of ``choices``.
 
     Raises:
         ConfigError: it is none of them.
@@ -150,22 +126,10 @@ def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     return next(choice for choice in choices if choice == value)
 
 
-def as_port(name: str, value: Any) -> int:
-    """The port that ``value`` is.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    number = as_index(value)
-    if number is None or not 0 < number < 65_536:
-        raise ConfigError(f"{name}={shown(value)}: expected None (a free port) or 1 to 65535")
-    return number
-
-
 def as_env(name: str, value: Any) -> dict[str, str]:
-    """The environment variables that ``value`` is, as plain texts.
+    """Return a mapping of environment variables as a dict of plain texts.
 
-    The texts are in no error: they may be secrets, and a notebook is saved with its errors.
+    Errors leave the texts out: they may be secrets, and a notebook is saved with its errors.
 
     Raises:
         ConfigError: it names the first variable that cannot be one.
@@ -194,10 +158,10 @@ def as_env(name: str, value: Any) -> dict[str, str]:
 
 
 def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
-    """The accelerators that ``value`` means: their indices, or "cpu".
+    """Return the indices of accelerators, given as a list or as text with commas; or "cpu".
 
     Raises:
-        ConfigError: it means none of these.
+        ConfigError: it is neither.
     """
     if isinstance(value, str) and value == "cpu":
         return "cpu"
@@ -210,22 +174,13 @@ def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
 
 
 def _as_indices(value: Any) -> tuple[int, ...]:
-    """The whole numbers in ``value``; none where anything else is in it."""
+    """Return the whole numbers in a list or text; () if it has anything else."""
     try:
         parts = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
     except (TypeError, ValueError):
         return ()
     indices = [as_index(part) for part in parts]
     return tuple(index for index in indices if index is not None) if None not in indices else ()
-
-
-def check_enough_devices(wanted: int, available: int) -> None:
-    """Refuse more ranks than accelerators of this machine.
-
-    Raises:
-        ConfigError: ``wanted`` is more than ``available``.
-    """
-    check_enough(wanted, available, f"this machine has {available}")
 
 
 def check_enough(wanted: int, available: int, why: str) -> None:

@@ -21,7 +21,7 @@ _MOST_BYTES = 1_000_000_000
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path, in which "~" is the home folder.
+    """Return the path with "~" replaced by the home folder.
 
     Raises:
         ConfigError: there is no such home folder.
@@ -33,10 +33,10 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file of which nobody ever reads a part; one that is there keeps its mode.
+    """Write a file atomically; a file that exists keeps its mode.
 
     Raises:
-        OSError: it cannot be written; one that is there stays as it was.
+        OSError: the file cannot be written; one that exists does not change.
     """
     mode: int | None = None
     with contextlib.suppress(FileNotFoundError), file.open("r+b") as old:
@@ -54,10 +54,10 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def not_too_large(file: IO[bytes]) -> IO[bytes]:
-    """The open file, unless it is larger than what a kernel should read whole.
+    """Return the open file, if it is small enough to be read as a whole.
 
     Raises:
-        OSError: it is; the file stays open.
+        OSError: it is larger than 1 GB; the file stays open.
     """
     size = os.fstat(file.fileno()).st_size
     if size > _MOST_BYTES:
@@ -69,10 +69,10 @@ def not_too_large(file: IO[bytes]) -> IO[bytes]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The names and values in a YAML file, whatever they are; an empty one has none.
+    """Return the mapping in a YAML file, unchecked; {} for an empty file.
 
     Raises:
-        ConfigError: it is not there, cannot be read, or holds no names with values.
+        ConfigError: the file is missing, cannot be read, or holds no mapping.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         # Reading a FIFO or a terminal would wait for its writer for ever.
@@ -84,14 +84,16 @@ def read_settings(path: Path) -> dict[str, Any]:
         # Without the line itself: it may have a secret of `env`.
         line = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
         raise ConfigError(f"it cannot be read: {error.problem}{line}") from None
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:
+        # The middle ones: PyYAML makes what looks like a date, such as 2024-99-99.
         raise ConfigError(f"it cannot be read: {error}") from None
-    except (ValueError, LookupError, AttributeError) as error:
-        # A scalar that looks like what it is not, such as the date 2024-99-99: PyYAML makes it, and
-        # does not say where it stands.
-        raise ConfigError(f"a value in it cannot be read: {error}") from None
-    except RecursionError:
-        raise ConfigError("it cannot be read: it is nested too deeply") from None
     if data is None:
         return {}
     if not isinstance(data, dict):

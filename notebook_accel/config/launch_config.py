@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence  # noqa: TC003 (types are read at run time)
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import yaml
@@ -17,9 +18,7 @@ from notebook_accel.config.checks import (
     as_count,
     as_devices,
     as_env,
-    as_port,
     as_seconds,
-    as_seed,
     check_enough,
 )
 from notebook_accel.config.engines import ENGINES
@@ -115,7 +114,7 @@ class LaunchConfig:
         is_for_ranks=True,
     )
     seed: int | None = setting(
-        check=as_seed,
+        check=partial(as_count, least=0, most=2**63 - 1),
         label="Seed",
         is_first=True,
         about="Seed of the random numbers of Python, numpy and torch in every rank. With "
@@ -131,7 +130,7 @@ class LaunchConfig:
         is_for_ranks=True,
     )
     use_port: int | None = setting(
-        check=as_port,
+        check=partial(as_count, most=65_535),
         label="Port",
         about="The port at which the ranks meet (MASTER_PORT). Ranks of a session meet at a free "
         "one after a call that failed: who is left of the group before may still use this port",
@@ -154,7 +153,7 @@ class LaunchConfig:
     )
     max_restarts: int = setting(
         0,
-        check=lambda name, value: as_count(name, value, least=0),
+        check=partial(as_count, least=0),
         label="Restarts",
         about="How often the ranks are started again after a failure, on the machines that are "
         "left; a function that calls ``accelerator.resume_or_start`` goes on from its checkpoint",
@@ -309,15 +308,15 @@ def _engine_that_obeys(names: Sequence[str]) -> str:
 
 
 def shares_devices(config: LaunchConfig) -> bool:
-    """Whether several ranks of a launch may use one accelerator, as its backend allows."""
+    """Whether the backend of a launch lets several ranks share an accelerator."""
     return _BACKENDS.get(config.backend or "", False)
 
 
 def settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings that a YAML file gives, checked; and lines about what else it has.
+    """Return the checked settings of a YAML file, and lines about what in it is not used.
 
     Raises:
-        ConfigError: the file is not there, or holds what we cannot use.
+        ConfigError: the file is missing, or has a setting that is invalid.
     """
     name = f"config file {os.fspath(path)!r}"
     not_used: list[str] = []
@@ -333,10 +332,10 @@ def settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list
 
 
 def check_names(data: Mapping[Any, Any]) -> None:
-    """Refuse names that are no settings.
+    """Raise for keys that are no settings.
 
     Raises:
-        ConfigError: it names them.
+        ConfigError: there are such keys; the message names them.
     """
     known = [field.name for field in fields(LaunchConfig)]
     unknown = [name for name in data if name not in known]

@@ -2,7 +2,7 @@
 
     @dataclass
     class LaunchConfig:
-        seed: int | None = setting(check=as_seed, label="Seed", about="Seed of ...", unset="...")
+        grace: float = setting(10.0, check=as_seconds, label="Grace", about="Seconds that ...")
 
 Environment, YAML, form, ``help()`` and documentation read the rows by :func:`settings_of`; there is
 no second list of settings.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import shares_devices
-from notebook_accel.config.checks import check_enough_devices, check_seconds
+from notebook_accel.config.checks import as_seconds, check_enough
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.interrupts import held
@@ -50,7 +50,7 @@ def check_wait(*, block: object, timeout: object) -> None:
     if not isinstance(block, bool):
         raise ConfigError(f"block={shown(block)}: expected True or False")
     if timeout is not None:
-        check_seconds("timeout", timeout, above_zero=True)
+        as_seconds("timeout", timeout, above_zero=True)
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -166,7 +166,7 @@ def check_fits(config: LaunchConfig, machine: Machine) -> None:
         return
     check_files_of_ranks(wanted)
     if machine.devices and config.devices is None and not shares_devices(config):
-        check_enough_devices(wanted, len(machine.devices))
+        check_enough(wanted, len(machine.devices), f"this machine has {len(machine.devices)}")
 
 
 def crowding(config: LaunchConfig, machine: Machine) -> str:

@@ -13,7 +13,7 @@ import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from notebook_accel.config.checks import check_seconds
+from notebook_accel.config.checks import as_seconds
 from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import RESCUED, Progress
@@ -227,7 +227,7 @@ class Run:
             'succeeded'
         """
         if timeout is not None:
-            check_seconds("timeout", timeout)
+            as_seconds("timeout", timeout)
         if not self._call.wait(timeout):
             raise self._about_this(
                 TimeoutError(f"the run has not ended within {timeout} s; it goes on ({self!r})")
@@ -304,7 +304,7 @@ class Run:
             'succeeded'
         """
         if grace is not None:
-            check_seconds("grace", grace)
+            as_seconds("grace", grace)
             grace = float(grace)
         self._call.stop(grace)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
-from notebook_accel import ConfigError, utils
+from notebook_accel import utils
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
 from tests.training.single import forget_states, fresh_rank  # noqa: F401
@@ -56,14 +56,6 @@ def test_what_deepspeed_needs() -> None:
         assert weight.numel() == 2
     loader = DataLoader(range(4))  # type: ignore[arg-type]
     assert accelerator.deepspeed_ulysses_dl_adapter(loader, None) is loader
-
-
-def test_what_is_not_supported_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"ParallelismConfig\(tp_size=2\)"):
-        utils.TorchTensorParallelPlugin(tp_size=2)
-    with pytest.raises(ConfigError, match="enable_async_tp"):
-        utils.TorchTensorParallelConfig(enable_async_tp=True)
-    assert utils.TorchTensorParallelPlugin().tp_size == 1
 
 
 def test_classes_are_made_by_hand_as_there() -> None:

@@ -91,7 +91,6 @@ from notebook_accel.training.settings.parallelism import (
     ParallelismConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
 )
 from notebook_accel.training.state import (
     AcceleratorState,

@@ -19,7 +19,7 @@ import msgspec
 
 from notebook_accel import tpu
 from notebook_accel.config import shares_devices
-from notebook_accel.config.checks import check_enough_devices
+from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
@@ -189,7 +189,7 @@ class LocalEngine(AgentEngine):
             notices = (*problem, *(() if wanted else (_ASK_FOR_MORE,)))
             return RankPlan.of_sizes(wanted or 1, environment=ON_CPU, notices=notices)
         if wanted is not None and not shares_devices(request.config):
-            check_enough_devices(wanted, available)
+            check_enough(wanted, available, f"this machine has {available}")
         # What the person has set stays.
         number = wanted or available
         ask = _VARIABLES.get(found.kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -41,27 +41,6 @@ _FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", 
 _FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}
 
 
-class PreparesEach(Protocol):
-    """What ``prepare`` calls for each object: the methods of an ``Accelerator``, or of a user's
-    class derived from it."""
-
-    def prepare_model(self, model: Module, device_placement: bool | None = None) -> Any:
-        """Make a model ready."""
-
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
-    ) -> DataLoader[Any]:
-        """Make a loader ready."""
-
-    def prepare_optimizer(
-        self, optimizer: Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
-        """Make an optimizer ready."""
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Make a scheduler ready."""
-
-
 class Preparation:
     """Makes objects ready and remembers them.
 
@@ -85,15 +64,16 @@ class Preparation:
         self,
         objects: Sequence[Any],
         placement: Sequence[bool | None],
-        accelerator: PreparesEach,
+        accelerator: Any,
     ) -> list[Any]:
         """Make all objects ready, whatever their order: a scheduler needs its optimizer ready.
 
         Args:
             objects: others than those of torch are given back as they are.
             placement: for each, whether it is put on the device; None: as ``Accelerator`` says.
-            accelerator: its ``prepare_model``, ``prepare_data_loader`` and so on are called for
-                each object that can be made ready by itself; a subclass may have its own.
+            accelerator: the ``Accelerator``. Its ``prepare_model``, ``prepare_data_loader`` and so
+                on are called for each object that can be prepared by itself; a subclass may
+                override them.
 
         Raises:
             ConfigError: ``placement`` has not one entry an object.
@@ -133,7 +113,7 @@ class Preparation:
     def model(
         self, model: Module, placement: bool | None = None, *, evaluation: bool = False
     ) -> Module:
-        """The model on its device, in its precision, spread over the ranks by the strategy."""
+        """Return the prepared model: on its device, in its precision, wrapped or sharded."""
         self._renew(model)
         ready: list[Any] = [model]
         self._prepare_together(ready, [placement], evaluation=evaluation)
@@ -142,19 +122,19 @@ class Preparation:
     def optimizer(
         self, optimizer: Optimizer, placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """The optimizer that steps at the end of a window."""
+        """Return the prepared optimizer, which steps at the end of an accumulation window."""
         ready: list[Any] = [optimizer]
         self._prepare_together(ready, [placement])
         return ready[0]  # type: ignore[no-any-return]
 
     def _is_ready(self, item: object) -> bool:
-        """Whether ``prepare`` gave it, so that no method of a subclass wraps it again."""
+        """Whether the object was returned by ``prepare``, and so must not be wrapped again."""
         trained = [known.wrapped for known in self.models if known.training]
         lists: list[Sequence[object]] = [trained, self.optimizers, self.schedulers, self.loaders]
         return any(item is known for each in lists for known in each)
 
     def _prepare_apart(
-        self, objects: list[Any], placement: Sequence[bool | None], accelerator: PreparesEach
+        self, objects: list[Any], placement: Sequence[bool | None], accelerator: Any
     ) -> None:
         """Replace the models among ``objects``, and then the optimizers, one by one."""
         for index, item in enumerate(objects):
@@ -214,8 +194,8 @@ class Preparation:
             objects[index] = self._as_accelerated(optimizer, placement[index])
 
     def _renew(self, item: object) -> None:
-        """Let a model that is given once more be spread as it is now: code may have thawed some
-        of its weights, or added a layer."""
+        """Forget a model that is given once more, if the strategy cannot keep it: code may have
+        thawed some of its weights, or added a layer."""
         self.models[:] = [
             known
             for known in self.models
@@ -224,7 +204,7 @@ class Preparation:
         ]
 
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
-        """What stands for a model that was prepared before, or that somebody has wrapped."""
+        """Return the prepared form of a model that is prepared or wrapped already, else None."""
         inner = without_wrappers(model)
         if inner is not model:
             return self._take_wrapped(model, inner)
@@ -234,7 +214,7 @@ class Preparation:
         return None
 
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
-        """A model that is wrapped already, by us or by the user, keeps its wrapper."""
+        """Register a model that is wrapped already, and return it with its wrapper."""
         if not any(known.wrapped is model for known in self.models):
             if self.plan.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
                 notice_once(
@@ -269,7 +249,7 @@ class Preparation:
         placement: bool | None = None,
         slice_fn: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """The loader that gives this rank's batches."""
+        """Return the prepared loader, which gives the batches of this rank."""
         if any(known is loader for known in self.loaders):
             return loader
         plan = self.plan
@@ -298,7 +278,7 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """The scheduler that moves with its optimizer's real steps."""
+        """Return the prepared scheduler, which moves when its optimizer has stepped."""
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
         for known in self.schedulers:
@@ -324,13 +304,13 @@ class Preparation:
 
     @property
     def _num_shares(self) -> int:
-        """Into how many parts a batch of a loader is divided."""
+        """Number of ranks that divide one batch of a loader; 1 unless ``split_batches``."""
         return self.plan.strategy.data_group.size if self.plan.loaders.split_batches else 1
 
     @property
     def _schedule_steps(self) -> int:
-        """By how much a schedule moves with a step of its optimizer: by as many batches, of the
-        loader before ``prepare``, as all ranks used for it."""
+        """Schedule steps per optimizer step: batches of the loader before ``prepare`` which all
+        ranks used for it."""
         return self.plan.strategy.data_group.size // self._num_shares
 
     def clear(self) -> None:
@@ -344,7 +324,7 @@ class Preparation:
 
 
 def _batch_sizes(item: object, num_shares: int) -> list[int]:
-    """How many samples a rank takes at once of a loader that says so."""
+    """Return [samples of a rank's batch] for a loader that has a batch size, else []."""
     if not isinstance(item, DataLoader):
         return []
     if isinstance(item, PreparedLoader):  # it is divided already
@@ -426,8 +406,10 @@ def extract_model_from_parallel(
 
 
 def without_wrappers(model: Module) -> Module:
-    """The model that the user's own wrappers and ``prepare`` have put theirs around; one that was
-    compiled before that stays compiled."""
+    """Return the model without wrappers, the user's and those of ``prepare``.
+
+    A model that was compiled before it was wrapped stays compiled.
+    """
     inner = unwrap(model)
     given = unwrap(uncompiled(inner))
     return inner if given is uncompiled(inner) else given

@@ -29,7 +29,6 @@ __all__ = [
     "ParallelismConfig",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
     "fit_sizes",
 ]
 
@@ -149,6 +148,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
     def check_ranks(
         self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
     ) -> None:
+        """Check that the sizes make the number of ranks."""
         fit_sizes(
             self,
             plugins.get("fsdp_plugin"),
@@ -158,26 +158,27 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def divides_layers(self) -> bool:  # type: ignore[override]
+        """Whether ranks compute a layer together."""
         return self.tp_enabled
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks of each dimension of the mesh, the innermost last."""
+        """Number of ranks of each dimension of the mesh, the innermost last."""
         return {name: getattr(self, f"{name}_size") for name in _DIMENSIONS}
 
     @property
     def total_size(self) -> int:
-        """Ranks that the whole takes."""
+        """Number of all ranks: the product of the sizes."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Shares into which the data is divided."""
+        """Number of shares into which the data is divided."""
         return int(self.sizes["dp_replicate"] * self.sizes["dp_shard"])
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Ranks that work on one share together."""
+        """Number of ranks that work on one share of the data together."""
         return int(self.sizes["pp"] * self.sizes["cp"] * self.sizes["tp"])
 
     @property
@@ -187,27 +188,27 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Those whose ranks read different samples; joined, the mesh's "dp"."""
+        """Dimensions whose ranks read different samples; joined, the mesh's "dp"."""
         return self._several("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Those whose ranks read the same samples."""
+        """Dimensions whose ranks read the same samples."""
         return self._several("tp", "cp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Those over which weights are sharded; joined, the mesh's "dp_shard_cp"."""
+        """Dimensions over which weights are sharded; joined, the mesh's "dp_shard_cp"."""
         return self._several("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Those over which a loss is averaged; joined, the mesh's "dp_cp"."""
+        """Dimensions over which a loss is averaged; joined, the mesh's "dp_cp"."""
         return self._several("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """What ``fully_shard`` takes of the mesh: replicas, where there are some, and shards."""
+        """Dimensions that ``fully_shard`` takes: replicas, if there are some, and shards."""
         return [*self._several("dp_replicate"), "dp_shard_cp"]
 
     def _several(self, *names: str) -> list[str]:
@@ -310,7 +311,7 @@ def fit_sizes(
     num_processes: int,
     local_num_processes: int,
 ) -> ParallelismConfig:
-    """The sizes of a mesh of all ranks.
+    """Return sizes of a mesh whose product is the number of all ranks.
 
     Args:
         asked: the user's sizes. Where they leave the data to one rank, an FSDP plugin takes all
@@ -350,39 +351,7 @@ def fit_sizes(
 
 @dataclass
 class TorchTensorParallelConfig:
-    """More about tensor parallelism (``ParallelismConfig(tp_handler=...)``).
-
-    Raises:
-        ConfigError: ``enable_async_tp`` is asked for.
-    """
+    """Settings of tensor parallelism (``ParallelismConfig(tp_handler=...)``), without effect."""
 
     enable_async_tp: bool = False
-    """Overlapping of communication and compute within a layer: not there."""
-
-    def __post_init__(self) -> None:
-        if self.enable_async_tp:
-            raise ConfigError(
-                "TorchTensorParallelConfig(enable_async_tp=True): layers that are divided wait for "
-                "each other here; leave it out"
-            )
-
-
-@dataclass
-class TorchTensorParallelPlugin:
-    """Accelerate's older way to ask for tensor parallelism.
-
-    Raises:
-        ConfigError: it asks for more than one rank: ``ParallelismConfig(tp_size=...)`` does that.
-    """
-
-    tp_size: int = 1
-    """Ranks that compute each layer together."""
-    torch_device_mesh: Any = None
-    """Accepted."""
-
-    def __post_init__(self) -> None:
-        if self.tp_size != 1:
-            raise ConfigError(
-                f"TorchTensorParallelPlugin(tp_size={self.tp_size}): pass "
-                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={self.tp_size})) instead"
-            )
+    """Accepted: communication and compute within a layer do not overlap here."""

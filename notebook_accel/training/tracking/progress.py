@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import auto
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training.processes import topology
 
@@ -25,10 +24,10 @@ def progress(
     *,
     is_shown: bool,
 ) -> Iterable[_Item]:
-    """``iterable`` with a bar; under our launcher each rank has its own.
+    """Return ``iterable`` with a progress bar; under our launcher each rank has its own.
 
     Args:
-        iterable: what is gone through.
+        iterable: items to count.
         desc: name of the bar.
         total: number of items, where ``iterable`` cannot say.
         is_shown: whether this rank shows one outside our launcher.
@@ -44,19 +43,11 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm
         main_process_only: False shows a bar of every rank.
         **kwargs: as tqdm.
 
-    Raises:
-        ConfigError: ``main_process_only`` is given by position, as in old releases of Accelerate.
-
     Example:
         >>> from notebook_accel.utils import tqdm
         >>> sum(tqdm(range(3), disable=True))
         3
     """
-    if args and isinstance(args[0], bool):
-        raise ConfigError(
-            f"tqdm({args[0]}, ...): expected what to go over first; write "
-            f"tqdm(..., main_process_only={args[0]})"
-        )
     if main_process_only and topology.topology().local_process_index != 0:
         kwargs["disable"] = True
     return auto.tqdm(*args, **kwargs)
