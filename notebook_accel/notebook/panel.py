@@ -7,7 +7,6 @@ a row of their own.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -419,18 +418,10 @@ def _stopping(details: Details) -> Markup:
     """How long ranks that do not leave are waited for; most leave before this is worth a word."""
     if details.stopping is None or details.stopping < _STOP_SECONDS:
         return Markup("")
-    left = details.grace - details.stopping
-    if math.isinf(left):
-        text = "none is ended by itself, with grace=inf"
-    elif left > 0:
-        text = (
-            f"one that goes on with its loop is interrupted within {math.ceil(left)} s, and ended "
-            f"{details.grace:g} s later if it ignores that"
-        )
-    else:
-        seconds = max(1, math.ceil(left + details.grace))
-        text = f"one that ignores the interrupt is ended within {seconds} s"
-    line = f"Waiting for the ranks to leave: {text}. Kill ends them now, and results are lost."
+    line = (
+        f"Waiting for the ranks to leave: one that goes on is interrupted after {details.grace:g} "
+        f"s, and ended {details.grace:g} s later. Kill ends them now, and results are lost."
+    )
     return element("div", line, class_="na-waiting")
 
 

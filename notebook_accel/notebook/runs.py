@@ -1,12 +1,10 @@
 """The runs of this process and of earlier ones: a list, a table, a comparison of metrics.
 
-A metric has a column in the table: its last value and, where its name says what is better, its
-best one.
+A metric has a column in the table, with its last value.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,9 +35,6 @@ T = TypeVar("T")
 _MAX_METRICS = 8
 # Characters of what a run is called.
 _MAX_LABEL = 60
-# Words of a metric's name by which its lowest or its highest value is the best one.
-_LOWER = re.compile(r"loss|error|perplexity|(^|[^a-z])(ppl|mse|rmse|mae|wer)([^a-z]|$)")
-_HIGHER = re.compile(r"accuracy|(^|[^a-z])(acc|f1|auc|bleu|rouge|recall|reward)([^a-z]|$)")
 
 
 class RunTable(list[T]):
@@ -97,23 +92,14 @@ def _facts(label: str, state: RunState, names: Sequence[str]) -> list[str]:
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
         wording.span(elapsed(state, state.now())),
         state.arguments,
-        *(_values(name, last.get(name, {}), state) for name in names),
+        *(_last_value(last.get(name, {})) for name in names),
         state.notebook,
         state.run,
     ]
 
 
-def _values(name: str, last: Mapping[int, float], state: RunState) -> str:
-    """The last value of a metric, and the best one of all ranks where it is known which that is."""
-    if not last:
-        return ""
-    text = spread(last) or wording.number(next(iter(last.values())))
-    found: Any = [rank.extremes[name] for rank in state.ranks if name in rank.extremes]
-    low, high = _LOWER.search(name.lower()), _HIGHER.search(name.lower())
-    if not found or bool(low) == bool(high):
-        return text
-    best = min(lowest for lowest, _ in found) if low else max(highest for _, highest in found)
-    return f"{text} (best {wording.number(best)})"
+def _last_value(by_rank: Mapping[int, float]) -> str:
+    return spread(by_rank) or "".join(map(wording.number, [*by_rank.values()][:1]))
 
 
 def find_run(run_id: str) -> Run:

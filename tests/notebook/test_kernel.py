@@ -191,21 +191,6 @@ notebook_launcher(wait, num_processes=1)
     assert "this process has launched no run yet" in error
 
 
-@pytest.mark.parametrize("magic", ["", "%%time\n"])
-def test_an_error_says_which_name_still_has_an_older_run(kernel: Kernel, magic: str) -> None:
-    run(kernel, "import notebook_accel\nmine = other = notebook_launcher(int, num_processes=1)")
-    older = run(kernel, "print(mine.id)").text.strip()
-    launch = f"{magic}mine, n = notebook_launcher(fail, num_processes=1), 0"
-    error = "\n".join(kernel.run(launch).traceback)
-    assert f"`mine` still names run {older}, launched earlier" in error
-    assert "`other`" not in error
-    (typed,) = set(re.findall(r"import notebook_accel; notebook_accel\.last_run\(\)", error))
-    assert run(kernel, f"{typed}; print(notebook_accel.last_run().status)").text == "failed\n"
-    # Where the cell assigns no run, no name is older than the person thinks.
-    error = "\n".join(kernel.run("notebook_launcher(fail, num_processes=1)").traceback)
-    assert "still names" not in error
-
-
 def test_a_plain_loop_that_is_stopped_says_what_to_type_for_what_was_trained(
     kernel: Kernel, tmp_path: Path
 ) -> None:
