@@ -7,7 +7,6 @@ of :data:`CLICK_WAYS`; nothing else knows of versions.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import sys
@@ -19,11 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.private import of_ipykernel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = [
     "CLICK_WAYS",
@@ -51,16 +49,11 @@ __all__ = [
 # A page that has had no state of the widgets within four seconds (ipywidgets 8, where the machine
 # is busy), or knows of no way to ask for all of it, asks each widget for its own, on that widget's
 # comm: that is answered as well, whatever the widget is.
-#
-# What came while the cell did something else, before it waited, is in that queue: as the wait
-# begins, the same messages are taken out of it.
 
 _QUESTIONS = {"kernel_info_request", "comm_info_request"}
 _OF_COMMS = {"comm_open", "comm_msg", "comm_close"}
 # The comm by which a page asks for the state of all widgets (ipywidgets 8).
 _CONTROL_TARGET = "jupyter.widget.control"
-# A thread that takes messages in gets its turn within milliseconds, on a busy machine too.
-_TAKE_SECONDS = 5.0
 
 
 class BlockedShell:
@@ -71,13 +64,6 @@ class BlockedShell:
         self._thread = kernel.shell_channel_thread
         self._lock = threading.Lock()
         self._waiting: set[object] = set()
-        # Set once messages come here. No event: an interrupt of the person in its wait could leave
-        # it locked for the thread that sets it.
-        self._is_receiving = Latch()
-        # Held while the other thread reads the main shell's queue; the main thread, whose socket
-        # that is, lets it do so.
-        self._queue_lock = threading.Lock()
-        self._may_read_queue = False
         # What the cell answers to: the kernel is busy with that.
         self._cell: Any = None
         # Comms of widgets whose clicks are let through.
@@ -90,67 +76,27 @@ class BlockedShell:
         self._clickable.add(comm)
 
     def start(self, waiting: object) -> None:
-        """Answer from now on, until ``stop`` was called with everything that waits.
-
-        It waits itself until the other thread has taken over: that one may be about to read a
-        message as it did before, and would queue it behind the cell.
-        """
-        is_main = threading.current_thread() is threading.main_thread()
+        """Answer messages until ``stop`` was called for every ``waiting`` object."""
         with self._lock:
             if waiting in self._waiting:
                 return
             self._cell = self._kernel.get_parent("shell")
-            self._may_read_queue = self._may_read_queue or is_main
             if not self._waiting:
-                self._is_receiving = Latch()
-                self._thread.io_loop.add_callback(self._take_over, self._is_receiving)
+                self._receive_by(self._receive)
             self._waiting.add(waiting)
-            is_receiving = self._is_receiving
-        try:
-            # A click that is answered here may wait for a run.
-            if threading.current_thread() is not self._thread:
-                is_receiving.wait(_TAKE_SECONDS)
-        finally:
-            if is_main:
-                with self._queue_lock:
-                    self._may_read_queue = False
 
     def stop(self, waiting: object) -> None:
-        """``waiting`` waits no longer: where nothing does, leave all messages to ipykernel."""
+        """Remove ``waiting``; with the last one, ipykernel receives all messages again."""
         with self._lock:
             if waiting not in self._waiting:
                 return
             self._waiting.remove(waiting)
             if not self._waiting:
-                self._thread.io_loop.add_callback(
-                    self._kernel.shell_stream.on_recv,
-                    self._kernel.shell_channel_thread_main,
-                    copy=False,
-                )
+                self._receive_by(self._kernel.shell_channel_thread_main)
 
-    def _take_over(self, is_receiving: Latch) -> None:
-        try:
-            self._kernel.shell_stream.on_recv(self._receive, copy=False)
-            with self._queue_lock:
-                if self._may_read_queue:
-                    self._answer_queued()
-        finally:
-            is_receiving.set()
-
-    def _answer_queued(self) -> None:
-        """Answer what is queued behind the cell; the rest goes back in its order.
-
-        A socket of zmq is for one thread at a time: the main thread waits meanwhile.
-        """
-        pair = self._thread.manager.get_shell_channel_to_subshell_pair(None)
-        queued = []
-        while pair.to_socket.poll(0):
-            queued.append(pair.to_socket.recv_multipart(copy=False))
-        for message in queued:
-            if self._is_to_answer(message):
-                asyncio.ensure_future(self._answer(message))  # noqa: RUF006 - ends in one step
-            else:
-                pair.from_socket.send_multipart(message, copy=False)
+    def _receive_by(self, receiver: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Set the shell channel's receiver, in the thread that owns the channel."""
+        self._thread.io_loop.add_callback(self._kernel.shell_stream.on_recv, receiver, copy=False)
 
     async def _receive(self, message: Any) -> None:
         if self._is_to_answer(message):

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import sys
-import threading
 from contextvars import ContextVar
-from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,9 +17,6 @@ from notebook_accel.notebook.clicks import (
     can_answer,
     clicks_for,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Frame:
@@ -107,26 +101,6 @@ class Comm:
     """A comm of a widget."""
 
 
-class Queue:
-    """Both ends of the queue of the main shell, as of two sockets of zmq."""
-
-    def __init__(self) -> None:
-        self.items: list[list[Frame]] = []
-        self.to_socket = self.from_socket = self
-
-    def send_multipart(self, frames: list[Frame], *, copy: bool) -> None:
-        assert not copy
-        self.items.append(frames)
-
-    def poll(self, timeout: int) -> int:
-        assert timeout == 0
-        return len(self.items)
-
-    def recv_multipart(self, *, copy: bool) -> list[Frame]:
-        assert not copy
-        return self.items.pop(0)
-
-
 class NewKernel(OldKernel):
     """What ipykernel 7 has that matters here: a thread takes messages in, without the cell."""
 
@@ -136,35 +110,24 @@ class NewKernel(OldKernel):
         self._supports_kernel_subshells = True
         self.shell_stream = SimpleNamespace(on_recv=self.on_recv)
         self.receive: Any = self.shell_channel_thread_main
-        self.queue = Queue()
-        self.shell_channel_thread = SimpleNamespace(
-            io_loop=SimpleNamespace(add_callback=self.call_in_loop),
-            manager=SimpleNamespace(get_shell_channel_to_subshell_pair=lambda _: self.queue),
-        )
+        self.queued: list[list[Frame]] = []
+        loop = SimpleNamespace(add_callback=lambda call, *args, **named: call(*args, **named))
+        self.shell_channel_thread = SimpleNamespace(io_loop=loop)
         self.comm_manager = SimpleNamespace(comms={})
         self.shell_handlers["comm_open"] = self.handle
         self._shell_parent: ContextVar[Any] = ContextVar("parent", default=None)
 
-    @staticmethod
-    def call_in_loop(call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        async def in_loop() -> None:
-            call(*args, **kwargs)
-            # What it has begun takes one step.
-            await asyncio.sleep(0)
-
-        asyncio.run(in_loop())
-
     @property
     def passed_on(self) -> list[str]:
         """What is queued for the main shell."""
-        return [json.loads(frames[0].bytes)["name"] for frames in self.queue.items]
+        return [json.loads(frames[0].bytes)["name"] for frames in self.queued]
 
     def on_recv(self, receive: Any, copy: bool) -> None:
         assert not copy
         self.receive = receive
 
     async def shell_channel_thread_main(self, frames: list[Frame]) -> None:
-        self.queue.send_multipart(frames, copy=False)
+        self.queued.append(frames)
 
     def add_comm(self, comm_id: str) -> Comm:
         comm = self.comm_manager.comms[comm_id] = Comm()
@@ -246,10 +209,7 @@ def test_while_a_cell_waits_pages_are_answered_on_the_main_shell() -> None:
     comm = kernel.add_comm("ours")
     kernel.add_comm("other")
     first.let_through(SimpleNamespace(comm=comm))
-    # What came before the cell waited is answered as it begins to.
-    kernel.send("execute_request", "cell before")
     kernel.send("comm_msg", "before", comm_id="ours")
-    kernel.send("comm_msg", "of another, before", comm_id="other")
     first.pump()
     first.pump()
     kernel.send("comm_msg", "click", comm_id="ours")
@@ -266,37 +226,10 @@ def test_while_a_cell_waits_pages_are_answered_on_the_main_shell() -> None:
     kernel.send("comm_msg", "still", comm_id="ours")
     second.stop_pumping()
     kernel.send("comm_msg", "after", comm_id="ours")
-    assert kernel.handled == ["before", "click", "page", "states", "question", "still"]
+    assert kernel.handled == ["click", "page", "states", "question", "still"]
     others = ["by subshell", "of another", "cell", "after"]
-    assert kernel.passed_on == ["cell before", "of another, before", *others]
-    assert kernel.states == ["busy", "idle", "busy"] * 6
-
-
-def test_the_queue_of_the_main_shell_is_read_for_a_cell_of_the_main_thread_alone() -> None:
-    kernel = NewKernel()
-    kernel.send("kernel_info_request", "question")
-    waits = threading.Thread(target=ClicksBySubshell(kernel).pump)
-    waits.start()
-    waits.join(20)
-    assert (kernel.handled, kernel.passed_on) == ([], ["question"])
-
-
-def test_a_cell_waits_once_the_thread_that_takes_messages_in_has_taken_over() -> None:
-    kernel = NewKernel()
-    later: queue.Queue[Callable[[], None]] = queue.Queue()
-    kernel.shell_channel_thread.io_loop.add_callback = lambda *call: later.put(partial(*call))
-    clicks = ClicksBySubshell(kernel)
-    waits = threading.Thread(target=clicks.pump)
-    waits.start()
-    hand_over = later.get(timeout=20)
-    # As one that reads what came, before it gets to that.
-    waits.join(0.05)
-    assert waits.is_alive()
-    hand_over()
-    waits.join(20)
-    assert not waits.is_alive()
-    kernel.send("kernel_info_request", "question")
-    assert kernel.handled == ["question"]
+    assert kernel.passed_on == ["before", *others]
+    assert kernel.states == ["busy", "idle", "busy"] * 5
 
 
 def test_programs_that_run_notebooks_cannot_answer() -> None:
