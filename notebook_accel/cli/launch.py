@@ -133,7 +133,7 @@ def _run(typed: Namespace) -> None:
 
 
 def _check_script(typed: Namespace) -> None:
-    """Refuse a script that is not there: each rank would say so, in a traceback."""
+    """Check that the script, module or program exists, before ranks start."""
     name = typed.training_script
     if typed.module and typed.no_python:
         raise ConfigError("--module and --no-python exclude each other: leave one out")

@@ -121,7 +121,10 @@ class BlockedShell:
         of_ipykernel.publish_status(kernel, "busy", self._cell)
 
     def _is_to_answer(self, message: Any) -> bool:
-        """A peek: deserialising would note the signature, and refuse the message afterwards."""
+        """Return whether a message is answered while a cell blocks the shell.
+
+        It only peeks: deserialising notes the signature, and a second read would be refused.
+        """
         session = self._kernel.session
         try:
             _, frames = session.feed_identities(message, copy=False)
@@ -155,7 +158,7 @@ def _asks_for_state(content: Any) -> bool:
 
 @contextlib.contextmanager
 def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
-    """What is sent meanwhile answers ``request``: the page takes no other state for its widget's.
+    """Inside the block, messages that the kernel sends are replies to ``request``.
 
     By the variable of the context alone: ``set_parent`` would also make the request that of each
     thread that the person started.
@@ -170,7 +173,7 @@ def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
 
 @functools.cache
 def blocked_shell_of(kernel: Any) -> BlockedShell | None:
-    """That of the kernel; None where the kernel lacks what it needs, private parts of ipykernel."""
+    """Return the kernel's ``BlockedShell``; None where ipykernel lacks its private parts."""
     has_parts = (
         hasattr(kernel, "shell_channel_thread_main")
         and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
@@ -205,7 +208,7 @@ class ClicksAfterTheCell:
         """Let clicks on ``widget`` through; called before a page shows the widget."""
 
     def keep_order(self, widgets: Iterable[Any]) -> None:
-        """Take what a page sends to these in the order in which it does so.
+        """Handle messages to these widgets in the order in which the page sends them.
 
         Called before a page shows them. A click on Save comes after what was typed before it.
         """
@@ -347,6 +350,6 @@ def clicks_for(kernel: Any) -> ClicksAfterTheCell:
 
 
 def can_answer(kernel: Any) -> bool:
-    """Whether a person can: nbclient and papermill send cells with ``allow_stdin=False``."""
+    """Return whether a person can answer ``input()``; under nbclient and papermill nobody can."""
     content: Mapping[str, Any] = kernel.get_parent("shell").get("content", {}) if kernel else {}
     return bool(content.get("allow_stdin", True))

@@ -54,7 +54,7 @@ class HeldLaunch:
         self._session = session
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """The answer of each rank's debugger; None of one that is not asked, or has no error."""
+        """Send a command to the ranks' debuggers; return their answers, None for no answer."""
         return self._session.ask(request)
 
     def end(self) -> None:
@@ -102,7 +102,7 @@ def launch_for_debugger(request: LaunchRequest) -> Run:
 
 
 def _hold_or_end(session: Session) -> bool:
-    """The call of a launch has ended: hold its ranks if a debugger can be asked about an error."""
+    """Keep the ranks of an ended launch if one raised and a person can debug it; else end them."""
     global _held
     run = session.newest_call
     failure = None if run is None else run.state.failure
@@ -122,7 +122,7 @@ def _hold_or_end(session: Session) -> bool:
 
 
 def _load_magics() -> None:
-    """Register ``%accelerate``, which the person will be told to type."""
+    """Register ``%accelerate``, so that ``%accelerate debug`` works."""
     shell: Any = get_ipython()
     shell.extension_manager.load_extension("notebook_accel")
 

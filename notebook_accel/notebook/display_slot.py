@@ -21,7 +21,7 @@ _NOTHING = {"text/plain": "", "text/html": ""}
 
 
 def widget_view(widget: Any, text: str) -> dict[str, Any]:
-    """What shows ``widget`` in an output; ``text`` is what a file has of it that is read later."""
+    """Return the MIME bundle of a widget; ``text`` is its fallback in a saved notebook."""
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {_WIDGET_VIEW: view, "text/plain": text}
 

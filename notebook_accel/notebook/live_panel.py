@@ -226,11 +226,11 @@ class LivePanel:
         return self._log.chosen
 
     def read(self, state: RunState) -> None:
-        """Take what ranks printed since the last call."""
+        """Add the lines that ranks printed since the last call to the log."""
         self._log.read(state)
 
     def draw(self, state: RunState, details: Details) -> bool:
-        """Show how the run stands; True where more of the log may wait.
+        """Update the widgets from the state; return True if more of the log is to be sent.
 
         A page is only told of what changed. In the long run one call makes two messages, for the
         ranks and for a block of the log, and each second two more, for the title and the charts.
@@ -250,7 +250,7 @@ class LivePanel:
         return self._log.draw(state)
 
     def draw_displays(self, state: RunState) -> None:
-        """Show what a rank displayed, where no cell waits that could have it as outputs."""
+        """Show in the panel what a rank displayed, for a run in the background."""
         displays = first_asked(state).displays
         now = time.monotonic()
         if displays is self._drawn_displays or now < self._displays_due:
@@ -272,7 +272,7 @@ class LivePanel:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
     def _draw_note(self, state: RunState) -> None:
-        """Stacks or the folder, whatever came last: asked for, or found with a hang."""
+        """Show the log folder or stacks below the ranks, if a click or a hang brought new ones."""
         if self._is_folder_asked:
             self._is_folder_asked = False
             path = copyable("code", str(self._run.log_dir))
@@ -290,7 +290,7 @@ class LivePanel:
         self._note.value = str(element("div", fold, class_="na na-stacks"))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Leave the summary in place of the live panel."""
+        """Replace the live panel by the summary of the run."""
         # First of all, and by one message: what follows would be seen as a panel that jumps.
         self._slot.show(snapshot.bundle)
         # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
@@ -315,7 +315,7 @@ class LivePanel:
                 oldest._lasting.close()
 
     def send_again(self) -> None:
-        """Send the end once more, to a page that may not have got it."""
+        """Send the summary once more, for a page that missed it."""
         self._body.send_state()
         # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
         self._slot.send_again()
@@ -371,7 +371,7 @@ class LivePanel:
 
 
 def _alike(stacks: str) -> list[tuple[str, str]]:
-    """The text of ``run.stacks()``: each different stack once, behind the ranks that have it."""
+    """Split the text of ``run.stacks()`` into pairs of ranks and stack, equal stacks once."""
     texts: dict[int, str] = {}
     for line in stacks.splitlines():
         if line.startswith("rank ") and line[5:].isdigit():

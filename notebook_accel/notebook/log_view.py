@@ -105,7 +105,7 @@ class LogWindow:
         self._open_lines: dict[int, _Timed] = {}
 
     def read(self, state: RunState) -> None:
-        """Take the lines that ranks printed since the last read."""
+        """Add the lines that ranks printed since the last read to the window."""
         news = {
             number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
         }
@@ -157,7 +157,7 @@ class LogWindow:
         return range(self._num_blocks - len(self._blocks), self._num_blocks)
 
     def next_block(self, *, older: bool = False) -> LogBlock | None:
-        """Take the newest block that the page lacks, as sent; None where it has them all.
+        """Return the newest unsent block and mark it as sent; None if all were sent.
 
         Args:
             older: leave the very newest block for later where the page lacks another one.
@@ -178,7 +178,7 @@ class LogWindow:
         return None
 
     def forget_sent(self) -> None:
-        """Send all blocks again: a page that shows another window has none of them."""
+        """Mark all blocks as unsent, for a page that showed another window."""
         for block in self._blocks:
             block.is_sent = False
 
@@ -368,13 +368,13 @@ class LogView:
         self.box.add_class("na-hidden")
 
     def read(self, state: RunState) -> None:
-        """Take what ranks printed since the last call."""
+        """Add the lines that ranks printed since the last call."""
         self._all_ranks.read(state)
         if self._window is not self._all_ranks:
             self._window.read(state)
 
     def draw(self, state: RunState) -> bool:
-        """Send the page one block that it lacks; True where more may wait."""
+        """Send one block to the page; return True if more may be unsent."""
         ranks = tuple(range(state.world_size)) if self.chosen is None else (self.chosen,)
         if (self._window.ranks, self._window.words) != (ranks, self._words):
             is_all = self.chosen is None and not self._words

@@ -87,12 +87,12 @@ class Ownership:
         self._agreed_in_cell: set[str] = set()
 
     def note_call(self) -> None:
-        """A call is sent: what the notebook assigns from now on is newer than what that assigns."""
+        """Record that a call is sent; later assignments of the notebook win over the call's."""
         self._num_calls += 1
         self._keys_at_call = self._keys()
 
     def note_assigned(self, names: Iterable[str]) -> None:
-        """A cell of the notebook has ended, and has assigned these names."""
+        """Record the names that a cell of the notebook assigned."""
         for name in names:
             agreed = self._known.get(name) if name in self._agreed_in_cell else None
             # It was pushed or pulled after the cell had assigned it: what the ranks have made of
@@ -102,7 +102,7 @@ class Ownership:
         self._agreed_in_cell.clear()
 
     def note_session_assigned(self, names: Iterable[str]) -> None:
-        """The newest call has assigned these names in the session."""
+        """Record the names that the newest call assigned in the session."""
         for name in names:
             # One that the notebook has assigned since that call was sent is the notebook's.
             if self._anew.get(name) != self._num_calls:
@@ -110,16 +110,16 @@ class Ownership:
                 self._anew.pop(name, None)
 
     def note_uses(self, uses: Sequence[Mapping[str, frozenset[str]]]) -> None:
-        """Each rank's values under these names look up those globals."""
+        """Record which globals the code of each name uses, as each rank reports it."""
         for name in {name for one in uses for name in one}:
             self._uses[name] = frozenset[str]().union(*(one.get(name, ()) for one in uses))
 
     def note_pulled(self, name: str) -> None:
-        """The notebook has the session's object of this name."""
+        """Record that the notebook has pulled this name."""
         self._agree(name, _AgreedName(self._key(name), None, is_pulled=True))
 
     def push_again(self, names: Iterable[str]) -> None:
-        """Not all ranks have got these names, which were pushed: the next that uses them must."""
+        """Mark pushed names that not all ranks received, so that the next use pushes them again."""
         for name in names:
             self._anew[name] = self._num_calls
 
@@ -131,7 +131,7 @@ class Ownership:
         self._in_parts = kept.difference(frozenset.intersection(*names))
 
     def plan_push(self, used: Iterable[str], forced: Iterable[str] = ()) -> Push:
-        """What must be pushed before a cell runs.
+        """Return the variables that must be pushed before a cell runs.
 
         Args:
             used: names that the cell uses. Those that functions and classes use belong to them,
@@ -180,7 +180,7 @@ class Ownership:
         )
 
     def note_pushed(self, push: Push) -> None:
-        """The session has what was pushed."""
+        """Record that the session has received a push."""
         for name, value in push.values.items():
             if name in push.fills:
                 continue
@@ -188,7 +188,7 @@ class Ownership:
             self._agree(name, _AgreedName(id(value), look_at(name, value).digest))
 
     def is_ours(self, name: str) -> bool:
-        """Whether the notebook has such a name that a person gave."""
+        """Return whether a person, not IPython, assigned this name in the notebook."""
         if name not in self._namespace or is_history(name):
             return False
         if name not in _IPYTHONS and not name.startswith("__"):

@@ -88,7 +88,7 @@ class Details:
 
 
 def render_panel(state: RunState, details: Details) -> Markup:
-    """The ranks and what is to be said of them, in as much detail as fits.
+    """Return the rows of the ranks, notices and warnings as HTML of at most ``MAX_BYTES``.
 
     What may come stands below what is there from the start, the latest last, and stays once it is
     there: a panel that jumps under the mouse cannot be used.
@@ -107,7 +107,7 @@ def render_panel(state: RunState, details: Details) -> Markup:
 
 
 def render_title(state: RunState, details: Details) -> Markup:
-    """What runs, how it stands, since when, on what, and how fast; two lines where it is narrow."""
+    """Return the panel's head as HTML: name, status, time, ranks, devices and rate."""
     devices = {rank.device for rank in state.ranks if rank.device}
     where = num_ranks(state)
     if devices:
@@ -132,7 +132,7 @@ def render_title(state: RunState, details: Details) -> Markup:
 
 
 def render_alert(state: RunState) -> Markup:
-    """What a screen reader says of its own accord; "" where there is nothing to say.
+    """Return the alert for screen readers as HTML, for a stop or a hang; "" otherwise.
 
     The panel is drawn anew as long as its clock moves on, and a reader would say all of it each
     time. This changes with what it says alone.
@@ -147,7 +147,7 @@ def render_alert(state: RunState) -> Markup:
 
 
 def stacks_of_hang(hang: Hang) -> list[tuple[str, str]]:
-    """Where the ranks stood that waited in vain for each other: whose stack it is, and the text."""
+    """Return the stacks of a hang: pairs of the ranks ("ranks 0-3") and their stack."""
     return [(wording.rank_list(ranks), text) for ranks, text in hang.stacks]
 
 
@@ -159,7 +159,7 @@ def fold_of_stacks(
     max_bytes: int = 30_000,
     style: str | None = None,
 ) -> Markup:
-    """Stacks below a fold.
+    """Return stacks as HTML in a ``<details>`` element.
 
     Args:
         title: of the fold.
@@ -367,7 +367,7 @@ def _step_of(rank: RankState) -> str:
 
 
 def _taken(rank: RankState) -> str | None:
-    """What the rank takes of its machine, where that is more than its row says."""
+    """Return the tooltip with device and process memory; None where one is unknown."""
     if rank.device_memory is None or rank.memory is None:
         return None
     used = f"device {wording.memory(rank.device_memory)}"
@@ -376,7 +376,7 @@ def _taken(rank: RankState) -> str | None:
 
 
 def _heat_cell(rank: RankState, state: RunState) -> Markup:
-    """One of the small cells that stand for all ranks, as full as its rank is far."""
+    """Return one cell of the heat row, filled to the progress of its rank."""
     fraction = progress_lines(rank)[0].fraction
     status = live_condition(rank, state)
     far = "" if fraction is None else f" {fraction:.0%}"
@@ -398,13 +398,13 @@ def _class_of(status: str) -> str:
 
 
 def _warnings(state: RunState, details: Details) -> Markup:
-    """Who waits for whom, and how long ranks that do not leave are waited for."""
+    """Return the warnings as HTML: a hang, and ranks that have not left after Stop."""
     lines = [line for line in (_hang(state, details), _stopping(details)) if line]
     return element("div", *lines, class_="na-warnings") if lines else Markup("")
 
 
 def _hang(state: RunState, details: Details) -> Markup:
-    """Who waits for whom; their stacks are a widget of their own, whose fold stays as it is."""
+    """Return the sentence about a hang as HTML; "" where there is none."""
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
         return element("div", shorten(hang_line(state), 800), class_=kind)
@@ -415,7 +415,7 @@ def _hang(state: RunState, details: Details) -> Markup:
 
 
 def _stopping(details: Details) -> Markup:
-    """How long ranks that do not leave are waited for; most leave before this is worth a word."""
+    """Return the warning about ranks that have not left after Stop; "" in the first seconds."""
     if details.stopping is None or details.stopping < _STOP_SECONDS:
         return Markup("")
     line = (

@@ -102,7 +102,7 @@ class Row:
 
     @property
     def value(self) -> Any:
-        """What the setting is to be; None leaves it open."""
+        """The setting that the row's widget holds; None for unset."""
         return self._read(self.widget.value)
 
     @value.setter
@@ -110,11 +110,11 @@ class Row:
         self.widget.value = self._write(value)
 
     def say(self, text: str | None, kind: str = "na-wrong") -> None:
-        """Show what is wrong with the value beside it; None: what the setting does.
+        """Show a message beside the field; None shows the description of the setting.
 
         Args:
-            text: what is wrong.
-            kind: the class of the text: "na-wrong", or "na-warn" for what is worth a thought.
+            text: the message.
+            kind: its CSS class: "na-wrong" for an error, "na-warn" for a warning.
         """
         kind, role = ("na-about", None) if text is None else (kind, "alert")
         self._note.value = str(element("span", text or self._about, class_=kind, role=role))
@@ -190,7 +190,7 @@ def _lines_of_pairs(given: Mapping[str, str] | None) -> str:
 
 
 def _strategy_row() -> Row:
-    """Which kinds of parallelism: the names of their plugins, none for data parallelism alone."""
+    """Return the row of strategies. Its value is a tuple of plugin names; () means DDP alone."""
     chosen = [
         names
         for number in range(1, len(PLUGINS) + 1)
@@ -210,7 +210,7 @@ _GIB = 1024**3
 
 
 def devices_line(machine: Machine | None) -> Markup:
-    """What trains on this machine; None: it is being found out."""
+    """Return the machine's devices as HTML; of None, a line that they are looked for."""
     if machine is None:
         return element("div", "Looking for devices …", class_="na-devices na-about", role="status")
     host = (
@@ -238,7 +238,7 @@ def _memory(num_bytes: int) -> str:
 
 
 def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
-    """The cell that launches what the form's Launch does.
+    """Return the code of a cell that does what the Launch button does.
 
     Raises:
         SyntaxError: ``arguments`` is no list of arguments.
@@ -274,7 +274,7 @@ def _given(arguments: str) -> str:
 
 
 def as_yaml(config: LaunchConfig) -> str:
-    """The file that means the same."""
+    """Return the settings as the text of a YAML file."""
     settings = config.to_dict()
     if not settings:
         return "# every setting is at its default"
@@ -284,7 +284,7 @@ def as_yaml(config: LaunchConfig) -> str:
 def read_arguments(
     text: str, namespace: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that ``text`` gives, as between the brackets of a call in the notebook.
+    """Evaluate the text between the brackets of a call; return (args, kwargs).
 
     Raises:
         SyntaxError: it is no list of arguments.
@@ -308,7 +308,7 @@ def _parse(text: str) -> ast.Call:
 
 
 def is_of_notebook(name: str, value: object) -> bool:
-    """Whether a variable is a function that a cell has defined, and that a person would launch."""
+    """Return whether a variable is a public function that a cell of the notebook defined."""
     return (
         isinstance(value, FunctionType)
         and not name.startswith("_")
@@ -434,7 +434,7 @@ class ConfigPicker:
             self._look()
 
     def _after_cell(self, _result: Any) -> None:
-        """A cell has run, which may have defined a function."""
+        """Update the list of functions after a cell has run."""
         with self._lock:
             self._refresh_functions()
             if not self._draws_between_cells:
@@ -522,7 +522,7 @@ class ConfigPicker:
                 self._check()
 
     def _check(self) -> None:
-        """Check what the form has now, and show the code that means the same."""
+        """Check the fields, and show the code and YAML of the settings."""
         for name, box in self._plugin_boxes.items():
             box.layout.display = None if name in self._strategy.value else "none"
         self._refresh_functions()
@@ -545,7 +545,7 @@ class ConfigPicker:
         self._show_state()
 
     def _values(self) -> dict[str, Any]:
-        """The settings that the form gives, those left open aside."""
+        """Return the settings of the form by name, without unset ones."""
         values = {name: row.value for name, row in self._rows.items() if "[" not in name}
         for name in self._strategy.value:
             options = {key: self._rows[_key(name, key)].value for key in PLUGINS[name].options}
@@ -554,12 +554,12 @@ class ConfigPicker:
         return {name: value for name, value in values.items() if value is not None}
 
     def _row_of(self, error: Exception) -> Row | None:
-        """The row that an error is about, by which its text starts; None for none of them."""
+        """Return the row whose setting an error names first; None if it names none."""
         found = re.match(r"(\w+(?:\['\w+'\])?)[= ]", str(error))
         return None if found is None else self._rows.get(found[1])
 
     def _show_state(self) -> None:
-        """Say beside its row what is wrong or hurts, and let those buttons work that can."""
+        """Show errors and warnings beside their rows, and enable or disable the buttons."""
         refusal: Exception | None = self._error
         warning = None
         processes = self._rows["num_processes"]
@@ -634,7 +634,7 @@ class ConfigPicker:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether what was launched from the form has not ended."""
+        """Whether the run that was launched from the form is still going on."""
         return self.run is not None and not call_of(self.run).ended.is_set()
 
     def _refresh_functions(self) -> None:

@@ -63,7 +63,7 @@ class RankDisplays:
         self._replace_due = 0.0
 
     def show_new(self, state: RunState) -> None:
-        """Show what is new. Only the thread of the cell may call this."""
+        """Show new displays as outputs of the cell. Only the thread of the cell may call this."""
         rank = first_asked(state)
         if state.has_ended or time.monotonic() >= self._replace_due:
             self._replace(rank)
@@ -87,7 +87,7 @@ class RankDisplays:
 
 
 def seconds_to_wait(size: int) -> float:
-    """How long after so many characters the next ones may be sent, where they come in a loop."""
+    """Return the seconds to wait after sending ``size`` characters, against a flooded server."""
     return max(_REPLACE_SECONDS, size / _PER_SECOND)
 
 
@@ -101,7 +101,7 @@ def show_displays(state: RunState, rank: int) -> None:
 
 
 def render_displays(state: RunState) -> Markup:
-    """The newest of what a rank displayed, as HTML; "" where it displayed nothing.
+    """Return the newest displays of one rank as HTML; "" where it displayed nothing.
 
     An output of a cell can only be added while the cell runs, but what it has can be replaced from
     any thread at any time, and so can a widget's value.
@@ -126,7 +126,7 @@ def render_displays(state: RunState) -> Markup:
 
 
 def other_displays(state: RunState) -> str:
-    """Which ranks displayed what the one that is shown did not, and how to see it; "" for none."""
+    """Return a line that names ranks with other displays than those shown; "" for none."""
     shown = _contents(first_asked(state))
     others = [rank.rank for rank in state.ranks if _contents(rank) not in ([], shown)]
     if not others:
@@ -136,7 +136,7 @@ def other_displays(state: RunState) -> str:
 
 
 def first_asked(state: RunState) -> RankState:
-    """The rank of which displays are shown: the first one for which the call is meant."""
+    """Return the first rank that takes part in the call; its displays are shown."""
     return next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
 
 
@@ -180,7 +180,7 @@ _PLAIN = "text/plain"
 
 
 def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = None) -> None:
-    """Show what each rank gave, below a label with its ranks; nothing where none gave anything.
+    """Show the value of each rank below a label, equal values once.
 
     Args:
         values: of each rank; None for a rank without one.
@@ -204,7 +204,7 @@ def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = 
 
 
 def by_rank(texts: Sequence[str | None]) -> str:
-    """What each rank shows, with a label, equal texts once: ``ranks 0-1: 3``."""
+    """Return the texts of all ranks with labels, equal texts once: ``ranks 0-1: 3``."""
     lines: list[str] = []
     for text, ranks in _alike(texts):
         # A text of several lines starts below its label, so that its columns stay aligned.

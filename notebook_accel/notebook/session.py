@@ -106,7 +106,7 @@ class SessionHints:
         self._matchers.append(self._complete)
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Unregister the completion and the hint."""
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._matchers[:] = [one for one in self._matchers if one != self._complete]
 
@@ -159,7 +159,7 @@ class StartingLine(View):
             self._show("the session was not started")
 
     def conclude(self, world_size: int) -> None:
-        """The ranks were started."""
+        """Say that the session has started, with how many ranks and in how long."""
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         seconds = wording.span(time.monotonic() - self._began)
         self._show(f"session of {ranks} started in {seconds}; %accelerate stop ends it")
@@ -275,7 +275,7 @@ class NotebookSession:
         number: int,
         options: CellOptions,
     ) -> Run:
-        """Run a cell on the ranks, show what it gives, and take back what it is to pull.
+        """Run a cell on the ranks, show the value of its last expression, and pull names.
 
         Args:
             text: of the cell, without the line of its magic.
@@ -335,7 +335,7 @@ class NotebookSession:
     def _follow_in_background(
         self, run: Run, conclude: Callable[[DisplaySlot | None], None]
     ) -> None:
-        """Have a thread conclude a cell once it has ended, and show its values in a slot."""
+        """Start a thread that calls ``conclude`` with a display slot when the run has ended."""
         # What a thread displays appears anywhere, but what fills a slot.
         slot, below = DisplaySlot(), DisplaySlot()
         for one in (slot, below):
@@ -361,7 +361,7 @@ class NotebookSession:
         self._background.start()
 
     def call(self, request: LaunchRequest) -> Run:
-        """Call a function on the ranks; it uses their names where it uses globals.
+        """Call a function on the ranks. Its globals are the variables of the session.
 
         Raises:
             LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`notebook_launcher`.
@@ -385,7 +385,7 @@ class NotebookSession:
         return self._begin(called, self._plan_push(mentions), request)
 
     def _begin(self, called: CellCall | FunctionCall, push: Push, request: LaunchRequest) -> Run:
-        """Send what is called, with the names that go along, as ``request`` says."""
+        """Start a call on the ranks and push variables with it; return its run."""
         called.fills = push.fills
         self._owners.note_call()
         self._sent = called, frozenset(push.values.keys() - push.fills)
@@ -449,7 +449,7 @@ class NotebookSession:
             self._assign(request.pull, outcomes, request.pull_from)
 
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
-        """Note what the ranks have, and what of it they have assigned."""
+        """Record the ranks' names, and which of them they assigned, from their answers."""
         answers = [one for one in outcomes if one is not None]
         if len(answers) < len(self.session.processes):
             return
@@ -482,7 +482,7 @@ class NotebookSession:
             )
 
     def await_calls(self) -> None:
-        """Wait for the call that goes on, as a cell of a notebook waits for those before it.
+        """Wait until the call that is running, if any, has ended.
 
         An interrupt leaves the wait, and that call goes on.
         """
@@ -502,7 +502,7 @@ class NotebookSession:
                 slot.clear()
 
     def _await_turn(self) -> None:
-        """Wait until the ranks are free, and know how they stand.
+        """Wait until the ranks are free, and update what is known of their names.
 
         Raises:
             LaunchError: a rank has ended.
@@ -515,7 +515,7 @@ class NotebookSession:
             self._take(self._ask(NamesCall()))
 
     def _note_end(self) -> None:
-        """Note how the newest call ended, which it has."""
+        """Record how the newest call ended; it has ended when this is called."""
         run, (called, pushed) = self.session.newest_call, self._sent
         if run is None or run is self._noted:
             return
@@ -542,7 +542,7 @@ class NotebookSession:
     def _ask(
         self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """What each rank answers to a request that is no run for the person."""
+        """Send a request to all ranks, without a run in ``runs()``; return their answers."""
         self._sent = None, frozenset()
         return self.session.ask(request, names or {})
 
@@ -574,7 +574,7 @@ class NotebookSession:
         self._assign(names, outcomes, rank)
 
     def push(self, names: Sequence[str]) -> None:
-        """Give the ranks the notebook's values under the same names.
+        """Copy variables of the notebook to all ranks.
 
         Raises:
             ConfigError: the notebook has no such name.
@@ -616,7 +616,7 @@ class NotebookSession:
     # ---- the session -----------------------------------------------------------------------
 
     def describe(self) -> str:
-        """The session in some lines: its ranks, how they stand, and their names."""
+        """Return the text of ``%accelerate status``: ranks, their states and their names."""
         status = self.session.status
         lines = [f"session of {num_ranks(self.world_size)}: {status}"]
         for one in self.session.processes:
@@ -628,7 +628,7 @@ class NotebookSession:
         return "\n".join(lines)
 
     def logs(self, rank: int | None = None) -> str:
-        """What the ranks have printed in the session, with labels; or what one of them has.
+        """Return the output of all ranks, each line labelled, or the output of one rank.
 
         Raises:
             ConfigError: there is no such rank.
@@ -645,7 +645,7 @@ class NotebookSession:
         )
 
     def stacks(self, rank: int | None = None) -> str:
-        """Where each rank's Python stands now, or that of one.
+        """Return the current Python stacks of all ranks, or of one, as text.
 
         Raises:
             ConfigError: there is no such rank.
@@ -654,7 +654,7 @@ class NotebookSession:
         return self.session.stacks(rank)
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """The answer of each rank's debugger; None of one that is not asked, or has no error."""
+        """Send a command to the ranks' debuggers; return their answers, None for no answer."""
         self._await_turn()
         answers: list[DebugAnswer | None] = self._ask(request)
         return answers
@@ -755,7 +755,7 @@ def session_for(
 
 
 def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
-    """Refuse what the session cannot become without new ranks.
+    """Check that the settings given equal those of the running session.
 
     Raises:
         ConfigError: a setting that is given differs.

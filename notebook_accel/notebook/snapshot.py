@@ -112,7 +112,7 @@ class Snapshot:
 
 
 def render_line(text: str) -> Snapshot:
-    """A line or two, framed as the summary is, for a run that is not there yet."""
+    """Return a snapshot with one text in the summary's frame, for a run that has not begun."""
     # A command for another machine stands in a line of its own, and wraps rather than be cut.
     style = f"{_MUTED};white-space:pre-wrap;overflow-wrap:anywhere"
     line = element("span", text, style=style)
@@ -347,7 +347,7 @@ def _last_value(by_rank: Mapping[int, Sequence[Point]]) -> str:
 
 
 def _output(state: RunState, style: str, room: int) -> Markup:
-    """What ranks printed: ranks that printed the same share a block, and short blocks are open.
+    """Return the output as HTML: one block for ranks that printed the same, long ones folded.
 
     Args:
         state: of the run.

@@ -46,7 +46,7 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
 
 
 def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
-    """The number of the cell that each file name stands for."""
+    """Return the execution number of each cell by its file name."""
     names = list(linecache.cache)
     label: Any = getattr(shell.compile, "format_code_name", None)
     if label is not None:

@@ -100,7 +100,7 @@ def named_lines(rank: RankState, *, throughput: float | None = None) -> list[Pro
 
 
 def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
-    """How far a rank came, in one phrase."""
+    """Return the progress of a rank as one phrase: ``epochs: 1/3, train: 20/100``."""
     lines = named_lines(rank, throughput=throughput)
     return ", ".join(line.text for line in lines if line.text)
 
@@ -219,7 +219,7 @@ class Throughput:
         self._samples: dict[int, deque[tuple[float, int]]] = {}
 
     def note(self, state: RunState, *, now: float) -> None:
-        """Take the ranks' counts as they stand at ``now``, in seconds of any clock."""
+        """Add a sample of the ranks' counts at time ``now`` (seconds of any clock)."""
         for rank in state.ranks:
             samples = self._samples.setdefault(rank.rank, deque())
             value, _ = counted_items(rank)
@@ -291,7 +291,7 @@ def spread(by_rank: Mapping[int, float]) -> str:
 
 
 def not_finite_note(by_rank: Mapping[int, NotFinite]) -> str:
-    """What a chart says of values that it cannot draw: "not finite since step 41"; "" for none.
+    """Return a chart's note on values that are not finite: "not finite since step 41"; "" for none.
 
     Ranks are named where they differ.
     """

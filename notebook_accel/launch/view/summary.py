@@ -100,7 +100,7 @@ def live_condition(rank: RankState, state: RunState) -> str:
 
 
 def hang_line(state: RunState) -> str:
-    """Who waits for whom and since when, in one line; "" where nobody does."""
+    """Return the sentence about the current hang, with its duration; "" without a hang."""
     if state.hang is None:
         return ""
     text = one_line(state.hang.text, _MAX_HANG)
@@ -111,8 +111,7 @@ def hang_line(state: RunState) -> str:
 
 
 def slowest_first(state: RunState) -> list[RankState]:
-    """The ranks, those first at which a person looks: failed, suspended or elsewhere, then who is
-    least far."""
+    """Return the ranks in order: failed, suspended and elsewhere first, then by least progress."""
     order = {
         "failed": 0,
         "suspended": 1,
@@ -156,7 +155,7 @@ def hidden_ranks(
 
 
 def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str]:
-    """What a summary says of a rank after ``seconds``, in the order of :data:`COLUMNS`."""
+    """Return a rank's cells of the summary table, in the order of :data:`COLUMNS`."""
     items, _ = counted_items(rank)
     throughput = items / seconds if seconds > 0 else None
     status = condition(rank)

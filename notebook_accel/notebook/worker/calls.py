@@ -53,7 +53,7 @@ class ShownValue:
 
     @property
     def text(self) -> str:
-        """It as plain text."""
+        """The value as plain text."""
         return self.data.get("text/plain", "")
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
@@ -65,7 +65,7 @@ class ShownValue:
 
 @dataclass(frozen=True, kw_only=True)
 class NamesOutcome:
-    """What became of a rank's names since its last answer.
+    """A rank's report on its variables since its last answer.
 
     Attributes:
         assigned: names that refer to other objects now; the rank assigned them.
@@ -84,7 +84,7 @@ class NamesOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome(NamesOutcome):
-    """What a cell gave in one rank: ``value`` is None where it showed none.
+    """The result of a cell on one rank; ``value`` is None where the cell shows none.
 
     As the result of a run it looks like the value.
     """
@@ -100,7 +100,7 @@ class CellOutcome(NamesOutcome):
 
 @dataclass(kw_only=True)
 class NamesCall:
-    """Take the names that are pushed; give the values that are asked for.
+    """Assign pushed variables in a rank, and return those that are pulled.
 
     Attributes:
         pull: names of values that are to come back.
@@ -160,7 +160,7 @@ class CellCall(NamesCall):
         self.__name__ = self.label
 
     def __call__(self, /, **names: Any) -> CellOutcome:
-        """Run the cell, if this rank is one that shall.
+        """Run the cell if this rank is among those asked; return its outcome.
 
         Raises:
             BaseException: whatever the cell raises.
@@ -199,7 +199,7 @@ class FunctionCall(NamesCall):
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, /, **names: Any) -> Any:
-        """What the function returns.
+        """Call the function in this rank, and return its result.
 
         Raises:
             BaseException: whatever the function raises.
@@ -232,7 +232,7 @@ class DebugCall:
     rank: int | None = None
 
     def __call__(self) -> DebugAnswer | None:
-        """The answer of this rank; None where it is not asked, or has no error."""
+        """Return this rank's answer; None where it is not asked, or has no error."""
         kept, number = rank.current().kept_error, rank.current().rank
         if kept is None or self.rank not in (None, number):
             return None

@@ -227,7 +227,7 @@ class Namespace:
     def get_ready(
         self, mentions: Iterable[str], *, renews_group: bool, function: Any = None
     ) -> None:
-        """Have there what the next cell needs beside its own names. All ranks call it together.
+        """Prepare process group and ``accelerator`` for the next cell. All ranks call it together.
 
         Args:
             mentions: names that the cell may use.
@@ -253,7 +253,7 @@ class Namespace:
                 import_module(name)
 
     def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """What changed since the last report, as arguments of a ``NamesOutcome``.
+        """Return the changes since the last report, as arguments of a ``NamesOutcome``.
 
         Args:
             pull: names of values to give.
@@ -277,7 +277,7 @@ class Namespace:
         }
 
     def _objects(self) -> dict[str, int]:
-        """The object of each name that a person has given, by its identity."""
+        """Return the ``id`` of each variable that a person assigned, by name."""
         hidden = self.shell.user_ns_hidden
         return {
             name: id(value)
@@ -326,7 +326,7 @@ def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _wrapped(value: Any) -> list[Any]:
-    """What else may run where an object is used: what it wraps, or its class."""
+    """Return objects whose code may run when ``value`` is used: wrapped ones, or its class."""
     kind = type(value)
     if issubclass(kind, types.FunctionType):
         return [held for cell in value.__closure__ or () for held in _contents(cell)]
@@ -346,7 +346,7 @@ def _wrapped(value: Any) -> list[Any]:
 
 
 def _contents(cell: types.CellType) -> list[Any]:
-    """What a variable of a closure holds; nothing where it was not assigned yet."""
+    """Return the content of a closure cell in a list; an empty list if it is unassigned."""
     with suppress(ValueError):
         return [cell.cell_contents]
     return []
