@@ -123,7 +123,7 @@ def logs(arguments: Sequence[str]) -> int:
 
 
 def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
-    """Print the whole lines of a log from ``start`` on; gives where they end."""
+    """Print the complete lines of a log from byte ``start``; return the byte after them."""
     folder.check()
     with (
         contextlib.suppress(FileNotFoundError),
@@ -149,7 +149,7 @@ def _goes_on(run: Run) -> bool:
 
 
 def _chosen(text: str | None, found: Sequence[Run]) -> Run:
-    """The one run of ``found`` whose id is, or ends with, the text.
+    """Return the one run whose id is, or ends with, the text.
 
     Raises:
         ConfigError: it is none of them, or several.

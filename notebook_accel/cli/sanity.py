@@ -50,7 +50,7 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
-    """Launch the same as ``notebook_launcher`` would."""
+    """Run the checks by the configured engine; return the exit status."""
     from notebook_accel.launch.launcher import launch
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.view.plain import PlainView
@@ -82,7 +82,7 @@ def check_training() -> bool:
 
 
 def _from_all(value: Any) -> list[Any]:
-    """The value of each rank: also of those that share their samples, which gather leaves out."""
+    """Gather a value from every rank, also within a model-parallel group."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

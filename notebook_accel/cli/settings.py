@@ -56,7 +56,7 @@ def config(arguments: Sequence[str]) -> int:
 
 
 def _converted(source: str | None) -> LaunchConfig:
-    """The settings of a file of Accelerate's; what is not used of it is printed."""
+    """Return the settings of an Accelerate config file, and print the entries not used."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{cache}/huggingface")
     found, notices = settings_in_file(source or f"{home}/accelerate/default_config.yaml")
@@ -81,13 +81,13 @@ def _asked(path: Path) -> LaunchConfig:
 
 
 def _ask_all(rows: Mapping[str, Setting], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that were answered, by their names; what is left open is not in it."""
+    """Ask for each row; return the answers by name, without unset ones."""
     found = {name: _ask(name, row, before.get(name)) for name, row in rows.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _ask(name: str, row: Setting, before: Any) -> Any:
-    """The value that the person types, asked again until it makes sense."""
+    """Ask for one setting until the answer is valid; return its value."""
     about = row.about.replace("``", "`")
     if row.texts:
         about += f" ({', '.join(row.texts)})"
@@ -102,7 +102,7 @@ def _ask(name: str, row: Setting, before: Any) -> Any:
 
 
 def _answer(label: str, about: str, default: Any) -> str:
-    """What the person types; "" is the default."""
+    """Ask one question; return the answer, "" for the default."""
     try:
         return input(f"{label}: {about}\n  [{default}] ").strip()
     except EOFError:

@@ -114,7 +114,7 @@ class Dashboard(View):
             self._begin_drawing()
 
     def _begin_drawing(self) -> None:
-        """Show a line, and have a thread draw what becomes of it."""
+        """Show one line, and start the thread that draws the panel."""
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True
         self._slot.show(render_slim(self._state, now=self._state.now()).bundle)
@@ -216,7 +216,7 @@ class Dashboard(View):
                 self._slot.send_again()
 
     def draw(self) -> None:
-        """Draw what is known now, where it changed or the clock moves on."""
+        """Draw the panel if the state changed, or a second has passed."""
         with self._lock:
             now = time.monotonic()
             wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
@@ -237,7 +237,7 @@ class Dashboard(View):
             self._drawn_at = time.monotonic()
 
     def _show_new_displays(self) -> None:
-        """Show as outputs what is new. Only the thread of a cell that waits may call this."""
+        """Show new displays as outputs. Only the thread of a waiting cell may call this."""
         if self._waits and self._run is not None:
             self._displays.show_new(self._run.state)
 

@@ -93,7 +93,7 @@ _EXTENSION = "labextensions/@jupyter-widgets/jupyterlab-manager/package.json"
 
 
 def _widgets() -> list[Finding]:
-    """Whether pages can draw widgets, as far as this machine tells."""
+    """Return the finding about widgets: whether the Jupyter server has their extension."""
     if find_kernel() is None:
         return []
     found = f"ipywidgets {importlib.metadata.version('ipywidgets')}"
@@ -135,7 +135,7 @@ def _server_python() -> str | None:
 
 
 def _version_in(folder: Path) -> str:
-    """That of the extension which draws widgets; "" where it is not in the folder."""
+    """Return the version of the widgets' JupyterLab extension in a folder; "" without one."""
     try:
         return str(json.loads((folder / _EXTENSION).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError):

@@ -307,14 +307,14 @@ class AccelerateMagics(Magics):
 @_MIXED_PRECISION
 @_CONFIG
 def _start_options() -> None:
-    """Its options, to be parsed."""
+    """Options of the command; only the parser is used."""
 
 
 @magic_arguments("%accelerate pull")
 @argument("names", nargs="*", help="names of the session: a,b")
 @argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
 def _pull_options() -> None:
-    """Its options, to be parsed."""
+    """Options of the command; only the parser is used."""
 
 
 _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
@@ -345,7 +345,7 @@ def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
 
 
 def _check_fresh(options: Any) -> None:
-    """Refuse what only a session can do."""
+    """Check that ``--fresh`` is given without options of a session."""
     names = ("ranks", "bg", "pull", "push", "no_push")
     others = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if others:
@@ -356,7 +356,7 @@ def _check_fresh(options: Any) -> None:
 
 
 def _check_syntax(shell: Any, text: str, filename: str) -> None:
-    """Refuse what no rank could run, before one is asked, as IPython does in any other cell.
+    """Check the syntax of a cell before it is sent to the ranks.
 
     Raises:
         CellSyntaxError: it is no Python.

@@ -270,7 +270,7 @@ def _failure(state: RunState) -> Markup:
 
 
 def _end(text: str, max_bytes: int) -> str:
-    """The end of a long text, where a traceback says what was wrong."""
+    """Return the end of a text, cut to ``max_bytes``."""
     return shorten(text[: -max_bytes - 2 : -1], max_bytes)[::-1]
 
 

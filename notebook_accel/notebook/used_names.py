@@ -121,7 +121,7 @@ _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 class _Reader:
-    """Goes through statements in their order, with the names that are certainly there so far."""
+    """Reads statements in order, and collects the names that they use and assign."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -210,14 +210,14 @@ def _dotted(node: ast.AST) -> set[str]:
 
 
 def _exported(name: str | None) -> set[str]:
-    """What ``from module import *`` assigns; nothing where this process has not imported it."""
+    """Return the names that ``from module import *`` assigns; none if it is not imported here."""
     module = sys.modules.get(name or "")
     known = {} if module is None else vars(module)
     return set(known.get("__all__", [each for each in known if not each.startswith("_")]))
 
 
 def _texts_for_ipython(call: ast.Call) -> list[str]:
-    """The texts of a magic or of a shell line: ``get_ipython().system('ls {folder}')``."""
+    """Return the texts of a transformed magic: ``ls {folder}`` of ``get_ipython().system(...)``."""
     function = call.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
         return []
@@ -231,7 +231,6 @@ def _texts_for_ipython(call: ast.Call) -> list[str]:
 
 
 def _names_in_magic(text: str) -> set[str]:
-    """All that may be a name in the text of a magic: Python, or a command into which IPython puts
-    values."""
+    """Return every identifier in the text of a magic or shell command."""
     # Python keeps names in this form.
     return set(_IDENTIFIER.findall(unicodedata.normalize("NFKC", text)))

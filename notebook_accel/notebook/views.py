@@ -32,7 +32,7 @@ __all__ = ["CellDashboard", "Transcript", "VIEWS", "choose_view", "dashboard_in"
 
 
 class Transcript(PlainView):
-    """Prints as :class:`PlainView` does; the summary stands in the notebook as HTML, once.
+    """Prints as :class:`PlainView` does, and shows the summary as HTML.
 
     Args:
         waits: whether the cell waits for the run. Where it does not, nothing can be added to it
@@ -125,7 +125,7 @@ class CellDashboard(Dashboard):
         super().print_end()
 
     def _place_in_cell(self) -> None:
-        """Show the run in the cell that waits for it, once."""
+        """Move the panel into the cell that waits for the run, if it is not there yet."""
         if self._placed_in != _number_of_cell():
             self._placed_in = _number_of_cell()
             self._slot.place()

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.1
 
 @functools.cache
 def keep_reading(kernel: Any) -> None:
-    """Have the kernel look for unread requests from now on, where it may leave some.
+    """Make ipykernel 7.0 to 7.3 poll its shell socket, whose requests it may leave unread.
 
     Args:
         kernel: the kernel of a notebook; None in a terminal, where there is nothing to do.

@@ -46,7 +46,7 @@ GAP = " […] "
 
 
 def escaped(value: Any) -> Any:
-    """Plain data in whose texts the characters that UTF-8 cannot carry are spelled out.
+    """Return plain data with lone surrogates in its texts escaped.
 
     Where a file name or a variable is not UTF-8, Python puts lone surrogates for its odd bytes (PEP
     383), with which nothing could be drawn, sent or written: they become ``\\udcff``.
@@ -77,7 +77,7 @@ def one_line(text: str, limit: int) -> str:
 
 
 def as_shown(line: str) -> str:
-    """What is left of a line after its carriage returns.
+    """Return the last state of a line that carriage returns rewrote.
 
     ``"10%\\r20%\\r"`` is ``"20%"``: the last rewrite that is not empty. A terminal would leave the
     end of a longer rewrite standing; nobody means that.
@@ -126,7 +126,7 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
 
 
 def _both_ends(line: str) -> str:
-    """A line that is too long without its middle.
+    """Return a line; of one over ``MAX_LINE`` characters, both ends with a gap.
 
     Where a piece is added to what this gave, the begin stays, and the end is that of the piece.
     """

@@ -189,7 +189,7 @@ class PlainView(View):
                 }
 
     def print_progress(self, state: RunState) -> None:
-        """Say how far the ranks are; called every ``progress_seconds``."""
+        """Print a progress line for each rank; called every ``progress_seconds``."""
         for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
             text = _progress(rank, self._throughput.of(rank.rank))
             if text and text != self._last_progress.get(rank.rank):
@@ -197,12 +197,12 @@ class PlainView(View):
                 self.write([f"[rank {rank.rank}] {text}"])
 
     def print_summary(self, run: Run) -> None:
-        """Say how the run ended."""
+        """Print the summary of the run."""
         lines = summary_lines(run.state, now=run.state.now())
         self.write(lines[:1] if self.is_short_cell(run) else lines)
 
     def is_short_cell(self, run: Run) -> bool:
-        """Whether this is a cell that ended at once, of which nobody wants a table."""
+        """Return whether the run is a cell that ended within a second; it gets no table."""
         return self._is_cell and elapsed(run.state, run.state.now()) < _SHORT_SECONDS
 
     # ---- output ----------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class PlainView(View):
         self._waiting.clear()
 
     def _print_hang(self, state: RunState) -> None:
-        """Say once who waits for whom, with the stacks of ranks that seem to do so in vain."""
+        """Print the sentence about a new hang, and the stacks of the ranks if it is certain."""
         hang = state.hang
         text = "" if hang is None else hang.text
         if hang is None or text == self._hang_text:

@@ -90,7 +90,7 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
 
 
 def named_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
-    """The lines that tell how far a rank came.
+    """Return the progress lines that a summary names.
 
     Of a rank that returned the outermost bar says it all ("epochs: 3/3"); where another one ended,
     the inner bars say where ("epochs: 1/3, train: 20/100").

@@ -273,7 +273,7 @@ class PostMortem:
         return self._take_output()
 
     def answer(self, command: str) -> tuple[str, bool]:
-        """What pdb prints for a command, and whether that command leaves the debugger."""
+        """Run a pdb command; return its output, and whether it left the debugger."""
         debugger = self._ready()
         tracer = sys.gettrace()
         try:
@@ -309,7 +309,7 @@ class PostMortem:
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:
-    """A traceback without our frames at its end, as those of ``breakpoint()`` or ``prepare``."""
+    """Return the traceback without the package's own frames at its end."""
     entries = []
     while entry is not None:
         entries.append(entry)
@@ -328,7 +328,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb, which calls a cell what a person calls it."""
+    """Pdb that labels the code of a cell as ``Cell In[3]``."""
 
     stack: Any = ()
 

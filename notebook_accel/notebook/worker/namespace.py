@@ -67,7 +67,7 @@ class _Compiler(CachingCompiler):
 
 
 class _Hook(DisplayHook):
-    """Keeps what it would print; ``shown`` is the newest value's data by MIME type."""
+    """Stores the last expression's value in ``shown`` by MIME type, instead of printing it."""
 
     shown: dict[str, Any] | None = None
 
@@ -107,7 +107,7 @@ class RankShell(InteractiveShell):
         return self.display_formatter
 
     def run(self, text: str, source: CellSource, first_line: int) -> ShownValue | None:
-        """Run a cell; gives the value of its last expression, None where it shows none.
+        """Run a cell; return the value of its last expression, or None.
 
         Args:
             text: of the cell.
@@ -187,7 +187,7 @@ _namespace: Namespace | None = None
 
 
 def rank_namespace() -> Namespace:
-    """The names of this rank; the first call makes its shell."""
+    """Return this rank's ``Namespace``; the first call makes it and its shell."""
     global _namespace
     if _namespace is None:
         _namespace = Namespace(make_shell())
@@ -302,7 +302,7 @@ class Namespace:
 
 
 def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
-    """The names that the code of a function, a class or an object of one looks up in ``namespace``.
+    """Return the globals of ``namespace`` that the code of a value uses.
 
     What it wraps is looked at too: what a closure holds, a ``partial``, the modules of a model.
     """
