@@ -75,7 +75,7 @@ def test_ranks_whose_process_exits() -> None:
 
     error = fails(leave)
     assert (set(error.ranks), error.exitcode) == ({0, 1}, 3)
-    assert f"ranks 0-1, process {error.run.pids[0]}: it ended with exit code 3" in str(error)
+    assert f"rank {error.rank} ended with exit code 3" in str(error)
 
 
 def test_ranks_whose_process_is_killed() -> None:
@@ -86,7 +86,7 @@ def test_ranks_whose_process_is_killed() -> None:
 
     error = fails(die)
     assert (set(error.ranks), error.signal) == ({0, 1}, "SIGKILL")
-    assert f"ranks 0-1, process {error.run.pids[0]}: it was killed by SIGKILL" in str(error)
+    assert f"rank {error.rank} was killed by SIGKILL" in str(error)
 
 
 def begun(function: Callable[[], Any]) -> Run:

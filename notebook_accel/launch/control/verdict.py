@@ -61,7 +61,7 @@ _HOLDS_MEMORY = re.compile(r"\bProcess (\d+) has \S+ \S+ memory in use")
 
 
 def hint_lines(rank: RankState) -> list[str]:
-    """What to do about the failure of this rank, each hint after an empty line."""
+    """Return the lines of advice on a rank's failure, each after an empty line; often none."""
     texts = [hint(rank) for hint in _HINTS]
     return [line for text in texts if text for line in ("", text)]
 
@@ -188,18 +188,16 @@ def _is_watchdog(rank: RankState) -> bool:
 
 
 def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
-    """What the error says where ranks failed: the cause first, then the others in a line each."""
+    """Build the ``Failure`` of a run whose ranks failed: the cause, then a line for each other."""
     failed = _in_order(failed)
     cause = failed[0]
     # Ranks that only lost their connection to a peer say nothing of their own.
     culprits = [rank for rank in failed if _kind(rank) != _Kind.LOST_PEER] or [cause]
     raised = cause.failure
-    together = _died_together(culprits, cause)
-    others = [rank for rank in culprits if rank is cause or rank not in together]
     lines = [
-        *(_describe_lost(cause, returned) or _describe(cause, together)),
+        *(_describe_lost(cause, returned) or _describe(cause)),
         *hint_lines(cause),
-        *_other_failures(others, cause),
+        *_other_failures(culprits, cause),
         "",
         f"The whole output of rank {cause.rank} is kept in {log_dir}",
     ]
@@ -214,18 +212,11 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
     )
 
 
-def _died_together(failed: list[RankState], cause: RankState) -> list[RankState]:
-    """The ranks that were threads of one process which died, the cause among them."""
-    if cause.failure is not None or cause.pid is None:
-        return [cause]
-    return [rank for rank in failed if rank.failure is None and rank.pid == cause.pid]
-
-
-def _describe(rank: RankState, together: list[RankState]) -> list[str]:
-    """How the cause failed: its traceback, or what is known of a death without one."""
+def _describe(rank: RankState) -> list[str]:
+    """Lines on how a rank failed: its traceback, or for a death without one its last output."""
     raised = rank.failure
     if raised is None:
-        return [_death(rank, sorted(one.rank for one in together)), *_last_lines(rank)]
+        return [_death(rank), *_last_lines(rank)]
     if raised.kind == "exit":
         ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
         return [ended, *_last_lines(rank)]
@@ -236,11 +227,8 @@ def _describe(rank: RankState, together: list[RankState]) -> list[str]:
     ]
 
 
-def _death(rank: RankState, together: list[int]) -> str:
-    name = f"rank {rank.rank}"
-    if len(together) > 1:
-        name = f"{rank_list(together)}, process {rank.pid}: it"
-    ended = f"{name} {describe_exit(rank.exitcode, rank.signal)}"
+def _death(rank: RankState) -> str:
+    ended = f"rank {rank.rank} {describe_exit(rank.exitcode, rank.signal)}"
     if rank.signal is None:
         return f"{ended}, without an exception (os._exit, or native code that ended the process)"
     likely = LIKELY_CAUSES.get(signal_name(rank.signal))
@@ -278,8 +266,9 @@ def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
 
 
 def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
-    """Why a rank lost its peers where none of them failed, in our own words: the backend names
-    nothing but an address, and guesses that a rank has crashed."""
+    """Explain a lost connection in plain words; no lines if the cause is another kind of failure.
+
+    The backend's own text names only an address, and guesses that a rank crashed."""
     if cause.failure is None or _kind(cause) != _Kind.LOST_PEER:
         return []
     place = place_of_wait(cause.failure.traceback)
@@ -317,7 +306,7 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
 
 
 def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
-    """What the function seems to have forgotten, one line for each; often none.
+    """Return advice for a run that ended well: a line for each likely mistake; often none.
 
     Args:
         last: the state of the run at its end.

@@ -224,15 +224,6 @@ def test_sys_exit() -> None:
     assert told.exitcode == 4
 
 
-def test_ranks_that_shared_a_process_are_named_with_it() -> None:
-    pids = wire.AgentReady(pids={0: 70, 1: 70, 2: 71, 3: 71})
-    together = died(1, 10.0, signal=9), died(0, 10.0, signal=9)
-    told = failure(run(4, pids, *together, returned(2), died(3, 11.0, exitcode=3)))
-    assert told.message.startswith("ranks 0-1, process 70: it was killed by SIGKILL: likely, ")
-    assert "rank 3: exit code 3" in told.message
-    assert told.ranks == (0, 1, 3)
-
-
 def test_ranks_that_failed_alike_share_a_line() -> None:
     state = run(
         9,
