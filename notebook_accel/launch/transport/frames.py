@@ -58,8 +58,6 @@ _FRAME_BYTES = 1 << 18
 # How many bytes of a stream may be sent that the receiver has not said it has written: what
 # 1 Gbit/s carries in a round trip of 60 ms.
 _WINDOW_BYTES = 8 << 20
-# A machine that was switched off says nothing: seconds until its connection counts as lost.
-_LOST_MACHINE_SECONDS = 8
 
 
 @dataclass(kw_only=True)
@@ -112,7 +110,8 @@ class FramedChannel(Channel):
         self._waiting: dict[int | None, deque[_WaitingMessage]] = {}
         self._ready: deque[tuple[wire.Message, list[int]]] = deque()
         if sock.family != socket.AF_UNIX:
-            _notice_a_lost_machine(sock)
+            # A lost machine is noticed by the link that carries these bytes (machine_link.py).
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def is_idle(self) -> bool:
@@ -295,23 +294,3 @@ class FramedChannel(Channel):
         self._waiting.clear()
         self._announced.clear()
         self._ready.clear()
-
-
-def _notice_a_lost_machine(sock: socket.socket) -> None:
-    """Have an idle connection end by itself when the other machine does not answer any more.
-
-    A machine that was switched off never says goodbye; probes find that out.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not TCP_USER_TIMEOUT, which also ends the connection to a process that lives and does not
-    # read for a while (measured): a notebook's kernel may be busy in native code for long.
-    settings = {
-        "TCP_KEEPIDLE": 2,
-        "TCP_KEEPINTVL": 2,
-        "TCP_KEEPCNT": _LOST_MACHINE_SECONDS // 2 - 1,
-    }
-    for name, value in settings.items():
-        # Platforms name some of them otherwise; there the system's own limits hold.
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
