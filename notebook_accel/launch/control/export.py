@@ -108,7 +108,7 @@ def script_of(
 
 
 def _is_name(key: str) -> bool:
-    """Whether a keyword argument can be written as one; others can be in a dict alone."""
+    """Return whether ``key=value`` is valid Python; other keys are passed as ``**{key: value}``."""
     return key.isidentifier() and not keyword.iskeyword(key)
 
 
@@ -218,7 +218,7 @@ class Script:
                 self.define(read, known[read])
 
     def _pickle(self, label: str, value: Any) -> None:
-        """Keep a value for the script's pickle, once it was seen to fit and what it needs."""
+        """Add a value to the script's pickle, and the definitions that it needs to the script."""
         self._pickled[label] = value
         try:
             _ScriptPickler(_SmallFile(), self._reference).dump(value)
@@ -245,7 +245,7 @@ class Script:
         return str(name)
 
     def _load(self, late: Sequence[str]) -> str:
-        """Return what reads the pickled values and gives them their names."""
+        """Return the lines of the script that unpickle its values and assign them to names."""
         if not self._pickled:
             return ""
 
@@ -316,7 +316,7 @@ class Script:
 
 
 def _source_of(value: Any, cells: Sequence[str]) -> str | None:
-    """The source of a function or class that stands on its own: no closure, no lambda."""
+    """Return the source of a function or class; None for a closure, a lambda or unknown source."""
     made = value if isinstance(value, type) else inspect.unwrap(value)
     if getattr(made, "__closure__", None) or value.__name__ == "<lambda>":
         return None
@@ -335,7 +335,7 @@ def _source_of(value: Any, cells: Sequence[str]) -> str | None:
 
 
 def _parsed(text: str) -> ast.Module:
-    """The statements of a cell; none of one with a magic, which is no Python."""
+    """Parse a cell; one that is not valid Python, such as one with a magic, is empty."""
     try:
         return ast.parse(text)
     except SyntaxError:
@@ -343,7 +343,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
-    """The class statement in a cell; ``inspect`` finds classes only in modules that have a file."""
+    """Return a class's statement from the cells, newest first; None where no cell defines it."""
     files = (function.__code__.co_filename for function in _functions(value))
     for text in [*("".join(linecache.getlines(file)) for file in files), *cells]:
         for node in reversed(_parsed(text).body):
@@ -354,10 +354,10 @@ def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
 
 
 def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
-    """The names that a definition looks up among its globals, and not among its own locals.
+    """Yield the global names that a definition reads; a name may come twice.
 
-    Those of functions, classes and comprehensions inside of it are there, and those of its
-    decorators, bases, defaults and annotations.
+    Nested functions, classes and comprehensions count, and so do decorators, bases, defaults and
+    annotations.
 
     Args:
         table: of the definition.
@@ -375,7 +375,7 @@ def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iter
 
 
 def _globals_of(value: Any) -> Mapping[str, Any]:
-    """The globals among which a function or class was defined."""
+    """Return the global namespace in which a function or class was defined."""
     functions = _functions(value)
     if functions:
         return functions[0].__globals__
@@ -383,7 +383,7 @@ def _globals_of(value: Any) -> Mapping[str, Any]:
 
 
 def _functions(value: Any) -> list[types.FunctionType]:
-    """The function itself; of a class those that it defines, not others that it has as values."""
+    """Return a function's unwrapped self as a list; for a class, the functions that it defines."""
     if not isinstance(value, type):
         return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
     parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]

@@ -58,7 +58,7 @@ _MAX_PARTS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """What the stack of a rank that says nothing tells.
+    """Where a silent rank is, and whether it waits for other ranks there.
 
     Attributes:
         operation: what it waits for the others in ("all_reduce"); "" where it does not.
@@ -105,7 +105,7 @@ class Hang:
 def read_stack(
     rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | None, text: str
 ) -> RankStack:
-    """What the stack of a rank tells.
+    """Read from a dump of stacks where a rank is, and whether it waits for others there.
 
     Args:
         rank: its number.
@@ -127,8 +127,9 @@ def read_stack(
 
 
 def place_of_wait(traceback: str) -> str:
-    """``in gather at Cell In[3], line 9``, of a traceback of an error in which a rank lost others
-    for which it waited; "" where it shows no such place."""
+    """Return where a rank waited when it lost another one: ``in gather at Cell In[3], line 9``.
+
+    The traceback is that of the error; "" if it shows no collective call."""
     found = reversed(_TRACED.findall(traceback))
     frames = [Frame(file=file, line=int(line), function=name) for file, line, name in found]
     index = _own_index(frames, {})
@@ -151,7 +152,7 @@ def _line(frame: Frame, labels: Mapping[str, str]) -> str:
 
 
 def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
-    """In what the frames above the person's own code wait for other ranks; "" for nothing."""
+    """Return the name of the collective that these frames wait in ("all_reduce"); "" for none."""
     in_torch = [frame for frame in frames if _TORCH_DISTRIBUTED.search(frame.file)]
     # The newest frame is first. So the last of these is the one that was called, and those before
     # it are calls that it makes inside.
@@ -180,8 +181,9 @@ def find_hang(
     since: float,
     suspended: Mapping[int, int] | None = None,
 ) -> Hang | None:
-    """What to tell of ranks that say nothing; None where nobody waits for another and none is
-    suspended, or where all wait in one place and have not done so for long.
+    """Explain silent ranks: which wait, in which collective, and for whom.
+
+    None if no rank waits or is suspended, and if all have waited in one place only for a while.
 
     Args:
         stacks: of every rank whose part of the call goes on.
@@ -234,7 +236,7 @@ def find_hang(
 
 
 def _only_suspended(held: Mapping[int, int], since: float) -> Hang:
-    """What to tell where no rank waits for those that are suspended, or where there is no other."""
+    """Return the ``Hang`` for suspended ranks when no other rank waits for them."""
     return Hang(
         is_certain=True,
         text=_suspended(held),
@@ -259,7 +261,7 @@ def _with_verb(ranks: Sequence[int], one: str, several: str) -> str:
 
 
 def _alike(stacks: Sequence[RankStack]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Each different stack once, behind the ranks that wait in the same operation and line."""
+    """Return one (ranks, stack text) pair for each operation and line in which ranks wait."""
     found: dict[tuple[str, str], list[RankStack]] = {}
     for one in stacks:
         found.setdefault((one.operation, one.own_line), []).append(one)

@@ -197,7 +197,7 @@ class RunFolder:
                 log_path(self.path, rank).touch(mode=0o600)
 
     def link_logs(self, session: RunFolder, world_size: int) -> None:
-        """Have the files of output of a session's ranks here too: its calls print into them.
+        """Link the output files of a session's ranks into this folder, which is that of one call.
 
         Raises:
             LaunchError: they cannot be linked.
@@ -211,7 +211,7 @@ class RunFolder:
                     target.symlink_to(source)
 
     def read_log(self, rank: int, start: int = 0, end: int | None = None) -> str:
-        """What a rank printed, as a terminal would show it.
+        """Return what a rank printed, as a terminal would show it.
 
         Args:
             rank: of the run.
@@ -232,7 +232,7 @@ class RunFolder:
         return "\n".join(as_shown(line) for line in text.split("\n"))
 
     def save(self, state: RunState, config: LaunchConfig | None = None) -> str:
-        """Write what other processes can know of the run; where that fails, the run goes on.
+        """Write the run's state, and its settings if given; an error of the disk is not raised.
 
         Args:
             state: the newest.
@@ -255,7 +255,7 @@ class RunFolder:
         return ""
 
     def load(self) -> RunState | None:
-        """The state saved last; None where there is none that this version can read."""
+        """Return the saved state; None if there is none, or this version cannot read it."""
         # For a damaged file msgspec lets other errors through beside its own.
         errors = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
         for name in (_STATE, _BEGIN):
@@ -267,7 +267,7 @@ class RunFolder:
         return None
 
     def save_rescued(self, results: Results) -> str:
-        """Write what was being trained; gives what of it could not be written, "" for nothing."""
+        """Save the rescued training; return a phrase for what could not be saved, "" if all was."""
         size = results.rescued_bytes
         part = self._rescued_path.with_suffix(".part")
         try:
@@ -285,7 +285,7 @@ class RunFolder:
         return lost
 
     def load_rescued(self) -> Any:
-        """What :meth:`save_rescued` has written, without the models; None where nothing is there.
+        """Load the file of :meth:`save_rescued`, without the models; None if there is none.
 
         Raises:
             NotebookAccelError: the file is damaged.
@@ -310,7 +310,7 @@ class RunFolder:
 
     @property
     def is_stop_asked(self) -> bool:
-        """Whether the kernel that holds the run has not taken a request yet."""
+        """Whether a request to stop waits for the kernel that holds the run."""
         return self._stop_path.exists()
 
     def ask_to_stop(self, how: str) -> None:
@@ -324,7 +324,7 @@ class RunFolder:
         part.replace(self._stop_path)
 
     def take_stop(self) -> str:
-        """What was asked since the last call, "" for nothing."""
+        """Return the request of :meth:`ask_to_stop` and delete it; "" if there is none."""
         try:
             asked = self._stop_path.read_text()
             self._stop_path.unlink()
@@ -337,14 +337,14 @@ class RunFolder:
         return self.path / ".stop"
 
     def last_change(self) -> float:
-        """When something was written here last, wall time in seconds; 0 where nothing is here."""
+        """Return when a file of the folder last changed (wall time, seconds); 0.0 if empty."""
         with contextlib.suppress(OSError):
             return max((file.stat().st_mtime for file in self.path.iterdir()), default=0.0)
         return 0.0
 
 
 def _new_id() -> str:
-    """An id that stands after those of earlier runs, also of the same second."""
+    """Return a new run id, made of the time in UTC; ids sort in the order of their runs."""
     # In UTC, which no summer time or journey sets back.
     now = dt.datetime.now(dt.timezone.utc)
     # Five of the six hexadecimal digits are the microsecond. The last is random: two kernels may
@@ -353,7 +353,7 @@ def _new_id() -> str:
 
 
 def run_folders(root: Path | None = None) -> list[RunFolder]:
-    """The folders of this user's runs on disk, oldest first; what we did not make is left out."""
+    """Return the folders of this user's runs on disk, oldest first."""
     root = runs_folder() if root is None else root
     with contextlib.suppress(OSError):
         names = sorted(entry.name for entry in os.scandir(root) if _is_own_run(entry))
@@ -362,9 +362,9 @@ def run_folders(root: Path | None = None) -> list[RunFolder]:
 
 
 def _is_own_run(entry: os.DirEntry[str]) -> bool:
-    """Whether it is the folder of a run of this user's.
+    """Return whether a folder entry is a run of this user.
 
-    What others put into a shared folder, they may change while we read it.
+    Another user's run in a shared folder could change while it is read.
     """
     with contextlib.suppress(OSError):  # another kernel has just removed it
         is_folder = _ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
@@ -374,7 +374,7 @@ def _is_own_run(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def making_files(folder: Path) -> Iterator[None]:
-    """Make files of a new run inside of the block; an error says which folder, why, what to do.
+    """Turn an ``OSError`` of the block into a ``LaunchError`` with the folder and a remedy.
 
     Raises:
         LaunchError: in place of an ``OSError`` of the block.
@@ -391,7 +391,7 @@ def making_files(folder: Path) -> Iterator[None]:
 
 
 def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
-    """A line for the person: what is lost, why, and what to do.
+    """Return a line for the person on lost files: what is lost, why, and what to do.
 
     Args:
         what: how the line begins: what is lost.
@@ -417,7 +417,7 @@ _kernel_locks_lock = threading.Lock()
 
 
 def _kernel_file(root: Path) -> Path:
-    """The file in ``root`` that this process keeps locked; it is made at the first call."""
+    """Return this process's lock file in ``root``; the first call makes and locks it."""
     key = (root, os.getpid())
     with _kernel_locks_lock:
         lock = _kernel_locks.get(key)
@@ -449,7 +449,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a kernel lives that holds this file."""
+    """Return whether a live kernel has this file locked."""
     try:
         # NFS locks only what is open for writing.
         with path.open("r+b") as file:
@@ -462,7 +462,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
-    """Remove runs that nobody holds, beyond the newest; what we did not make is left alone."""
+    """Remove runs that no live kernel holds, except the newest; other files stay."""
     for entry in os.scandir(root):
         # A new one may not be locked yet.
         is_old = entry.stat(follow_symlinks=False).st_mtime < time.time() - _DAY_SECONDS

@@ -65,12 +65,12 @@ def install_sources(sources: Sequence[CellSource]) -> None:
 
 
 def label_of(filename: str) -> str:
-    """What a person calls the cell that was installed for this file name; else that name."""
+    """Return the label of a cell ("Cell In[3]") for its file name; other names unchanged."""
     return _labels.get(filename, filename)
 
 
 def name_cells(text: str, labels: Mapping[str, str] | None = None) -> str:
-    """A formatted traceback in which each cell has its label for a file name.
+    """Return a formatted traceback with the labels of cells in place of their file names.
 
     Args:
         text: the traceback.
@@ -93,7 +93,7 @@ def fresh_main() -> None:
 
 
 def fill_main(objects: Iterable[Any]) -> None:
-    """Let ``__main__`` know the cells' classes and functions by name.
+    """Assign the cells' classes and functions to their names in ``__main__``.
 
     Plain pickle finds them there: ``torch.save``, and what DataLoader workers send. A name that
     the function uses as a global keeps the value that came with the function; one that an earlier
@@ -111,8 +111,7 @@ def fill_main(objects: Iterable[Any]) -> None:
 
 @lru_cache(maxsize=1024)
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Names that ``code`` looks up among the globals, or may look up there; those of functions
-    and classes inside of it too."""
+    """Return the names that ``code``, nested functions included, may look up as globals."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return frozenset(_looked_up(code, "LOAD_GLOBAL")).union(*map(global_names, inner))
 

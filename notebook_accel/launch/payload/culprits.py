@@ -57,8 +57,9 @@ class Culprit(NamedTuple):
     error: BaseException
 
     def sentence(self, verb: str, advice: str) -> str:
-        """What cannot travel, and what to do: as the value's kind says, else the advice with what
-        Python says."""
+        """Return the sentence of the error: the value, ``verb``, and what to do.
+
+        A kind of value with a remedy shows that; others show ``advice`` and Python's error."""
         if isinstance(self.error, Refused):
             what = str(self.error)
         else:
@@ -73,12 +74,11 @@ _Part = tuple[str, Any, str]
 def _find_culprit(
     parts: Iterable[_Part], make: Callable[..., Any], seen: dict[int, Any] | None = None
 ) -> Culprit | None:
-    """The nearest value among the parts, and in them, that the pickler which ``make`` makes cannot
-    pickle for a reason of its own: all that it holds can be pickled.
+    """Find the innermost value that cannot be pickled while all parts of it can; None for none.
 
     Args:
         parts: where to look.
-        make: makes a pickler.
+        make: called as ``make(file, buffer_callback)``, returns the pickler to try.
         seen: what cannot be pickled and was looked into, by its identity.
     """
     seen = {} if seen is None else seen
@@ -127,7 +127,7 @@ def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
 
 
 def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
-    """The given globals of a function, what it closes over, and its defaults."""
+    """Return a function's variables by name: ``names``, closure variables, and defaults."""
     code = function.__code__
     found = dict(names)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -144,7 +144,7 @@ def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, 
 def arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments under the names that the function has for them."""
+    """Return the arguments by parameter name; by ``args[0]`` and so on without a signature."""
     try:
         return inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -165,7 +165,7 @@ def cannot_travel(
     kwargs: dict[str, Any],
     error: BaseException,
 ) -> LaunchError:
-    """The error for a call that could not be pickled, which raised ``error``."""
+    """Return the error for a call that could not be pickled; it names the value at fault."""
     inner = getattr(function, "func", function)  # of a partial
     name = getattr(inner, "__name__", None) or _type_name(inner)
     given = arguments(function, args, kwargs).items()
@@ -185,7 +185,7 @@ def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchEr
 
 
 def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:
-    """The error for a result that could not be pickled, which raised ``error``."""
+    """Return the error for a result that could not be pickled; it names the value at fault."""
     culprit = _find_culprit([("result", value, "")], functools.partial(ResultPickler, sent=sent))
     culprit = culprit or Culprit("result", value, "", error)
     advice = "return values, tensors or models instead"
@@ -193,7 +193,7 @@ def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> T
 
 
 def cause(error: BaseException) -> BaseException | None:
-    """The error itself where code of the user's raised it, whose traceback then helps."""
+    """Return ``error`` if user code raised it, so that its traceback is shown; else None."""
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next

@@ -33,7 +33,7 @@ _SAMPLE_BYTES = 1_024
 
 @dataclass(frozen=True)
 class NameFacts:
-    """What a look at a value says.
+    """Facts about a value of the notebook: digest, names that it uses, size.
 
     Attributes:
         digest: differs where the value has changed.
@@ -47,7 +47,7 @@ class NameFacts:
 
 
 def look_at(name: str, value: object) -> NameFacts:
-    """Look at the value that the notebook has under ``name``.
+    """Return the facts about the value that the notebook has under ``name``.
 
     Raises:
         LaunchError: it cannot travel; the message says what of it cannot, and what to do.
@@ -62,7 +62,7 @@ def look_at(name: str, value: object) -> NameFacts:
 
 
 def names_used(value: object) -> frozenset[str]:
-    """The names of globals that functions and classes in ``value`` use, as ``NameFacts.names``.
+    """Return the names of the globals that functions and classes in ``value`` use.
 
     Raises:
         Exception: whatever is raised where it cannot be pickled.
@@ -128,7 +128,7 @@ class _LookingPickler(SessionPickler):
 
 
 class _NamesPickler(_LookingPickler):
-    """Looks at no memory."""
+    """Collects names only: it skips the memory of tensors and arrays."""
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
         return

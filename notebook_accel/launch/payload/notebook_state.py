@@ -47,7 +47,7 @@ _STREAMS = {"<stdout>": "stdout", "stdout": "stdout", "<stderr>": "stderr", "std
 
 @dataclass(frozen=True, kw_only=True)
 class NotebookState:
-    """All that ranks are given.
+    """Settings and generator states of the notebook's process, which each rank takes over.
 
     Attributes:
         python: ``random.getstate()``.
@@ -108,7 +108,7 @@ def _generators(torch: Any) -> dict[str, Any]:
 
 
 def _seeded_generators(seed: int) -> dict[str, Any]:
-    """What ``set_seed(seed)`` in a rank would leave."""
+    """Return the generator states that ``set_seed(seed)`` would make."""
     python = random.Random(seed).getstate()
     return {"python": python, "numpy": seed % 2**32, "torch_seed": seed}
 
@@ -154,7 +154,7 @@ def _loggers() -> tuple[dict[str, Any], ...]:
 
 
 def _logger(logger: logging.Logger) -> dict[str, Any] | None:
-    """What was set up of a logger; None for nothing."""
+    """Return a logger's settings as arguments of ``_apply_logger``; None if it has the defaults."""
     is_root = logger is logging.root
     # A library that is imported in a rank adds its own handlers there: lines would come twice.
     is_of_library = not is_root and logger.name.partition(".")[0] in sys.modules
@@ -184,7 +184,7 @@ def _handler(handler: logging.Handler) -> dict[str, Any] | None:
 
 
 def _append_from_now_on(handler: logging.FileHandler) -> None:
-    """Have each line written at the file's end, also after lines that ranks wrote.
+    """Switch a log file to append mode, so that it does not overwrite lines that ranks wrote.
 
     A file that was opened with mode "w" is written where this process's last line ended, over what
     ranks wrote since.
@@ -213,7 +213,7 @@ def _warning_filters() -> tuple[tuple[Any, ...], ...]:
 
 
 def _pattern(pattern: Any) -> str:
-    """The text of a pattern; Python's own filters have a plain text in its place."""
+    """Return a warning filter's pattern as the text of a regular expression."""
     if isinstance(pattern, re.Pattern):
         return str(pattern.pattern)
     return "" if pattern is None else rf"{re.escape(pattern)}\Z"
@@ -235,7 +235,7 @@ def apply_notebook_state(state: NotebookState) -> None:
 
 
 def apply_generators(state: NotebookState) -> None:
-    """Make this process's random numbers begin where the state says."""
+    """Set the generators of Python, numpy and torch in this process to the given states."""
     import numpy as np
     import torch
 

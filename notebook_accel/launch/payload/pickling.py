@@ -82,11 +82,11 @@ _REMEDIES = {
 
 
 class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
-    """This object would arrive, but would be wrong there; the text is the remedy."""
+    """Raised for an object that would be useless in another process; the text is the remedy."""
 
 
 def remedy_of(kind: type) -> str | None:
-    """What to do instead of sending an instance of ``kind``; None where it may travel."""
+    """Return what to do instead of sending an instance of ``kind``; None if it may travel."""
     remedy = getattr(kind, STAYS_HOME, None)
     if isinstance(remedy, str):
         return remedy
@@ -142,9 +142,9 @@ BY_TYPE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def remake(value: Any) -> tuple[Any, ...] | None:
-    """What pickle is to know of a named object that other processes cannot import.
+    """Return the reduce tuple of a named object that other processes cannot import.
 
-    None where cloudpickle knows by itself what to do.
+    None if cloudpickle handles the object by itself.
     """
     reduce = _NAMED.get(type(value))
     if reduce is not None:
@@ -167,7 +167,7 @@ def _is_at_its_name(value: Any) -> bool:
 
 
 def _reduce_compiled(function: types.FunctionType) -> tuple[Any, ...] | None:
-    """torch pickles the context in which a function is compiled, but not the function."""
+    """Return the reduce tuple of a function under ``torch.compile``; None if it has no context."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if "self" not in cells:
         return None
@@ -280,7 +280,7 @@ def _as_usual(_value: Any) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """What both directions share.
+    """Base of the picklers to and from ranks: tensors, definitions, modules, refusals.
 
     Attributes:
         moved: device and number of bytes of each storage that was copied to the CPU.
@@ -302,7 +302,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return route(obj)
 
     def _route(self, kind: type) -> Callable[[Any], Any]:
-        """How instances of ``kind`` are pickled."""
+        """Return the function that reduces instances of ``kind``."""
         if issubclass(kind, NAMED_TYPES):
             return self._reduce_definition
         if issubclass(kind, types.ModuleType):
@@ -379,10 +379,9 @@ def _goes_by_value(reduced: Any) -> bool:
 
 
 def _is_made_anew(value: Any, reduced: Any) -> bool:
-    """Whether the rank makes this definition anew instead of importing it.
+    """Return whether the rank makes this definition anew instead of importing it.
 
-    So it is for a TypeVar of the notebook, and for what pickle sends as a function and its
-    arguments, unless it is a class.
+    That holds for a TypeVar of the notebook, and for all reduce tuples except those of classes.
     """
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
@@ -503,7 +502,7 @@ class SessionPickler(CallPickler):
 
 
 def used_globals(function: types.FunctionType) -> dict[str, Any]:
-    """The globals that go with a function; none where it goes by reference."""
+    """Return the globals that are pickled with a function; none if it goes by reference."""
     pickler = CallPickler(Discard())
     pickler.reducer_override(function)
     return pickler.used[0][1] if pickler.used else {}
@@ -552,7 +551,7 @@ class ResultPickler(_Pickler):
 
 
 def _shows_little(tensor: Any) -> bool:
-    """Whether most of a tensor's memory is not shown by it, as of ``big[:3]``.
+    """Return whether a tensor is a small part of a large storage, such as ``big[:3]``.
 
     The notebook would hold all of that memory for as long as it holds the result.
     """

@@ -71,7 +71,7 @@ def too_many_files() -> LaunchError:
 
 @contextlib.contextmanager
 def naming_what_is_short() -> Iterator[None]:
-    """What the system refuses while processes are started is an error that says what to do.
+    """Turn an ``OSError`` of the block, which starts processes, into an error with a remedy.
 
     Raises:
         LaunchError: in place of an ``OSError`` of the block.
@@ -89,7 +89,7 @@ def naming_what_is_short() -> Iterator[None]:
 
 
 def check_open_files() -> None:
-    """See that this process can open the files that a launch needs; raises its own limit.
+    """Raise this process's limit of open files, and check that a launch's files fit in.
 
     Raises:
         LaunchError: it cannot.

@@ -92,7 +92,7 @@ def adopt_orphans() -> None:
 
 
 def watch_exit(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends."""
+    """Return a descriptor that becomes readable when the process ends; the caller closes it."""
     return os.pidfd_open(pid)
 
 
@@ -108,7 +108,7 @@ def await_exit(pid: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
-    """Look at ``exit_fd`` all the while, and ``act`` once it is readable.
+    """Call ``act`` within the block once ``exit_fd`` is readable; SIGALRM polls it.
 
     For a main thread that imports or waits for something else, and may have no second thread.
     """
@@ -149,7 +149,7 @@ def describe_exit(exitcode: int | None, number: int | None = None) -> str:
 
 
 def reset_signals() -> None:
-    """Python's defaults, whatever the parent process had set."""
+    """Set signal handlers and the signal mask to Python's defaults."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -209,7 +209,7 @@ def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
 
 
 def _descendants(*, outside: Collection[int]) -> list[tuple[psutil.Process, int]]:
-    """The processes below this one, and the parent of each; none in ``outside`` or below those.
+    """Return (descendant, its parent's pid) pairs; not those in or below ``outside``.
 
     One look at all processes of the machine: a look for each child took 4 s for 300 of them.
     """
@@ -229,7 +229,7 @@ def _descendants(*, outside: Collection[int]) -> list[tuple[psutil.Process, int]
 
 
 def kill_leftovers(*, session: int, variable: tuple[str, str]) -> list[int]:
-    """SIGKILL what began in this session, or with this variable in its environment.
+    """SIGKILL each process of this session, or with this variable in its environment.
 
     For a run whose agent and template are both dead: nobody is left who adopted its orphans.
 

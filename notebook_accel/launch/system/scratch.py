@@ -32,7 +32,7 @@ _SHARED = Path("/dev/shm")
 
 
 def use(run: str) -> None:
-    """Have this process, an agent of ``run``, and those that it starts take names of its own."""
+    """Give this agent of ``run`` its own temporary folder and prefix; its children inherit both."""
     agent = os.getpid()
     # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
     config = of_python.process_settings()

@@ -89,7 +89,7 @@ def display(
     update: bool = False,
     **_options: object,
 ) -> Any:
-    """As IPython's function of that name; gives a handle where there is a ``display_id``.
+    """Send values to the notebook as IPython's ``display``; a ``display_id`` gives a handle.
 
     Raises:
         TypeError: ``update`` without a ``display_id``.
@@ -109,7 +109,7 @@ def display(
 
 
 class _Outbox:
-    """Sends what this rank displays, as much as a page can take."""
+    """Sends what this rank displays, and limits its size and rate."""
 
     def __init__(self) -> None:
         self._bucket = TokenBucket(_BURST, _PER_SECOND)
@@ -122,7 +122,7 @@ class _Outbox:
         self._lock = threading.RLock()
 
     def send(self, data: dict[str, str], display_id: str, *, is_update: bool) -> None:
-        """Send it, unless it is text alone, which is printed, or too much."""
+        """Send a display to the notebook; plain text is printed, and too much is left out."""
         text = str(data.get("text/plain", ""))
         size = _size(data)
         context = rank.current()
@@ -155,7 +155,7 @@ class _Outbox:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send what waits, whether or not it is its turn."""
+        """Send the waiting updates of displays now."""
         context = rank.current()
         if not isinstance(context, rank.LaunchedContext) or not context.is_own_process:
             return
@@ -172,7 +172,7 @@ _outbox = _Outbox()
 
 
 def flush() -> None:
-    """Send what waits, since the call ends."""
+    """Send the waiting updates of displays: the call ends."""
     _outbox.send_waiting()
 
 
@@ -194,7 +194,7 @@ def mime_bundle(value: Any) -> dict[str, str]:
 
 
 def _sendable(found: Mapping[str, Any]) -> dict[str, str]:
-    """The part of the data that is text or bytes, as ``wire.Displayed`` has it."""
+    """Return the data as text by MIME type, bytes in base64; other values are left out."""
     texts = {str(mime): _as_text(data) for mime, data in found.items()}
     return {mime: text for mime, text in texts.items() if text}
 
@@ -216,7 +216,7 @@ def _found_by_methods(value: Any) -> dict[str, Any]:
 
 
 def _repr_of(value: Any) -> str:
-    """Its ``repr``; where that raises, words for it: as in a notebook, the code goes on."""
+    """Return ``repr(value)``; if that raises, a text that says so."""
     try:
         return repr(value)
     except Exception as error:  # whatever a user's class does

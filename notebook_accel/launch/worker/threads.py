@@ -82,7 +82,7 @@ class Host:
         self._exit_code = max(self._exit_code, hosted.serve())
 
     def finish(self) -> int:
-        """What is left to do once all ranks here have ended; gives the exit code."""
+        """Run the exit functions once all ranks here have ended; return the exit code."""
         if self._ranks:
             exiting.finish(self._exit_code, self._ranks[0].context.notice)
         return self._exit_code
@@ -119,7 +119,7 @@ class _ThreadInterrupts(Interrupts):
         """Do nothing: signals come to the process."""
 
     def look(self) -> None:
-        """A signal came, for this rank or another one."""
+        """Interrupt this rank's thread, if the agent asked for it and it has not seen that."""
         if self._row.interrupted_call == self._call > 0 and not self.has_seen(self._call):
             with self._changing:
                 self._on_signal(signal.SIGINT, None)
@@ -197,14 +197,14 @@ class _RankStreams:
         self._of_rank: dict[int, io.TextIOWrapper] = {}
 
     def add(self, number: int, fd: int) -> None:
-        """Have what this rank prints go to that descriptor."""
+        """Write what Python code of this rank prints to the descriptor ``fd``."""
         file = open(fd, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
         self._of_rank[number] = io.TextIOWrapper(
             file, "utf-8", errors="replace", line_buffering=True
         )
 
     def install(self) -> None:
-        """Take the place of both streams, which are those of the process until then."""
+        """Replace ``sys.stdout`` and ``sys.stderr`` by streams that write to each rank's file."""
         for name in ("stdout", "stderr"):
             stream = _RankStream(self._of_rank, getattr(sys, name))
             setattr(sys, name, stream)
