@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -22,24 +21,12 @@ from notebook_accel import (
     WorkerError,
     notebook_launcher,
 )
-from notebook_accel.training.checkpoint import background
 from notebook_accel.training.files import pieces
 from tests.training import resuming
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
 from tests.waiting import eventually
-
-
-@pytest.fixture(params=["fork", "thread"])
-def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to write, as each system has one."""
-    if request.param == "thread":
-        from notebook_accel.training import checkpoint
-
-        monkeypatch.setattr(checkpoint, "make_writer", background.Writer)
-    name: str = request.param
-    return name
 
 
 @pytest.fixture
@@ -58,7 +45,6 @@ def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return gate
 
 
-@pytest.mark.usefixtures("writer")
 def test_what_is_written_is_what_was_there_at_the_call(held_back: Path, tmp_path: Path) -> None:
     parts = setup()
     step(*parts)
@@ -78,7 +64,6 @@ def test_what_is_written_is_what_was_there_at_the_call(held_back: Path, tmp_path
     assert resumed[1].head.weight is resumed[1].embed.weight
 
 
-@pytest.mark.usefixtures("writer")
 def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path: Path) -> None:
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
     parts = setup(project)
@@ -96,44 +81,11 @@ def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path / "checkpoints")) == names[-2:]
 
 
-@pytest.mark.parametrize("hung", [1, 3])
-def test_a_writer_that_hangs_as_it_is_forked_is_forked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: int
-) -> None:
-    """As CPython's does, up to 3.11.9, where another thread holds a lock at the fork."""
-    monkeypatch.setattr(background, "_FORK_MAY_HANG", True)
-    monkeypatch.setattr(background, "_BEGIN_SECONDS", 0.3)
-    children: list[int] = []
-    fork = os.fork
-
-    def hanging_fork() -> int:
-        child = fork()
-        children.append(child)
-        if not child and len(children) <= hung:
-            signal.pause()
-        return child
-
-    monkeypatch.setattr(os, "fork", hanging_fork)
-    parts = setup()
-    if hung == 1:
-        parts[0].save_state(tmp_path / "state", async_save=True)
-        parts[0].wait_for_checkpoint()
-        assert set(os.listdir(tmp_path / "state")) == FILES
-    else:
-        with pytest.raises(NotebookAccelError, match=r"hung three times.*update Python"):
-            parts[0].save_state(tmp_path / "state", async_save=True)
-    assert len(children) == hung + (hung == 1)
-    for child in children:
-        with pytest.raises(ProcessLookupError):
-            os.kill(child, 0)
-
-
 class Unsafe(Counter):
     def state_dict(self) -> dict[str, Any]:
         return {"count": nn.Linear(1, 1)}
 
 
-@pytest.mark.usefixtures("writer")
 def test_what_could_not_be_written_is_told_at_once_and_raised_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,28 +112,6 @@ def test_what_could_not_be_written_is_told_at_once_and_raised_next(
             accelerator.end_training()
     accelerator.wait_for_checkpoint()
     assert os.listdir(tmp_path) == ["state"], "the one before is there, and nothing else"
-
-
-def test_a_writer_that_is_killed_is_told(
-    held_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    children: list[int] = []
-    plain = os.fork
-
-    def fork() -> int:
-        children.append(plain())
-        return children[-1]
-
-    monkeypatch.setattr(os, "fork", fork)
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(nn.Linear(2, 2))
-    accelerator.save_state(tmp_path / "state", async_save=True)
-    os.kill(children[0], signal.SIGKILL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(NotebookAccelError, match="the process that wrote it was killed"):
-            accelerator.wait_for_checkpoint()
-    assert os.listdir(tmp_path) == []
 
 
 def test_tensors_that_processes_share_are_copied(held_back: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.checkpoint.background import BackgroundSave, make_writer
+from notebook_accel.training.checkpoint.background import BackgroundSave, HostCopies
 from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
     NUMBERED,
@@ -83,7 +83,7 @@ class Checkpoints:
         self._plan = preparation.plan
         self._project = project
         self.numbering = Numbering(project)
-        self._writer = make_writer()
+        self._copies = HostCopies()
         self._background_save: BackgroundSave | None = None
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -148,15 +148,18 @@ class Checkpoints:
             if not in_background:
                 finish(*write_one_by_one(pieces, save.staged))
             else:
-                taken = self._writer.take(list(pieces))
+                collected = list(pieces)
+                states = self._copies.copy([piece.state for piece in collected])
+                taken = [one.with_state(own) for one, own in zip(collected, states, strict=True)]
                 for piece in taken:
                     piece.prepare(save.staged)
-                wait = self._writer.begin(lambda: write_prepared(taken, save.staged))
         except BaseException as error:
             save.fail(error)
             raise
         if in_background:
-            self._background_save = BackgroundSave(save, wait, partial(finish, taken))
+            self._background_save = BackgroundSave(
+                save, lambda: finish(taken, write_prepared(taken, save.staged))
+            )
             current().before_return[self] = self.wait
         if output_dir is None:
             self.numbering.follow(save.final)

@@ -67,7 +67,6 @@ __all__ = [
 ]
 
 
-_COPY_AHEAD_BYTES = 10_000_000  # DCP's own default
 _EXTRA_FILE = "extra.bin"
 _EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave
 _INDEX = ".metadata"
@@ -91,10 +90,7 @@ class ShardedPiece(Piece):
 
     def prepare(self, folder: Path) -> None:
         self._path = path = folder / self._name
-        # Copying ahead is for tensors on a GPU, and a forked process must not touch one.
-        is_on_gpu = any(value.device.type != "cpu" for value in self.state.values())
-        ahead = _COPY_AHEAD_BYTES if is_on_gpu else 0
-        self._writer = FileSystemWriter(path, per_thread_copy_ahead=ahead)
+        self._writer = FileSystemWriter(path)
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
         is_lead = this_rank() == 0
         self._planner.set_up_planner(self.state, is_coordinator=is_lead)
