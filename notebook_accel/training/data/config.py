@@ -45,7 +45,7 @@ class DataLoaderConfiguration:
     """Seed of the order; None takes that of the random numbers on rank 0."""
 
     non_blocking: bool = False
-    """True: the next batch is copied to the device while the loop computes (pin the memory)."""
+    """True: a batch in pinned memory is copied to the device while the CPU continues."""
 
     use_stateful_dataloader: bool = False
     """True: prepared loaders are torchdata's ``StatefulDataLoader`` too, so that a dataset with

@@ -316,7 +316,7 @@ def prepare_data_loader(
             the slice.
         use_seedable_sampler: an order that depends on the seed and the epoch alone.
         data_seed: that seed.
-        non_blocking: copy to the device while the loop computes.
+        non_blocking: copy from pinned memory while the CPU continues.
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
         torch_device_mesh: the ranks, where several hold one model together: those along its
             dimensions "dp_replicate" and "dp_shard" read different samples.

@@ -39,6 +39,7 @@ from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.collectives.data_group import DataGroup
+from notebook_accel.training.collectives.nested import send_to_device
 from notebook_accel.training.data.iterable_datasets import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.loader_wrapper import LoaderWrapper, new_loader
 from notebook_accel.training.data.replay import IndexSource, replayed, skip
@@ -53,7 +54,7 @@ from notebook_accel.training.data.samplers import (
     length_or_none,
     samplers_of,
 )
-from notebook_accel.training.data.transfer import make_transfer
+from notebook_accel.training.processes import devices
 from notebook_accel.training.processes.random_states import as_plain
 from notebook_accel.training.processes.seeding import new_generator, synchronize_rng_state
 from notebook_accel.training.stepping.active_loaders import (
@@ -403,9 +404,7 @@ class PreparedLoader(LoaderWrapper):
             restored.get("random"),
             reads_here=not self.num_workers,
         )
-        send, move = make_transfer(self._options.device, self._options.non_blocking)
-        source = source if send is None else map(send, source)
-        return position, source, self._receiver(position, move)
+        return position, source, self._receiver(position, self._mover())
 
     def _synchronize(self) -> None:
         """Give every rank rank 0's random states, so that all run through the same order.
@@ -482,6 +481,15 @@ class PreparedLoader(LoaderWrapper):
             position.reader_states[number] = base.state_dict()
             position.reader_states.pop(number - 2 * self._batches_a_step - 1, None)
             yield batch
+
+    def _mover(self) -> Callable[[Any], Any] | None:
+        """A function that puts a batch on the device; None where it stays."""
+        device, non_blocking = self._options.device, self._options.non_blocking
+        if device is None or devices.is_only_device(device):
+            return None
+        move = partial(send_to_device, device=device, non_blocking=non_blocking)
+        mark = devices.batch_boundary(device)
+        return move if mark is None else lambda batch: (mark(), move(batch))[1]
 
     def _receiver(
         self, position: Position, move: Callable[[Any], Any] | None
@@ -718,7 +726,7 @@ class DataLoaderShard(PreparedLoader):
         skip_batches: number of batches to skip at the start of each epoch.
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
         _drop_last: without effect; ``drop_last`` counts.
-        _non_blocking: copy to the device while the loop computes.
+        _non_blocking: copy from pinned memory while the CPU continues.
         torch_device_mesh: mesh of the ranks, if several of them hold one model together; these read
             the same batches.
         iteration: number of the first epoch.

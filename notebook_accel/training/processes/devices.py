@@ -13,10 +13,9 @@ import os
 import subprocess
 import warnings
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,11 @@ from notebook_accel.training.settings.handlers import DistributedType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from notebook_accel.training.collectives.exchange import Exchange
 
 __all__ = [
     "Inventory",
-    "Streams",
     "barrier_kwargs",
     "batch_boundary",
     "choose_device",
@@ -55,7 +52,6 @@ __all__ = [
     "needed_by_cuda",
     "set_numa_affinity",
     "set_rng_state",
-    "streams",
     "with_host",
     "wrapper_device_ids",
 ]
@@ -336,38 +332,6 @@ def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
         device_module(device.type), "memory_allocated", None
     )
     return None if read is None else lambda: read(device)
-
-
-class Streams(NamedTuple):
-    """How work is queued on a device beside its current stream."""
-
-    side: Any
-    """A stream beside the current one, the same for all that ask: torch keeps what was allocated on
-    a stream for that stream, so that each new one would hold memory of its own."""
-    use: Callable[[Any], AbstractContextManager[Any]]
-    """A block whose work goes to this stream."""
-    current: Callable[[], Any]
-    """The stream to which work goes now."""
-
-
-def streams(device: torch.device) -> Streams | None:
-    """The streams of a device; None where its kind has none."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return None
-    module: Any = torch.get_device_module(device)
-    if not hasattr(module, "Stream"):
-        return None
-    return Streams(
-        side=_side_stream(device),
-        use=module.stream,
-        current=lambda: module.current_stream(device),
-    )
-
-
-@cache
-def _side_stream(device: torch.device) -> Any:
-    return torch.get_device_module(device).Stream(device=device)
 
 
 def empty_cache(device: torch.device) -> None:
