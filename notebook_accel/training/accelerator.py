@@ -5,8 +5,7 @@ about the ranks (``is_main_process``, ``print``, ...) it shares with ``PartialSt
 
 A subclass may bring its own ``prepare_model`` or ``prepare_data_loader``, which calls ours or not:
 ``prepare`` calls whichever the object has. DeepSpeed makes a model and its optimizer ready in one
-step: there ``prepare`` calls neither ``prepare_model`` nor ``prepare_optimizer``, and a line names
-those of a subclass.
+step: there ``prepare`` calls neither ``prepare_model`` nor ``prepare_optimizer``.
 """
 
 from __future__ import annotations
@@ -292,8 +291,6 @@ class Accelerator(ProcessInfo):
         placement: Sequence[bool | None] = (
             [None] * len(args) if device_placement is None else device_placement
         )
-        if self._prepared.plan.strategy.prepares_together:
-            self._name_methods_left_out()
         ready = self._prepared.prepare(args, placement, self)
         return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -375,21 +372,6 @@ class Accelerator(ProcessInfo):
             >>> decay = accelerator.prepare_scheduler(decay)
         """
         return self._prepared.scheduler(scheduler)
-
-    def _name_methods_left_out(self) -> None:
-        """Say which of the user's own methods ``prepare`` does not call."""
-        own = [
-            f"{name}()"
-            for name in ("prepare_model", "prepare_optimizer")
-            if getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name)
-        ]
-        if own:
-            notice_once(
-                "methods left out",
-                f"prepare() does not call {' and '.join(own)} of {type(self).__name__}: DeepSpeed "
-                "makes a model and its optimizer ready in one step. Do before or after prepare() "
-                "what they do",
-            )
 
     def unwrap_model(
         self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

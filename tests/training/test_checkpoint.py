@@ -176,7 +176,7 @@ def test_numbers_go_on_after_a_resume_and_old_ones_go_after_the_write(tmp_path: 
     folder = tmp_path / "checkpoints"
     assert sorted(os.listdir(folder)) == ["checkpoint_10", "checkpoint_9"]
     # One that died while it wrote leaves nothing that counts.
-    (folder / ".checkpoint_11.process-1.0123abcd.partial").mkdir()
+    (folder / ".checkpoint_11.0123abcd.partial").mkdir()
     resumed = setup(numbered(tmp_path, total_limit=2))
     resumed[0].load_state()
     assert resumed[0].save_iteration == 11

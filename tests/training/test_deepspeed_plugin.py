@@ -13,8 +13,6 @@ from notebook_accel.utils import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
-from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.files import deepspeed_files
 from notebook_accel.training.preparing.prepare import _batch_sizes
 from notebook_accel.training.settings import deepspeed_plugin
 from notebook_accel.training.stepping.accumulation import resolve_plugin
@@ -85,12 +83,6 @@ def test_loaders_say_what_a_rank_takes_prepared_or_not() -> None:
             ]
             num_shares = 4 // taken
             assert [_batch_sizes(one, num_shares) for one in (raw, *made)] == [[taken]] * 3
-
-
-def test_a_folder_without_files_of_deepspeed_is_told(tmp_path: Path) -> None:
-    (tmp_path / deepspeed_files.FOLDER).mkdir()
-    with pytest.raises(NotebookAccelError, match=r"pytorch_model has no files of DeepSpeed"):
-        deepspeed_files.read_weights(tmp_path)
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:

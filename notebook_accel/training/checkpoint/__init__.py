@@ -533,7 +533,7 @@ class PreparedParts:
             return
         state = load_weights(folder, index, options)
         if state is None and deepspeed_files.is_in(folder):
-            state = deepspeed_files.read_weights(folder, options)
+            state = deepspeed_files.read_weights(folder)
         if state is None:
             raise FileNotFoundError(numbered("model", index, ".safetensors"))
         self.strategy.load_state_dict(model, with_ties(state, model), strict=strict)

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
-from notebook_accel.training.files.atomic import say_who_else_saves
 
 if TYPE_CHECKING:
     import os
@@ -45,8 +43,6 @@ _OURS = re.compile(
     r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
     r"|pytorch_model|zero_to_(fp32|torch)\.py"
 )
-# In a rank's shared values: by folder, the number of this rank's last save there.
-_OWN_NUMBERS = "numbers of own checkpoints"
 # What save_model writes, too.
 _WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
 
@@ -128,17 +124,11 @@ class Numbering:
 
     def next(self, being_written: Sequence[str] = ()) -> str:
         """The name of the next one, after those that there are, and that others are writing."""
-        folder = self.folder()
-        names = [*entries(folder), *being_written]
+        names = [*entries(self.folder()), *being_written]
         newest = max(
             (int(match[1]) for match in map(NUMBERED.fullmatch, names) if match), default=-1
         )
-        number = max(self.project.iteration, newest + 1)
-        own: dict[Path, int] = current().shared.setdefault(_OWN_NUMBERS, {})
-        if newest > own.get(folder, newest) and not being_written:
-            say_who_else_saves(folder / f"checkpoint_{newest}", "another run")
-        own[folder] = number
-        return f"checkpoint_{number}"
+        return f"checkpoint_{max(self.project.iteration, newest + 1)}"
 
     def follow(self, written: Path) -> None:
         """Let the next number be the one after this checkpoint's."""

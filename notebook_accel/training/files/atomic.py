@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +43,6 @@ __all__ = [
     "naming_full_disk",
     "publish_folder",
     "replacing_file",
-    "say_who_else_saves",
     "staging_path",
 ]
 
@@ -95,13 +93,8 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 def staging_path(final: Path) -> Path:
-    """A name beside ``final``, on the same disk, that nobody else uses; it says who writes."""
-    return final.with_name(f".{final.name}.{_writer()}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
-
-
-def _writer() -> str:
-    run = os.environ.get("NOTEBOOK_ACCEL_RUN")
-    return f"run-{run}" if run else f"process-{os.getpid()}"
+    """Return a new name beside ``final``, on the same disk."""
+    return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
 
 
 class StagedFolder:
@@ -122,10 +115,7 @@ class StagedFolder:
         parent.mkdir(parents=True, exist_ok=True)
         with _locked(parent):
             others = _sweep(parent, pattern)
-            for name, writer in others.items():
-                if writer != _writer():
-                    say_who_else_saves(parent / name, writer.replace("-", " ", 1))
-            self.final = parent / choose(list(others))
+            self.final = parent / choose(others)
             self.path = staging_path(self.final)
             self.path.mkdir()
             lock = os.open(self.path, os.O_RDONLY)
@@ -149,16 +139,6 @@ class StagedFolder:
         self._unlock()
 
 
-def say_who_else_saves(path: Path, who: str) -> None:
-    """Warn that a checkpoint of somebody else is beside those of this training."""
-    notice_once(
-        f"{who} saves in {path.parent}",
-        f"{who} saves here, too: {path}. Each checkpoint is whole, but may be replaced, or removed "
-        "by total_limit, and a resume takes the newest, whichever run wrote it: stop one of the "
-        "runs, or give each a folder of its own",
-    )
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let no other process or thread begin or publish a folder in ``folder`` meanwhile."""
@@ -173,15 +153,11 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _sweep(parent: Path, pattern: str) -> dict[str, str]:
-    """Remove what dead writers of such names left; give the names and writers of the others."""
-    partial = re.compile(rf"\.(?P<name>{pattern})\.(?P<writer>[\w-]+)\.[0-9a-f]{{8}}{_PARTIAL}")
+def _sweep(parent: Path, pattern: str) -> list[str]:
+    """Remove what dead writers of such names left; return the names that others are writing."""
+    partial = re.compile(rf"\.(?P<name>{pattern})\.[0-9a-f]{{8}}{_PARTIAL}")
     found = ((partial.fullmatch(name), parent / name) for name in os.listdir(parent))
-    return {
-        match["name"]: match["writer"]
-        for match, path in found
-        if match and not _remove_if_dead(path)
-    }
+    return [match["name"] for match, path in found if match and not _remove_if_dead(path)]
 
 
 def _remove_if_dead(path: Path) -> bool:

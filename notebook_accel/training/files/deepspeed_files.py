@@ -17,7 +17,7 @@ import torch
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.files.pieces import Piece
-from notebook_accel.training.files.state_files import explain, is_safe_name, read_state
+from notebook_accel.training.files.state_files import explain, is_safe_name
 from notebook_accel.training.settings.environment import is_installed
 from notebook_accel.training.settings.notices import notice_once
 
@@ -81,28 +81,17 @@ def check(folder: Path) -> None:
             )
 
 
-def read_weights(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_weights(folder: Path) -> dict[str, Any]:
     """The whole weights of the model, in float32 where DeepSpeed stepped them so.
 
     Args:
         folder: of the checkpoint.
-        options: of :func:`read_state`.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, and the weights are in parts.
-        NotebookAccelError: there are no weights, or as of :func:`check`.
+        ConfigError: DeepSpeed, which joins the parts of the ranks, is not installed.
+        NotebookAccelError: as of :func:`check`.
     """
     check(folder)
-    if not any((folder / FOLDER).glob("*_optim_states.pt")):
-        # Stage 0: rank 0 has written all.
-        path = next((folder / FOLDER).glob("*_model_states.pt"), None)
-        if path is None:
-            raise NotebookAccelError(
-                f"{folder / FOLDER} has no files of DeepSpeed (*_model_states.pt): load another "
-                "checkpoint"
-            )
-        state: dict[str, Any] = read_state(path, options)
-        return dict(state["module"])
     if not is_installed("deepspeed"):
         raise ConfigError(
             f"{folder} was written by DeepSpeed, which is needed to join its parts: pip install "

@@ -19,29 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalSGD"]
 
-# Kinds in which a rank has all weights, none in parts.
-_WHOLE_MODELS = (
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_XPU,
-    DistributedType.MULTI_NPU,
-    DistributedType.MULTI_MLU,
-    DistributedType.MULTI_SDAA,
-    DistributedType.MULTI_MUSA,
-    DistributedType.MULTI_HPU,
-    DistributedType.MULTI_NEURON,
-)
-
-
-def _kind_of(accelerator: Accelerator) -> str:
-    """What the error calls the way in which weights are spread: "FSDP", or the mesh's own sizes."""
-    mesh = accelerator.torch_device_mesh
-    if mesh is None or accelerator.distributed_type not in _WHOLE_MODELS:
-        return str(accelerator.distributed_type)
-    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
-    return f"ParallelismConfig({', '.join(f'{name}_size={size}' for name, size in sizes)})"
-
 
 class LocalSGD:
     """A block in which ranks train apart, and average their weights every few steps.
@@ -82,13 +59,11 @@ class LocalSGD:
         local_sgd_steps: int,
         enabled: bool = True,
     ) -> None:
-        # Divided layers and pipelines have no type of their own. A mesh alone is no sign of them:
-        # whole replicas lie on one, too.
-        is_spread = accelerator.is_composable_parallelism_enabled
-        if is_spread or accelerator.distributed_type not in _WHOLE_MODELS:
+        strategy = accelerator._strategy
+        if strategy.saves_together or accelerator.distributed_type == DistributedType.XLA:
             raise ConfigError(
-                f"LocalSGD under {_kind_of(accelerator)}: it averages whole models, and here each "
-                "rank has a part of one. Leave it out, or train with DDP"
+                f"LocalSGD got a model of which each rank has a part ({type(strategy).__name__}), "
+                "or one on XLA: it averages whole models. Leave it out, or train with DDP"
             )
         self.local_sgd_steps = as_steps("local_sgd_steps", local_sgd_steps)
         self.accelerator = accelerator

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.private import of_torch
@@ -50,14 +48,6 @@ class DDPStrategy(TakesSpreadModels):
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
         device_ids = None if given.device is None else devices.wrapper_device_ids(given.device)
-        asked = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
-        if asked.upper() == "DETAIL" and dist.get_backend() == "gloo":
-            # A launch of ours has said so before (config.py); torchrun has not.
-            notice_once(
-                "torch's debug mode",
-                "torch may end this process by SIGSEGV now, as it makes DistributedDataParallel "
-                "over gloo with TORCH_DISTRIBUTED_DEBUG=DETAIL: set it to INFO instead",
-            )
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **options.to_kwargs())
         options.register_comm_hook(wrapped)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -329,8 +328,7 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
     # DeepSpeed reads DS_ACCELERATOR as it is imported, and else takes whatever it finds.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    with _without_mlflow():
-        library = importlib.import_module("deepspeed")
+    library = importlib.import_module("deepspeed")
     there = library.accelerator.get_accelerator().device_name()
     if there != device.type:
         raise ConfigError(
@@ -358,20 +356,6 @@ def _forget_group(library: ModuleType) -> None:
     """Let DeepSpeed meet in the group that there is now: the one that it knows is gone."""
     library.comm.comm.cdb = None
     of_deepspeed.forget_groups(library)
-
-
-@contextmanager
-def _without_mlflow() -> Iterator[None]:
-    """Leave mlflow unimported: DeepSpeed's autotuner, which a launcher of its own runs, imports it
-    where it is installed, and that takes four times as long as DeepSpeed itself (8 of 10 s)."""
-    if "mlflow" in sys.modules or "deepspeed" in sys.modules:
-        yield
-        return
-    sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["mlflow"]
 
 
 def _check_sections(
