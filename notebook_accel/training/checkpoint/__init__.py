@@ -120,7 +120,7 @@ class Checkpoints:
         in_background: bool = False,
         own_options: dict[str, Any] | None = None,
     ) -> str:
-        """Write a checkpoint and give its folder; all ranks call it.
+        """Write a checkpoint and return its folder; all ranks call it.
 
         It is whole when this returns, unless it is written in the background.
 
@@ -324,7 +324,7 @@ class Checkpoints:
 
     @staticmethod
     def _agree(damage: str | None) -> str:
-        """What a rank found wrong, the lowest one first; nothing where no rank found anything."""
+        """Return the damage that the lowest rank found; "" where no rank found any."""
         return next((text for text in gather_object([damage or ""]) if text), "")
 
     def _find_missing(self, folder: Path) -> str | None:
@@ -336,7 +336,7 @@ class Checkpoints:
         return missing and f"{missing} is not in it"
 
     def _try_to_load(self, folder: Path) -> str | None:
-        """Load a checkpoint; gives what was wrong with its files."""
+        """Load a checkpoint; returns what was wrong with its files, None if nothing was."""
         try:
             self.load(folder)
         except (ConfigError, PermissionError):
@@ -356,7 +356,7 @@ class Checkpoints:
     def _pieces(
         self, save: JointSave, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[Piece]:
-        """This rank's part of a checkpoint, collected piece by piece; hooks may write into it."""
+        """Yield this rank's pieces of a checkpoint; save hooks run first."""
         strategy, writes = self._plan.strategy, save.folder is not None
         parts = self._parts
         weights = parts.collect_weights(writes=writes)
@@ -374,7 +374,7 @@ class Checkpoints:
         yield self._progress.own_piece()
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
-        """The files of everything that has a ``state_dict``, models and optimizers aside."""
+        """Yield (file name, object) for each scheduler and each registered object."""
         for index, scheduler in enumerate(self._prepared.schedulers):
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
@@ -412,7 +412,7 @@ def _is_missing(name: str, folder: Path) -> FileNotFoundError:
 
 
 class PreparedParts:
-    """What was prepared, as a checkpoint takes it.
+    """The prepared models and optimizers that a checkpoint holds.
 
     Attributes:
         strategy: spreads them over the ranks.
@@ -428,7 +428,7 @@ class PreparedParts:
         self.optimizers = list(optimizers)
 
     def file_names(self) -> list[list[str]]:
-        """For each model, then each optimizer, the names that it may have in a checkpoint."""
+        """Return the possible file names of each model, then of each optimizer."""
         return [
             *(
                 [
@@ -446,7 +446,7 @@ class PreparedParts:
         ]
 
     def collect_weights(self, *, writes: bool) -> list[dict[str, Any]]:
-        """The weights of each model as they are written: whole, or this rank's parts.
+        """Return the weights of each model to write: whole, or this rank's parts.
 
         Whole weights that are joined from parts go only to ranks that ``writes`` is true for; the
         others help to join and get nothing, so their hosts need no room for them.
@@ -462,7 +462,7 @@ class PreparedParts:
         writes: bool,
         own_options: dict[str, Any],
     ) -> Iterator[Piece]:
-        """The weights and the optimizers' states, collected one after the other.
+        """Yield the pieces of weights and optimizer states, collected one after the other.
 
         Args:
             weights: from :meth:`collect_weights`; hooks may have taken some out.

@@ -58,24 +58,24 @@ def holds_state(names: Iterable[str]) -> bool:
 
 
 def entries(folder: Path) -> list[str]:
-    """The names in a folder; none where there is no folder."""
+    """Return the names in a folder, sorted; none where there is no folder."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def describe_folder(folder: Path) -> str:
-    """A folder and what is in it, for messages."""
+    """Return the text of a folder and its entries, for messages."""
     if not folder.is_dir():
         return f"{folder}, which is {'a file' if folder.exists() else 'not there'}"
     return f"{folder}; it holds: {', '.join(entries(folder)) or 'nothing'}"
 
 
 def resolved(folder: str | os.PathLike[str]) -> Path:
-    """The absolute path that a user means."""
+    """Return the absolute path of a folder, with ``~`` expanded."""
     return Path(folder).expanduser().resolve()
 
 
 class Numbering:
-    """Names checkpoints by numbers.
+    """Chooses the names of numbered checkpoints, and finds and removes these.
 
     Attributes:
         project: of the user; its ``iteration`` is the least number that comes next.
@@ -87,7 +87,7 @@ class Numbering:
         self.parent: Path | None = None
 
     def folder(self) -> Path:
-        """Where numbered checkpoints are.
+        """Return the folder of the numbered checkpoints.
 
         Raises:
             ConfigError: the user asked for none.
@@ -103,13 +103,13 @@ class Numbering:
         return resolved(project.project_dir) / "checkpoints"
 
     def existing(self) -> list[tuple[int, Path]]:
-        """The numbered checkpoints that there are, oldest first."""
+        """Return (number, folder) of each numbered checkpoint, the oldest first."""
         folder = self.folder()
         found = ((NUMBERED.fullmatch(name), folder / name) for name in entries(folder))
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def newest(self) -> Path:
-        """The one with the highest number.
+        """Return the checkpoint with the highest number.
 
         Raises:
             FileNotFoundError: there is none.
@@ -123,7 +123,7 @@ class Numbering:
         return found[-1][1]
 
     def next(self, being_written: Sequence[str] = ()) -> str:
-        """The name of the next one, after those that there are, and that others are writing."""
+        """Return the name of the next checkpoint, after all that exist or are being written."""
         names = [*entries(self.folder()), *being_written]
         newest = max(
             (int(match[1]) for match in map(NUMBERED.fullmatch, names) if match), default=-1
@@ -137,7 +137,7 @@ class Numbering:
             self.project.iteration = int(match[1]) + 1
 
     def remove_oldest(self) -> None:
-        """Remove those beyond the limit that the user set."""
+        """Remove the oldest checkpoints beyond the user's ``total_limit``."""
         limit = self.project.total_limit
         for _, folder in self.existing()[:-limit] if limit is not None else ():
             shutil.rmtree(folder, ignore_errors=True)

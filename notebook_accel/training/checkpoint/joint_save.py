@@ -45,7 +45,7 @@ _NOTICE_SECONDS = 10.0
 
 
 class JointSave:
-    """One save, as one rank goes through it with the others.
+    """One checkpoint save of all ranks, as one rank takes part in it.
 
     Args:
         call: what the script called, for messages.
@@ -167,7 +167,7 @@ class JointSave:
         self.folder.publish(is_ours=is_ours)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank could not write, and remove what it wrote.
+        """Tell the other ranks that this rank could not write, and remove its files.
 
         Raises:
             NotebookAccelError: another rank failed before, of which this error is a consequence.
@@ -188,7 +188,7 @@ class JointSave:
         self._store.set(key, json.dumps(value))
 
     def _hear(self, *keys: str) -> list[Any]:
-        """What other ranks say under these keys, once all have."""
+        """Return the values that other ranks store under these keys; waits for all of them."""
         if not keys:
             return []
         for _ in self._wait():
@@ -210,7 +210,7 @@ class JointSave:
         return self._heard
 
     def _wait(self) -> Iterator[float]:
-        """Seconds waited so far, again and again until nobody should wait any longer."""
+        """Yield the seconds waited so far, again and again until the longest wait is over."""
         # In slices, so that an interrupt is heard; the store's own wait would not hear it.
         began, pause = time.monotonic(), 0.0005
         while (waited := time.monotonic() - began) < _PATIENCE_SECONDS:
@@ -220,5 +220,5 @@ class JointSave:
 
 
 def describe(error: BaseException) -> str:
-    """An error on one line, for the other ranks."""
+    """Return an error as one line of text."""
     return f"{type(error).__name__}: {error}"

@@ -89,7 +89,7 @@ def _find_parts(given: Path) -> Path:
 
 
 def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors in a folder of parts, by the names that they have in their model."""
+    """Read all tensors in a folder of parts; returns them by their names in the model."""
     # Imported here: torch's distributed checkpoints take 0.3 s.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

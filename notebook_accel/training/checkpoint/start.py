@@ -41,7 +41,7 @@ _KEY, _WRITTEN = "training", "written"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where training begins, or goes on."""
+    """The place at which a training starts or continues."""
 
     epoch: int = 0
     """The epoch that comes first: ``for epoch in range(start.epoch, num_epochs)``."""
@@ -57,7 +57,7 @@ class Start:
 
 
 def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, Any]:
-    """What a rank's random states say of where training is.
+    """Return the place in the training as plain values, for the file of random states.
 
     Args:
         start: epoch, batch, step and samples.
@@ -69,7 +69,7 @@ def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, An
 
 
 def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, list[int]]:
-    """Give what :func:`as_plain` was given.
+    """Return the start, loader index and steps that :func:`as_plain` was given.
 
     For a checkpoint of another library, that is the start of the training.
     """
@@ -79,14 +79,14 @@ def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, 
 
 
 def random_states_file(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file of random states."""
     return f"random_states_{rank}.pkl"
 
 
 def read_random_states(
     folder: Path, rank: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """A rank's random states, and what else is beside them; None where it saved none.
+    """Read a rank's file of random states; None where it saved none.
 
     Raises:
         NotebookAccelError: the file holds something else, or as of :func:`read_state`.
@@ -101,7 +101,7 @@ def read_random_states(
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints under a folder, newest first: itself, those in it, those in ``checkpoints``.
+    """Return the checkpoints in a folder and in its ``checkpoints``, and itself, newest first.
 
     Newest by when they were written. Of those that are numbered side by side the higher number is
     newer, whatever the clocks of their writers said.
@@ -137,7 +137,7 @@ def _time_of(path: Path) -> float:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as sizes and heads of its files tell; None if whole.
+    """Return what is wrong with a checkpoint, by sizes and heads of its files; None if whole.
 
     Files that are cut off or empty are found, and missing parts of sharded weights; a few wrong
     bytes in the middle of a weight are not.

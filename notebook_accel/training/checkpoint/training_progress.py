@@ -46,20 +46,20 @@ _NOT_OF_ALL = ("random", "reader")
 
 
 class TrainingProgress:
-    """How far the training of one ``Accelerator`` is."""
+    """Saves and restores random states, window, steps and loader places of one training."""
 
     def __init__(self, preparation: Preparation) -> None:
         self._prepared = preparation
         self._plan = preparation.plan
 
     def pieces_of_all(self) -> Iterator[Piece]:
-        """The files that rank 0 writes for all: where each prepared loader is."""
+        """Yield the pieces that rank 0 writes for all: the place of each prepared loader."""
         for name, loader in self._loader_files():
             of_all = {k: v for k, v in self._state_of(loader).items() if k not in _NOT_OF_ALL}
             yield state_file(of_all, name, "the data loader")
 
     def own_piece(self) -> Piece:
-        """The file that each rank writes for itself."""
+        """Return the piece with the file that each rank writes for itself."""
         here = self._plan.topology
         states = get_random_states(here.device)
         window = self._plan.accumulation
@@ -79,7 +79,7 @@ class TrainingProgress:
         return state_file(states, name, "random numbers and datasets")
 
     def _stands(self) -> dict[str, Any]:
-        """Where training stands, by the loader from whose batches steps were made."""
+        """Return the place in the training, counted by the loader whose batches steps used."""
         loaders = self._loaders()
         steps = [known.num_steps for known in self._prepared.optimizers]
         step = max(steps, default=0)
@@ -104,7 +104,7 @@ class TrainingProgress:
         return loader.state_at_step() if self._is_window_open else loader.state_dict()
 
     def start_in(self, folder: Path) -> Start:
-        """What :meth:`load` went on from, as ``resume_or_start`` gives it."""
+        """Return the place from which :meth:`load` continued, for ``resume_or_start``."""
         # Rank 0's word counts on every rank that sees its file.
         rank = self._plan.topology.process_index
         states = read_random_states(folder, 0) or read_random_states(folder, rank)
@@ -121,12 +121,12 @@ class TrainingProgress:
         return [one for one in self._prepared.loaders if isinstance(one, PreparedLoader)]
 
     def _loader_files(self) -> Iterator[tuple[str, PreparedLoader]]:
-        """The files of the prepared loaders, which say how far each one is."""
+        """Yield (file name, loader) for each prepared loader."""
         for index, loader in enumerate(self._loaders()):
             yield numbered("loader", index, ".bin"), loader
 
     def load(self, folder: Path, options: dict[str, Any]) -> None:
-        """Go on from there: random states, window, steps, and the place of each loader.
+        """Restore random states, window, steps and the place of each loader from a checkpoint.
 
         Raises:
             NotebookAccelError: a file could not be read, or its random states could not be set.
@@ -165,7 +165,7 @@ class TrainingProgress:
     def _load_loaders(
         self, folder: Path, own: Sequence[Mapping[str, Any]], options: dict[str, Any]
     ) -> None:
-        """Let each loader go on where it was.
+        """Restore the place of each loader.
 
         The position is rank 0's for all: ranks that disagree about it would wait for each other.
         The random numbers are each rank's own, where it saved some, and so is how far its dataset

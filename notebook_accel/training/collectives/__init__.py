@@ -1,4 +1,4 @@
-"""What ranks tell each other: tensors in nested structures, and objects.
+"""Collectives of tensors in nested structures, and of objects.
 
 Each function is a collective: all ranks call it, with the same structure. Without a process group
 each gives what it gives to a single rank. Tensors may lie on any device; they travel where the
@@ -58,7 +58,7 @@ _CARRIED = frozenset(
 
 
 class _GroupFacts(NamedTuple):
-    """What each gathering asks of its group.
+    """Facts about a group that every gather needs, cached.
 
     Asked anew every time, these answers took half as long as gathering 4 KB itself (25 us of
     Python, and six times that in a step, whose own work has emptied the processor's caches).
@@ -91,7 +91,7 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
 
 
 def set_debugging(asked: bool | None) -> None:
-    """Let collectives compare what they are given from now on, or not; all ranks call it.
+    """Turn the comparison of collectives' arguments (debug mode) on or off; all ranks call it.
 
     Args:
         asked: None leaves it to the environment, which is read again when a group is next used.
@@ -101,17 +101,17 @@ def set_debugging(asked: bool | None) -> None:
 
 
 def num_ranks(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in the group, 1 where none was made."""
+    """Return the number of ranks in the group, 1 without a group."""
     return dist.get_world_size(group) if has_process_group() else exchange().size
 
 
 def this_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This rank's number in the group, 0 where none was made."""
+    """Return this rank's number in the group, 0 without a group."""
     return dist.get_rank(group) if has_process_group() else exchange().rank
 
 
 def wait(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every rank is here."""
+    """Wait until all ranks of the group have called this."""
     if not has_process_group():
         exchange().barrier()
     elif num_ranks(group) > 1:
@@ -181,7 +181,7 @@ def _sendable(leaf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor; a view.
+    """Return the memory of a contiguous tensor as a view of bytes.
 
     Backends refuse some types (uint16, float8) that they could copy as well as any other.
     """
@@ -189,7 +189,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def transport_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device on which the group can send and receive what lies on ``device``."""
+    """Return the device from which the group sends a tensor that is on ``device``."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     backends = dict(pairs)
     if device.type == "cpu" and "cpu" in backends:
@@ -245,7 +245,7 @@ def _gather_rows(
 
 
 def compares(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether what the ranks of the group give is compared before each collective (debug mode)."""
+    """Return whether debug mode compares the arguments of the group's collectives."""
     return _facts(group).compares
 
 
@@ -257,7 +257,7 @@ def _require_agreement(
 
 
 def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:  # noqa: A002
-    """Objects of all ranks in one list, in order of the ranks.
+    """Return the objects of all ranks in one list, in order of the ranks.
 
     Args:
         object: a list or tuple of picklable objects, whose items are joined; anything else (a
@@ -408,7 +408,7 @@ def _reduce(leaf: torch.Tensor, reduction: str, group: dist.ProcessGroup | None)
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A tensor of torch's nested layout was given to ``pad_across_processes``, and left."""
+    """``pad_across_processes`` got a tensor of torch's nested layout and left it unchanged."""
 
 
 def pad_across_processes(
@@ -470,7 +470,7 @@ def _pad(
 def split_between(
     inputs: Any, num_processes: int, process_index: int, apply_padding: bool = False
 ) -> Any:
-    """The part of ``inputs`` that belongs to one process; ``inputs`` itself is not changed.
+    """Return the part of ``inputs`` for one process; ``inputs`` is not changed.
 
     Parts are contiguous, and the first processes get one more where the length is not divisible.
 
@@ -514,7 +514,7 @@ def _is_divisible(inputs: Any) -> bool:
 
 
 def _take(inputs: Any, part: range, repeats: int) -> Any:
-    """``inputs`` at ``part``, with the last item of all repeated behind."""
+    """Return the items of ``part``, then the last item of ``inputs`` ``repeats`` times."""
     indices = [*part, *[len(inputs) - 1] * repeats]
     if isinstance(inputs, (torch.Tensor, np.ndarray)):
         return inputs[indices] if repeats else inputs[part.start : part.stop]

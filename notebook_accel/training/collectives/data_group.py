@@ -51,12 +51,12 @@ class DataGroup:
 
     @classmethod
     def of_all_ranks(cls, num_ranks: int, rank: int) -> DataGroup:
-        """Every rank reads a share of its own."""
+        """Return the data group in which every rank reads a share of its own."""
         return cls(size=num_ranks, index=rank, index_of_rank=tuple(range(num_ranks)))
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, rank: int, *, makes_group: bool = False) -> DataGroup:
-        """Ranks of a mesh read different samples along its data dimensions ("dp...") alone.
+        """Return the data group of a mesh: its dimensions "dp..." read different samples.
 
         Args:
             mesh: all ranks.
@@ -81,11 +81,11 @@ class DataGroup:
         )
 
     def show(self) -> None:
-        """Make this the group of this rank, for functions that belong to no ``Accelerator``."""
+        """Make :func:`current_data_group` return this group on this rank."""
         current().shared[_CURRENT] = self
 
 
 def current_data_group() -> DataGroup | None:
-    """That of this rank's newest ``Accelerator``; None before there is one."""
+    """Return the data group of this rank's newest ``Accelerator``; None before there is one."""
     found: DataGroup | None = current().shared.get(_CURRENT)
     return found

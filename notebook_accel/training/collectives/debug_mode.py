@@ -46,7 +46,7 @@ def is_debugging() -> bool:
 
 
 def ask_to_debug(asked: bool | None) -> None:
-    """Let debug mode be on or off, whatever the environment says; None leaves it to that."""
+    """Turn debug mode on or off; None leaves it to the environment."""
     current().shared[_ASKED] = asked
 
 
@@ -57,7 +57,7 @@ def require_agreement(
     *,
     free_dimension: int | None = None,
 ) -> None:
-    """Compare what the ranks of a group have; all of them call it.
+    """Raise if the ranks of a group have different data; all of them call it.
 
     Args:
         operation: what the error calls the collective.
@@ -82,7 +82,7 @@ def require_agreement(
 
 
 def objects_of_ranks(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The object of each rank of a group; all of them call it."""
+    """Return a list with the object of each rank of a group; all of them call it."""
     if not has_process_group():
         return exchange().gather_object(mine)
     everywhere: list[Any] = [None] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""What ranks exchange where torch has no process group for them.
+"""Collectives of ranks that have no process group of torch.
 
 The base class is a single rank, which has nobody to exchange with. A library that connects its
 ranks itself gives a class derived from it, and the functions of ``collectives`` go by that.
@@ -20,7 +20,7 @@ _KEY = "exchange without a process group"
 
 
 class Exchange:
-    """A rank alone; other ranks' values never come.
+    """Collectives of a single rank; a subclass connects several ranks.
 
     Attributes:
         rank: of this rank.
@@ -36,29 +36,29 @@ class Exchange:
     backend: str | None = None
 
     def gather(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, of one shape, joined along the first dimension."""
+        """Return the tensors of all ranks, of one shape, joined along the first dimension."""
         return leaf
 
     def reduce(self, leaf: torch.Tensor, reduction: str) -> torch.Tensor:
-        """The "sum", "max" or "min" of the tensors of all ranks."""
+        """Return the "sum", "max" or "min" of the tensors of all ranks."""
         return leaf
 
     def broadcast(self, leaf: torch.Tensor, source: int) -> None:
         """Fill a tensor with that of one rank."""
 
     def gather_object(self, mine: Any) -> list[Any]:
-        """The objects of all ranks, in order of the ranks."""
+        """Return the objects of all ranks, in order of the ranks."""
         return [mine]
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
 
     def store(self) -> Any:
-        """Where ranks leave notes for each other: the store of the process group."""
+        """Return the key-value store that all ranks reach: that of the process group."""
         return of_torch.default_store()
 
     def show(self) -> None:
-        """Make this what this rank exchanges by."""
+        """Make :func:`exchange` return this on this rank."""
         current().shared[_KEY] = self
 
 
@@ -66,6 +66,6 @@ _ALONE = Exchange()
 
 
 def exchange() -> Exchange:
-    """What this rank exchanges by without a process group."""
+    """Return the collectives that this rank uses without a process group."""
     found: Exchange = current().shared.get(_KEY, _ALONE)
     return found

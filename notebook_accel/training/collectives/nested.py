@@ -110,7 +110,7 @@ def _refusal(func: Callable[..., Any], value: object) -> str:
 
 
 def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """``values`` as a mapping of the type of ``like``, with the attributes that it has beside."""
+    """Return ``values`` as a mapping of the type of ``like``, with its other attributes."""
     if type(like) is dict:
         return values
     if not isinstance(like, MutableMapping):
@@ -128,7 +128,7 @@ def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """What is in ``data``, in order, without its lists, tuples and mappings."""
+    """Yield the items of nested lists, tuples and mappings, in order."""
     if isinstance(data, (list, tuple)):
         for item in data:
             yield from leaves(item)
@@ -140,7 +140,7 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def leaves_with_paths(data: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What :func:`leaves` gives, each with the expression that leads there from ``path``."""
+    """Yield the items of :func:`leaves`, each after its expression, such as ``path[0]['x']``."""
     if isinstance(data, (list, tuple)):
         for index, item in enumerate(data):
             yield from leaves_with_paths(item, f"{path}[{index}]")

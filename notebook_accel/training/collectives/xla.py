@@ -1,4 +1,4 @@
-"""What ranks of torch_xla exchange: tensors by its collectives, objects as bytes in tensors.
+"""Collectives of torch_xla's ranks: of tensors, and of objects as bytes in tensors.
 
 A graph is compiled for each shape, so that what has no fixed size travels in a few sizes.
 """
@@ -89,5 +89,5 @@ class XlaExchange(Exchange):
 
 
 def _countable(tensor: torch.Tensor) -> torch.Tensor:
-    """Gathering and broadcasting add up, which truth values cannot."""
+    """Return truth values as numbers: torch_xla gathers and broadcasts by sums."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -203,7 +203,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class _Failure(NamedTuple):
-    """Why there is no next round."""
+    """The error by which rank 0 could not read the next round."""
 
     kind: str
     text: str

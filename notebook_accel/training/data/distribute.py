@@ -56,7 +56,7 @@ def prepare_loader(
     slice_fn: Callable[..., Any] | None = None,
     ordinal: int = 0,
 ) -> PreparedLoader:
-    """A loader that gives this rank its part of the batches of ``loader``, on its device.
+    """Return a loader with this rank's part of the batches of ``loader``, on its device.
 
     Everything else that ``loader`` has (workers, collate_fn, pinned memory, a class of its own)
     is kept. A loader that is prepared already is given back as it is.
@@ -177,7 +177,7 @@ def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
 
 
 def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
-    """A generator seeded by ``data_seed``, or else by the state of the global random numbers.
+    """Return a generator seeded by ``data_seed``, else by the state of the global random numbers.
 
     Nothing is drawn from those for it, so that preparing a loader changes no later number.
     """
@@ -298,7 +298,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: DeviceMesh | None = None,
 ) -> DataLoader[Any]:
-    """Give a loader with one rank's part of the batches.
+    """Return a loader with one rank's part of the batches.
 
     Args:
         dataloader: the same on every rank.

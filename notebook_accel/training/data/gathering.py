@@ -98,7 +98,7 @@ def _holds_empty(data: Any) -> bool:
 
 
 def _cut_objects(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
-    """This rank's objects without those of repeated samples."""
+    """Return this rank's objects without those of repeated samples."""
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
     if position is None or position.short_round is None or not is_column:
         return data

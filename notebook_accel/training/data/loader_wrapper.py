@@ -59,7 +59,7 @@ def new_loader(dataset: Any, use_stateful: bool, arguments: dict[str, Any]) -> D
 
 
 def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Torchdata's loader with all that ``loader`` has.
+    """Return torchdata's loader with the settings of ``loader``.
 
     Raises:
         ConfigError: torchdata is not installed.

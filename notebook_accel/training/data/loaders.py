@@ -127,7 +127,7 @@ class LoaderOptions:
 
 
 class PreparedLoader(LoaderWrapper):
-    """What the prepared loaders have in common: ``prepare`` makes them around the user's."""
+    """Base class of the loaders that ``prepare`` makes around the user's loaders."""
 
     # What a launch tells a user who passes it one of these as an argument
     # (``launch/payload/refusals``).
@@ -170,13 +170,13 @@ class PreparedLoader(LoaderWrapper):
 
     @classmethod
     def around(cls, base: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
-        """A prepared loader that runs ``base``, which nobody else uses."""
+        """Return a prepared loader that runs ``base``, a loader of its own."""
         new = cls.__new__(cls)
         new._wrap(base, options)
         return new
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """This loader from batch ``num_batches`` of each epoch on."""
+        """Return this loader without the first ``num_batches`` batches of each epoch."""
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), _options=replace(self._options, skip_batches=num_batches))
         return new
@@ -247,14 +247,14 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the training stands in its gradient accumulation and its loader."""
+        """Place of the training in its accumulation window and in its loader."""
         # Imported here: the state asks which loader is read.
         from notebook_accel.training.stepping.gradient_state import GradientState
 
         return GradientState(accumulation=self._accumulation)
 
     def _join(self, accumulation: Accumulation) -> None:
-        """Belong to the training of this gradient accumulation."""
+        """Use the windows of this gradient accumulation."""
         self._accumulation = accumulation
 
     def get_sampler(self) -> Any:
@@ -271,7 +271,7 @@ class PreparedLoader(LoaderWrapper):
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes, to the samplers and the dataset too."""
+        """Set the number of the next epoch, in the samplers and the dataset too."""
         self._progress.iteration = epoch
         ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on to what is inside
         users = [sampler for sampler in samplers_of(self) if not isinstance(sampler, ours)]
@@ -381,8 +381,8 @@ class PreparedLoader(LoaderWrapper):
             position.loader = None
 
     def _begin_pass(self) -> tuple[Position, Iterator[Any], Callable[[Any], Any] | None]:
-        """Where the pass stands that begins now, its batches, and what is done with each right
-        before the loop gets it."""
+        """Begin a pass; return its position, its batches, and a function that each batch goes
+        through right before the loop gets it."""
         # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
         # note the states, which a checkpoint of this pass keeps.
         start, restored = self._restore()
@@ -438,7 +438,7 @@ class PreparedLoader(LoaderWrapper):
         self._index.seed = seed if is_ours else None
 
     def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
-        """The batches of this rank from ``position`` on, as the dataset made them."""
+        """Return the batches of this rank from ``position`` on, as the dataset made them."""
         return self._read_from(position, position.num_given, at_start)
 
     def _read_from(
@@ -448,7 +448,7 @@ class PreparedLoader(LoaderWrapper):
         at_start: Callable[[], None] | None,
         keeps_first: bool = False,
     ) -> Iterator[Any]:
-        """The batches from ``start`` on, as the loader inside gives them.
+        """Return the batches from ``start`` on, from the loader inside.
 
         Args:
             position: of the pass.
@@ -483,7 +483,7 @@ class PreparedLoader(LoaderWrapper):
             yield batch
 
     def _mover(self) -> Callable[[Any], Any] | None:
-        """A function that puts a batch on the device; None where it stays."""
+        """Return a function that moves a batch to the device; None if batches stay."""
         device, non_blocking = self._options.device, self._options.non_blocking
         if device is None or devices.is_only_device(device):
             return None
@@ -494,7 +494,7 @@ class PreparedLoader(LoaderWrapper):
     def _receiver(
         self, position: Position, move: Callable[[Any], Any] | None
     ) -> Callable[[Any], Any] | None:
-        """``move``, which also notes in ``position`` what a batch says of its round."""
+        """Return ``move``, extended to note the sample counts of a batch in ``position``."""
         if not self._marks_last_round:
             return move
 
@@ -512,7 +512,7 @@ class PreparedLoader(LoaderWrapper):
         return receive
 
     def _reach_end(self, position: Position) -> None:
-        """Note that nothing follows, what the last round lacks, and that the next epoch comes."""
+        """Note the end of the pass, the sample counts of its last round, and the next epoch."""
         position.end_of_dataloader = True
         # What the sampler has found once it has no more.
         found = position.shard_pass or getattr(self._shard, "newest_pass", None)
@@ -574,7 +574,7 @@ class PreparedLoader(LoaderWrapper):
     # Its state, and going on from one.
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the epoch, the random states at its start, and the number of batches given in it.
+        """Return the epoch, its random states at the start, and the number of its batches so far.
 
         While the loop has the last batch, that is the start of the next epoch; after a ``break``
         the start of the same one; after a stop of the run the place where it stopped.
@@ -628,7 +628,7 @@ class PreparedLoader(LoaderWrapper):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch.
+        """Load a state from ``state_dict``: the next pass is the rest of its epoch.
 
         Where a step had another number of samples then (of more ranks, say), the rest begins with
         the batch that holds the first sample not yet seen.

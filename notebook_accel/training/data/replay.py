@@ -138,7 +138,7 @@ def replayed(
     *,
     reads_here: bool,
 ) -> Iterator[Any]:
-    """The batches of a pass, read with the random numbers that belong to them.
+    """Yield the batches of a pass, read with the random numbers of the pass that is resumed.
 
     Args:
         make: begins to read; it is given what :class:`IndexSource` calls ``at_start``.
@@ -176,7 +176,7 @@ def _first_reads(
     again: list[Mapping[str, Any]] | None,
     now: Mapping[str, Any],
 ) -> Iterator[Any]:
-    """The reads before which the states are kept: first those that are made ``again``."""
+    """Yield batches whose random states are kept, first those that are read ``again``."""
     for number, before in enumerate(again or ()):
         if number:  # before the first, the states are those from which the order is drawn
             set_random_states(before, _HOST)

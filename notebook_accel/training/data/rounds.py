@@ -33,7 +33,7 @@ __all__ = ["RankShare", "Round", "RoundDivider", "count_rows", "join_rows", "sli
 
 
 class RankShare(NamedTuple):
-    """What one rank gets of a round."""
+    """The batch of one rank in a round."""
 
     batch: Any
     short_round: ShortRound | None
@@ -41,7 +41,7 @@ class RankShare(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What all ranks get at one step."""
+    """The batches of all ranks at one step."""
 
     parts: list[RankShare]
     """For each rank."""
@@ -76,7 +76,7 @@ class RoundDivider:
     _most_rows: int = field(default=0, init=False)
 
     def divide(self, raw: Iterator[Any], has_first: bool = False) -> Iterator[Round]:
-        """The rounds of a pass.
+        """Yield the rounds of a pass.
 
         Args:
             raw: its batches.
@@ -177,7 +177,7 @@ class RoundDivider:
 
 
 def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
-    """``missing`` rows from the start of ``source``, again and again where it has fewer."""
+    """Yield ``missing`` rows from the start of ``source``, repeated if it has fewer."""
     available = count_rows(source) or 1
     while missing > 0:
         yield slice_rows(source, 0, min(missing, available))

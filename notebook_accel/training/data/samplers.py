@@ -71,7 +71,7 @@ class RoundBatch(NamedTuple):
 
 @dataclass
 class ShardPass:
-    """What one pass over a :class:`BatchSamplerShard` has found of rounds that lack samples.
+    """The sample counts of the last round that a pass over a :class:`BatchSamplerShard` found.
 
     Each pass has one of its own: another one over the same sampler may begin before it ends, as
     ``next(iter(loader))`` does within a loop over the loader.
@@ -311,7 +311,7 @@ def length_or_none(sized: Any) -> int | None:
 
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
-    """What groups the indices of a loader into batches; None where nothing does.
+    """Return the sampler that groups a loader's indices into batches; None without one.
 
     It may have been passed as ``sampler=``, with ``batch_size=None``.
     """
@@ -320,7 +320,7 @@ def batch_sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
-    """Samples of a loader's batch; None where neither it nor its batch sampler says it."""
+    """Return the batch size of a loader or of its batch sampler; None if it has none."""
     return loader.batch_size or getattr(batch_sampler_of(loader), "batch_size", None)
 
 

@@ -125,16 +125,16 @@ class StagedFolder:
 
     @classmethod
     def of(cls, final: Path) -> StagedFolder:
-        """One for a folder of a given name."""
+        """Return a staged folder for the final path ``final``."""
         return cls(final.parent, re.escape(final.name), lambda _: final.name)
 
     def publish(self, *, is_ours: Callable[[str], bool]) -> None:
-        """Put it where it belongs, as :func:`publish_folder` does."""
+        """Move the staged folder to its final path, as :func:`publish_folder` does."""
         publish_folder(self.path, self.final, is_ours=is_ours)
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was not published."""
+        """Remove the staged folder, unless it was published."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 

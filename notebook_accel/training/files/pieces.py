@@ -47,11 +47,11 @@ class Piece:
         """Agree with the other ranks on what each writes; all of them call it."""
 
     def write(self, folder: Path) -> Any:
-        """Write it; gives what rank 0 has to know of it, in values that JSON has."""
+        """Write the piece; returns what rank 0 needs to complete it, in types of JSON."""
         self.into(self.state, folder)
 
     def complete(self, results: Sequence[Any]) -> None:
-        """Add what says that the parts of all ranks belong together; rank 0 calls it.
+        """Write the index of the parts of all ranks; rank 0 calls it.
 
         Args:
             results: what ``write`` gave on each rank, in order of the ranks.
@@ -59,7 +59,7 @@ class Piece:
 
 
 def state_file(state: Any, name: str, owner: str) -> Piece:
-    """A piece with a state that may hold what is the user's; ``owner`` is for messages."""
+    """Return a piece that writes ``state`` to the file ``name``; errors name ``owner``."""
     return Piece(state, lambda state, folder: write_state(state, folder / name, owner))
 
 
@@ -79,7 +79,7 @@ def write_one_by_one(pieces: Iterable[Piece], folder: Path) -> tuple[list[Piece]
 
 
 def write_prepared(pieces: Sequence[Piece], folder: Path) -> list[Any]:
-    """Write pieces that are prepared; gives what rank 0 has to know of each."""
+    """Write prepared pieces; returns what ``write`` returned for each."""
     with naming_full_disk(folder.parent):
         return [piece.write(folder) for piece in pieces]
 

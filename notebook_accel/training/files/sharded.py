@@ -291,7 +291,7 @@ class _CarefulReader(FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """What is stored in a folder of parts, and where; read without trusting it.
+    """Return the index of a folder of parts, read without trusting the file.
 
     Raises:
         FileNotFoundError: there is none.
@@ -313,7 +313,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def sizes_of_files(path: Path) -> dict[str, int]:
-    """How many bytes each file in a folder must have, at least, to hold its tensors."""
+    """Return the smallest size in bytes that each file of a folder must have, by file name."""
     sizes: dict[str, int] = {}
     for part in (read_index(path).storage_data or {}).values():
         end = part.offset + part.length

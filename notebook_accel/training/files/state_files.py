@@ -95,7 +95,7 @@ def write_state(state: Any, path: Path, owner: str) -> None:
 
 
 def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
-    """Give what a file holds, on the CPU unless the options say otherwise.
+    """Read a file of :func:`write_state`; tensors are on the CPU unless the options say otherwise.
 
     Args:
         path: of the file.
@@ -128,7 +128,7 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
 
 
 def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
-    """Give what a plain pickle holds, as libraries write them beside their files of tensors.
+    """Read a plain pickle without trusting it.
 
     Args:
         path: of the file.
@@ -173,7 +173,7 @@ def _read(path: Path, options: dict[str, Any]) -> Any:
 
 
 def on_host(options: dict[str, Any] | None) -> dict[str, Any]:
-    """The options for what is needed on the host, wherever other states are wanted."""
+    """Return options of ``torch.load`` without ``map_location``: the state stays on the host."""
     return {name: value for name, value in (options or {}).items() if name != "map_location"}
 
 
@@ -184,7 +184,7 @@ def is_safe_name(name: str) -> bool:
 
 
 def explain(path: Path, error: Exception) -> str:
-    """Say of a file that could not be read what is wrong with it."""
+    """Return a message that says why a file could not be read."""
     size = path.stat().st_size if path.exists() else 0
     state = f"could not be read ({size:,} bytes)" if size else "is empty"
     return (

@@ -91,7 +91,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
 def load_weights(
     folder: Path, index: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Give what :func:`save_weights` wrote; None where there is no such file.
+    """Read the weights that :func:`save_weights` wrote; None without such a file.
 
     Args:
         folder: of the checkpoint.

@@ -1,4 +1,4 @@
-"""What a cell that runs on the ranks finds there from the start.
+"""Names that cells on the ranks have from the start.
 
 A cell that imports ``accelerator`` from here makes it then and not before: one that does not speak
 of an accelerator gets no process group.

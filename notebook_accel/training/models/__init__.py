@@ -1,4 +1,4 @@
-"""What ``prepare`` remembers of a model.
+"""Prepared models: their tied weights and replaced forwards.
 
 Tied weights (one parameter under several names) are found and tied again; a forward is put in place
 of a module's own, and taken off.
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ReplacedForward:
-    """What stands in for the forward of one module; :attr:`plain` is the one that was there.
+    """A callable in place of one module's forward; :attr:`plain` is the forward before it.
 
     It sits in the instance's ``__dict__``, so the module stays of its class and keeps its name,
     attributes and state. A deep copy (an average of the weights, say) gets one of its own.
@@ -58,7 +58,7 @@ class ReplacedForward:
         return self.replaced or _class_forward(self.module)
 
     def put_back(self) -> None:
-        """Let the module call what it called before, in the place of this one."""
+        """Remove this forward: the module calls :attr:`plain` again."""
         forwards = [*replaced_forwards(self.module)]
         outer = forwards[forwards.index(self) - 1] if self is not forwards[0] else None
         if outer is not None:
@@ -70,7 +70,7 @@ class ReplacedForward:
             self.module.__dict__["forward"] = self.replaced
 
     def moved_to(self, module: Module) -> ReplacedForward:
-        """The same for another module, a shallow copy of this one."""
+        """Return this forward for another module, a shallow copy of ``self.module``."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.module = module
@@ -91,7 +91,7 @@ class ReplacedForward:
 
 
 class RemovableForward(ReplacedForward):
-    """One that unwrapping takes off again, with ``keep_fp32_wrapper=False``."""
+    """A replaced forward that ``unwrap_model(keep_fp32_wrapper=False)`` removes."""
 
 
 class AutocastForward(RemovableForward):
@@ -125,7 +125,7 @@ class AutocastForward(RemovableForward):
 
 
 def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
-    """What stands in for the forward of ``module``, from the one that is called first inwards."""
+    """Yield the replaced forwards of ``module``, the outermost first."""
     forward = module.__dict__.get("forward")
     while isinstance(forward, ReplacedForward):
         yield forward
@@ -133,8 +133,7 @@ def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
 
 
 def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward) -> None:
-    """Give ``module`` back the forward that it had before those of this kind took its place; others
-    (of a hook, say) may have come around them since, and stay."""
+    """Remove the replaced forwards of a kind from ``module``; others stay."""
     for forward in [*replaced_forwards(module)]:
         if isinstance(forward, kind):
             forward.put_back()
@@ -151,13 +150,13 @@ def _class_forward(module: Module) -> Callable[..., Any]:
 
 
 def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The forward that a pickled module comes back with in place of a :class:`ReplacedForward`."""
+    """Return the forward of an unpickled module, in place of a :class:`ReplacedForward`."""
     return replaced or _class_forward(module)
 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A model, and what the user calls instead.
+    """A prepared model: the user's model, and the wrapper that the loop calls.
 
     Attributes:
         inner: the model.

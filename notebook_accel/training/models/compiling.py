@@ -39,7 +39,7 @@ __all__ = [
 
 
 class DynamoBackend(TextEnum):
-    """What ``torch.compile`` hands a traced model to; NO compiles nothing."""
+    """Backends of ``torch.compile``; NO compiles nothing."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -65,7 +65,7 @@ def _flag(name: str) -> Any:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How models are compiled; what is not given is read from ``ACCELERATE_DYNAMO_*``.
+    """Settings of ``torch.compile``; a field not given is read from ``ACCELERATE_DYNAMO_*``.
 
     Raises:
         ConfigError: there is no such backend.
@@ -121,7 +121,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
-    """How models are compiled: arguments of ``Accelerator``, else the environment.
+    """Return the settings of compiling: arguments of ``Accelerator``, else the environment.
 
     Raises:
         ConfigError: both were given, or one is not what it should be.
@@ -209,7 +209,7 @@ def compile_in_place(
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
-    """Compile each repeated block of a model, and what is beside them.
+    """Return a model whose repeated blocks, and other children, are compiled one by one.
 
     Args:
         module: stays as it is.

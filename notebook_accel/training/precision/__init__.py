@@ -1,4 +1,4 @@
-"""In which numbers a model computes: one class a precision, and the one table of their names."""
+"""The precisions in which models compute: a class for each, and the table of their names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Precision:
-    """Full precision, which a class that overrides nothing has."""
+    """Full precision, and the base class of the other precisions."""
 
     name: ClassVar[str] = "no"
     dtype: ClassVar[torch.dtype | None] = None
@@ -54,7 +54,7 @@ class Precision:
         self.scaling = self.make_scaling(LossScaling)
 
     def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
-        """The loss scaling, of this class, that goes with this precision; None for none."""
+        """Return a loss scaling of class ``kind``; None if this precision needs none."""
         return None
 
     def autocast(
@@ -127,7 +127,7 @@ def autocast_to(
 
 
 def resolve_precision(asked: str | None) -> str:
-    """The name of the precision: as asked for, else as the environment says, else "no".
+    """Return the name of the precision: the argument, else the environment's, else "no".
 
     Raises:
         ConfigError: there is no precision of that name.

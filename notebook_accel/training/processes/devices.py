@@ -154,14 +154,14 @@ def device_module(kind: str) -> Any:
 
 
 def connect(device: torch.device) -> Exchange | None:
-    """How ranks on such devices reach each other without a process group; None: by one."""
+    """Return the collectives of ranks on such devices; None if a process group connects them."""
     driver = _DRIVERS.get(device.type)
     exchange: Exchange | None = None if driver is None else import_module(driver).connect()
     return exchange
 
 
 def batch_boundary(device: torch.device) -> Callable[[], None] | None:
-    """What is to be called before each batch goes to such a device; None: nothing."""
+    """Return a function to call before each batch is moved to such a device, or None."""
     driver = _DRIVERS.get(device.type)
     mark: Callable[[], None] | None = None
     if driver is not None:
@@ -176,7 +176,7 @@ def manual_seed(device: torch.device, seed: int) -> None:
 
 
 def default_device() -> torch.device:
-    """The kind of device on which a rank computes unless it is told otherwise; none is used."""
+    """Return the type of device on which a rank computes by default, without using it."""
     if not torch.accelerator.is_available():
         return _HOST
     return torch.accelerator.current_accelerator() or _HOST
@@ -286,19 +286,19 @@ def with_host(backend: str, device: torch.device) -> str:
 
 
 def distributed_type(device: torch.device, num_processes: int) -> DistributedType:
-    """What so many ranks on such devices are called."""
+    """Return the ``DistributedType`` of this number of ranks on such devices."""
     if num_processes == 1:
         return _LONE_TYPES.get(device.type, DistributedType.NO)
     return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
 
 
 def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
-    """What ``DistributedDataParallel`` takes as ``device_ids``: None where there is no index."""
+    """Return ``device_ids`` for ``DistributedDataParallel``; None for a device without index."""
     return None if device.index is None else [device]
 
 
 def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
-    """How ``dist.barrier`` is told the device, where its backend asks for one."""
+    """Return the arguments of ``dist.barrier``: the device, where the backend needs it."""
     return {"device_ids": [device.index]} if backend == "nccl" else {}
 
 
@@ -314,8 +314,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def is_only_device(device: torch.device) -> bool:
-    """Whether nothing can lie elsewhere than on this device: it is the host of a machine without
-    accelerators."""
+    """Return whether the device is the host of a machine without accelerators."""
     return is_host(device) and not torch.accelerator.is_available()
 
 
@@ -325,7 +324,7 @@ def cuda_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
-    """A function that gives the bytes in use on the device; None for the host."""
+    """Return a function that returns the bytes in use on the device; None for the host."""
     if device.type == "cpu":
         return None
     read: Callable[..., int | None] | None = getattr(
@@ -335,13 +334,13 @@ def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back to the driver what torch's allocator keeps for later."""
+    """Free the device memory that torch's allocator keeps for later."""
     with contextlib.suppress(AttributeError):
         device_module(device.type).empty_cache()
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the device's own random numbers; None for the host."""
+    """Return the state of the device's random numbers; None for the host."""
     if device.type == "cpu":
         return None
     state: torch.Tensor = device_module(device.type).get_rng_state()
@@ -349,7 +348,7 @@ def get_rng_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    """Put back what :func:`get_rng_state` gave."""
+    """Restore a state of the device's random numbers, from :func:`get_rng_state`."""
     if device.type != "cpu":
         device_module(device.type).set_rng_state(state)
 

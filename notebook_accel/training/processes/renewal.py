@@ -45,12 +45,12 @@ def note_wrapped(model: Module, wrap_again: Callable[[Any], None]) -> None:
 
 
 def note_mesh() -> None:
-    """Say that models are spread over a device mesh, which ends with its group."""
+    """Note that models are spread over a device mesh, which ends with its group."""
     current().shared[_HAS_MESH] = True
 
 
 def renew_group() -> list[str]:
-    """Make the default group anew, where this package made it; gives lines for the person.
+    """Make the default group anew, if this package made it; returns messages for the user.
 
     All ranks call it together.
     """

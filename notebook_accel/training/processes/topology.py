@@ -62,12 +62,12 @@ class Topology:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What this kind of distribution is called."""
+        """The ``DistributedType`` of these ranks."""
         return devices.distributed_type(self.device, self.num_processes)
 
 
 def topology() -> Topology:
-    """The topology as this rank sees it, found out by the first who asks."""
+    """Return the topology of this rank; the first call finds it."""
     found: Topology | None = current().shared.get(_KEY)
     return establish() if found is None else found
 
@@ -119,12 +119,12 @@ def tell(listener: Callable[[Topology], None]) -> None:
 
 
 def is_established() -> bool:
-    """Whether somebody has asked where this rank stands."""
+    """Return whether the topology of this rank was found already."""
     return _KEY in current().shared
 
 
 def forget() -> None:
-    """Find out anew at the next question."""
+    """Forget the topology: the next call of :func:`topology` finds it anew."""
     current().shared.pop(_KEY, None)
 
 

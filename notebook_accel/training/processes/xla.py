@@ -57,7 +57,7 @@ def device() -> torch.device:
 
 
 def connect() -> Exchange:
-    """How this rank reaches the others."""
+    """Return the collectives of torch_xla's ranks."""
     from notebook_accel.training.collectives.xla import XlaExchange
 
     return XlaExchange()
@@ -100,7 +100,7 @@ def get_rng_state() -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Put back what :func:`get_rng_state` gave."""
+    """Restore a state of the device's random numbers, from :func:`get_rng_state`."""
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(int(state) % 2**64)

@@ -44,7 +44,7 @@ class _HearsLastBatch(Protocol):
 
 
 class Accumulation:
-    """Where one training stands within its window.
+    """The accumulation windows of one training: which batch of a window it is at.
 
     Attributes:
         plugin: the settings of the windows, as they are now.
@@ -93,12 +93,12 @@ class Accumulation:
             self.loaders.note_step()
 
     def note_random_states(self) -> None:
-        """Note those with which the next window begins."""
+        """Keep the random states with which the next window begins."""
         if self.num_steps > 1:
             self.random_states = note_torch_states(self._device)
 
     def show(self) -> None:
-        """Let ``GradientState`` show this one."""
+        """Make :func:`current_accumulation` return these windows on this rank."""
         current().shared[_CURRENT] = self
 
     @property
@@ -108,7 +108,7 @@ class Accumulation:
         return not self.sync_gradients or (self.num_steps > 1 and self.inside)
 
     def advance(self) -> None:
-        """One more batch of the window begins."""
+        """Begin the next batch of the window, and set ``sync_gradients`` for it."""
         if self.plugin.sync_with_dataloader and self.loaders.end_of_dataloader:
             self.step = 0
             self.sync_gradients = True
@@ -117,7 +117,7 @@ class Accumulation:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def reset(self) -> None:
-        """Begin anew, as after construction."""
+        """Begin a new window."""
         self.step = 0
         self.sync_gradients = True
         self.random_states = {}
@@ -173,7 +173,7 @@ class Window:
 
 
 def current_accumulation() -> Accumulation:
-    """That of this rank's newest ``Accelerator``, or one with the environment's settings."""
+    """Return the windows of this rank's newest ``Accelerator``, else of the environment."""
     shared = current().shared
     if _CURRENT not in shared:
         shared[_CURRENT] = Accumulation(resolve_plugin(None, None))
@@ -182,14 +182,14 @@ def current_accumulation() -> Accumulation:
 
 
 def forget_accumulation() -> None:
-    """Begin anew with the environment's settings, unless an ``Accelerator`` brings its own."""
+    """Forget the current windows: the next ones have the environment's settings."""
     current().shared.pop(_CURRENT, None)
 
 
 def resolve_plugin(
     num_steps: int | None, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
-    """The settings of the windows: an argument, else the environment, else one batch a step.
+    """Return the settings of the windows: an argument, else the environment, else 1 batch.
 
     Raises:
         ConfigError: the number makes no sense.

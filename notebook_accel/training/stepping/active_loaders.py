@@ -189,7 +189,7 @@ class ActiveLoaders:
 
 
 def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
-    """The passes of this rank that are under way."""
+    """Return the passes of this rank that are under way."""
     shared = (context or current()).shared
     found: ActiveLoaders | None = shared.get(ActiveLoaders)
     if found is None:

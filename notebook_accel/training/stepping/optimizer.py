@@ -280,12 +280,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return AcceleratedOptimizer, (self.optimizer, False)
 
     def __notebook_accel_unwrap__(self) -> Optimizer:
-        """What a rank sends back instead: the wrapped optimizer."""
+        """Return the wrapped optimizer, which a rank sends back in place of this object."""
         return self.optimizer
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer in a prepared one; any other as it is, also one that wraps another."""
+    """Return the optimizer inside of a prepared one; any other optimizer unchanged."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
@@ -320,7 +320,7 @@ class UnpreparedWatch:
         self._known.add(optimizer)
 
     def start(self, owner: object) -> None:
-        """Look at every optimizer's step for as long as ``owner`` lives.
+        """Watch the steps of all optimizers as long as ``owner`` lives.
 
         Nothing is watched where an unprepared optimizer would step rightly: without windows and
         without a loss scale.

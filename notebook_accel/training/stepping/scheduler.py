@@ -162,7 +162,7 @@ class AcceleratedScheduler:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what ``state_dict`` gave."""
+        """Load a state from ``state_dict``."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -174,5 +174,5 @@ class AcceleratedScheduler:
         return f"AcceleratedScheduler({self.scheduler!r})"
 
     def __notebook_accel_unwrap__(self) -> LRScheduler:
-        """What a rank sends back instead: the wrapped scheduler."""
+        """Return the wrapped scheduler, which a rank sends back in place of this object."""
         return self.scheduler

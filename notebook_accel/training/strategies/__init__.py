@@ -124,7 +124,7 @@ def resolve_plugins(arguments: Mapping[str, Any]) -> dict[str, StrategyPlugin]:
 
 
 def make_strategy(request: Request) -> Strategy:
-    """The strategy for what the user asked."""
+    """Return the first strategy of the table that the request asks for."""
     choice = next(choice for choice in STRATEGIES.values() if choice.is_asked_for(request))
     module = importlib.import_module(f"{__name__}.{choice.module}")
     strategy: Strategy = getattr(module, choice.name)(request)

@@ -44,7 +44,7 @@ __all__ = ["Strategy"]
 
 
 class Strategy:
-    """How models are spread over the ranks.
+    """One kind of parallelism: it spreads models over the ranks, trains and saves them.
 
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` says; None for the topology's.
@@ -111,13 +111,13 @@ class Strategy:
         return self.saves_shards or self.spreads_weights
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
-        """The models and optimizers of one call as they are to be used, in the same order."""
+        """Return the prepared models and optimizers of one call, in the same order."""
         for each in call.models:
             self.precision.wrap(each.model)
         return [self.prepare_model(each) for each in call.models], call.optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """One model as it is to be called, its precision aside."""
+        """Return the model that the loop calls, without regard to precision."""
         return compile_model(self.place(given), self.dynamo)
 
     def renew(self, model: Module) -> bool:
@@ -129,13 +129,13 @@ class Strategy:
         return True
 
     def place(self, given: ModelToPrepare) -> Module:
-        """One model on the device where it computes."""
+        """Move a model to the device where it computes, and return it."""
         return given.model if given.device is None else given.model.to(given.device)
 
     def wrap_optimizer(
         self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
     ) -> AcceleratedOptimizer:
-        """What the loop steps; ``moves_state`` puts a state that was made before on the device."""
+        """Return the optimizer that the loop steps; ``moves_state`` moves its state, too."""
         return AcceleratedOptimizer(
             optimizer,
             moves_state,
@@ -148,11 +148,11 @@ class Strategy:
     def wrap_scheduler(
         self, scheduler: LRScheduler, optimizers: list[AcceleratedOptimizer], **settings: Any
     ) -> AcceleratedScheduler:
-        """What the loop moves; ``settings`` are those of :class:`AcceleratedScheduler`."""
+        """Return the scheduler that the loop steps, an ``AcceleratedScheduler(**settings)``."""
         return AcceleratedScheduler(scheduler, optimizers, **settings)
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
-        """While it is entered, backward exchanges gradients between ranks, or does not."""
+        """Return a block in which backward exchanges gradients between ranks, or does not."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
@@ -171,7 +171,7 @@ class Strategy:
         loss_function: Callable[[Any, Any], torch.Tensor],
         num_steps: int = 1,
     ) -> torch.Tensor:
-        """Forward, loss and backward of one batch; gives the loss, on every rank."""
+        """Run forward, loss and backward of one batch; returns the loss, on every rank."""
         loss = loss_function(call_model(model, inputs), targets)
         self.backward(loss, num_steps)
         return loss.detach()
@@ -189,7 +189,7 @@ class Strategy:
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip the gradients to a norm over all ranks; gives the norm before."""
+        """Clip the gradients to a norm over all ranks; returns the norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -197,7 +197,7 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
-        """The weights of a model without wrapper: whole, or (``full=False``) this rank's part.
+        """Return the weights of an unwrapped model: whole, or (``full=False``) this rank's part.
 
         With ``keeps=False`` this rank takes part in joining what is in parts, for others, and need
         not get it.
@@ -209,7 +209,7 @@ class Strategy:
         return False
 
     def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        """What this rank has of a model's weights, parts as they are.
+        """Return the weights of a model that this rank has, parts as they are.
 
         Asked of each rank by itself, without a collective, as a run is stopped (``rescue``); None
         where the notebook could not join what the ranks give.
@@ -217,19 +217,19 @@ class Strategy:
         return dict(model.state_dict())
 
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Put whole weights into a model without wrapper."""
+        """Load whole weights into a model without wrapper."""
         model.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
-        """The whole state of an optimizer; ``keeps`` as of :meth:`state_dict`."""
+        """Return the whole state of an optimizer; ``keeps`` as of :meth:`state_dict`."""
         return optimizer.state_dict()
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """What this rank has of an optimizer's state, as :meth:`own_state_dict` of weights."""
+        """Return the state of an optimizer that this rank has, as :meth:`own_state_dict`."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Put a whole state into an optimizer."""
+        """Load a whole state into an optimizer."""
         optimizer.load_state_dict(state)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
@@ -247,15 +247,15 @@ class Strategy:
         return False
 
     def make_whole(self, values: Any) -> Any:
-        """``values`` with whole tensors in place of parts; all ranks call it."""
+        """Return ``values`` with whole tensors in place of parts; all ranks call it."""
         return values
 
     def barrier(self) -> None:
-        """Wait until all ranks of the world are here."""
+        """Wait until all ranks have called this."""
         topology.barrier()
 
     def forget(self) -> None:
-        """Let go of what was prepared, so that others may be."""
+        """Forget the prepared objects, so that others can be prepared."""
 
     def close(self) -> None:
-        """Give back what the strategy made for itself."""
+        """Release what the strategy made for itself, such as a process group."""

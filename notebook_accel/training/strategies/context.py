@@ -106,7 +106,7 @@ class SequenceDivider:
             yield
 
     def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which positions of a sequence are this rank's, and those of all ranks, rank after rank.
+        """Return the positions of this rank's part of a sequence, and those of all ranks in order.
 
         Torch says so by dividing the positions themselves. It is asked again only where the length
         is another than in the block before, since asking takes a collective; the ranks of a mesh
@@ -181,7 +181,7 @@ def _gathered_attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks.
+    """Return the attention of this rank's queries to the keys and values of all ranks.
 
     Args:
         group: the ranks that divide a sequence.
@@ -200,7 +200,7 @@ def _gathered_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """The parts of all ranks, joined along the sequence, with their gradients."""
+    """Joins the parts of all ranks along the sequence; gradients flow back to each part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

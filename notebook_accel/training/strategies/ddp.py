@@ -78,7 +78,7 @@ class DDPStrategy(TakesSpreadModels):
 
 
 class _WrappedFor(NamedTuple):
-    """What a wrapper was made for."""
+    """The weights that a DDP wrapper was made for, and how to make it again."""
 
     weights: list[Parameter]
     trains: list[bool]

@@ -55,7 +55,7 @@ _GROUP = "process group that DeepSpeed knows"
 
 
 class DeepSpeedZero(Strategy):
-    """One model in training, by one engine of DeepSpeed.
+    """Trains one model by one engine of DeepSpeed.
 
     Attributes:
         plugin: what the user asked for.
@@ -98,7 +98,7 @@ class DeepSpeedZero(Strategy):
         return models, stepped
 
     def _pair(self, call: PrepareCall, new: list[Optimizer]) -> ModelToPrepare:
-        """The model that the one optimizer steps.
+        """Return the model that the one optimizer steps.
 
         Raises:
             ConfigError: there is not one of each.
@@ -119,7 +119,7 @@ class DeepSpeedZero(Strategy):
         )
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """A model that is not trained: in parts in stage 3, else whole."""
+        """Prepare a model that is not trained: in parts in stage 3, else whole."""
         if self.plugin.zero_stage != 3:
             self.precision.wrap(given.model)
             return super().prepare_model(given)
@@ -320,7 +320,7 @@ class DeepSpeedZero(Strategy):
 
 
 def _load_library(device: torch.device, local_rank: int) -> ModuleType:
-    """DeepSpeed, computing on this device, in the process group that there is.
+    """Import DeepSpeed for this device and the present process group, and return it.
 
     Raises:
         ConfigError: DeepSpeed was loaded for another kind of device.
@@ -417,7 +417,7 @@ def _gathered(value: Any, *, writes: bool = False) -> AbstractContextManager[Any
 
 
 def _whole(value: Any) -> Any:
-    """A weight as it is trained: whole, and in the precision in which it is stepped."""
+    """Return a whole weight on the host, in the precision in which it is stepped."""
     if not isinstance(value, torch.nn.Parameter):
         return value
     from deepspeed.utils import safe_get_full_fp32_param

@@ -46,12 +46,12 @@ __all__ = [
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor in parts; a plain one as it is."""
+    """Return this rank's part of a tensor in parts; a plain tensor unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
-    """``values`` with the whole tensor in place of each that is in parts; all ranks call it.
+    """Return ``values`` with whole tensors in place of parts; all ranks call it.
 
     With ``keeps=False`` this rank takes part, and gets an empty tensor instead.
     """
@@ -66,7 +66,7 @@ def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
 
 
 def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False) -> dict[str, Any]:
-    """The whole weights and buffers of a model in parts; all ranks call it.
+    """Return the whole weights and buffers of a model in parts; all ranks call it.
 
     Args:
         model: without wrapper.
@@ -88,7 +88,7 @@ def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Put a whole state into an optimizer of weights in parts."""
+    """Load a whole state into an optimizer of weights in parts."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     own = {index: with_parts(values, weights[index]) for index, values in state["state"].items()}
     optimizer.load_state_dict({**state, "state": own})
@@ -112,8 +112,7 @@ def clip_grad_norm(
 def total_grad_norm(
     weights: Iterable[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """The norm of the gradients of weights on whatever meshes, put on ``device``; all ranks of
-    those call it."""
+    """Return the norm of the gradients of weights on any meshes; all ranks of these call it."""
     # The norm of norms is the norm of all, for every p; one group can be taken together. Weights
     # in parts may be offloaded to the host while those that are kept whole are not.
     norms = [
@@ -135,7 +134,7 @@ def scale_grads(weights: Iterable[torch.Tensor], max_norm: float, total: torch.T
 
 
 def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``whole``, which every rank has, in parts like ``target`` (itself where that is plain)."""
+    """Return ``whole``, which every rank has, divided like ``target`` if that is in parts."""
     if not isinstance(target, DTensor) or isinstance(whole, DTensor):
         return whole
     local = whole.detach().to(target.device)
@@ -182,7 +181,7 @@ def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | N
 
 
 def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
-    """One weight's optimizer state: what has the weight's shape is divided as the weight is."""
+    """Return one weight's optimizer state with tensors of its shape divided like the weight."""
     return {
         name: like(value, weight)
         if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim
@@ -217,7 +216,7 @@ class AgreeingScaler(torch.amp.GradScaler):
 
 
 class _OwnGradients:
-    """What torch's scaler asks an optimizer for: here tensors whose gradients are this rank's."""
+    """Stands in for an optimizer in torch's scaler: tensors with this rank's gradients."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self.param_groups = [{"params": weights}]
@@ -254,7 +253,7 @@ of_torch.unscale_by(AgreeingScaler, unscale_in_parts)
 
 
 class AgreeingScaling(LossScaling):
-    """Loss scaling where ranks have different weights: what one does with its scaler all do."""
+    """Loss scaling in which all ranks skip a step if one does, whatever weights each has."""
 
     kind_of_scaler = AgreeingScaler
 
@@ -263,7 +262,7 @@ class AgreeingScaling(LossScaling):
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors in lists of those that one operation can take together."""
+    """Return the tensors in one list for each device mesh: operations take one mesh only."""
     found: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         key = tensor.device_mesh if isinstance(tensor, DTensor) else None

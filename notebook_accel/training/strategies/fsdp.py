@@ -41,7 +41,7 @@ __all__ = [
 
 
 def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
-    """The modules inside ``model`` that are gathered on their own, inner ones first.
+    """Return the modules inside ``model`` that are gathered on their own, inner ones first.
 
     A module whose weight is tied to one outside is left to the model: ``fully_shard`` would give
     it new weights and leave the other name with the old one, without a word.
@@ -63,7 +63,7 @@ def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> lis
 
 
 def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -> int:
-    """Ask the policy, leaves first; gives how many numbers the chosen weights inside have."""
+    """Append modules that the policy chooses; returns the size of all chosen weights inside."""
     size = sum(weight.numel() for weight in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=size):
         return 0
@@ -75,7 +75,7 @@ def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -
 
 
 def _count_uses(module: Module) -> Counter[int]:
-    """How many names each weight has in ``module``, by its id."""
+    """Return how many names each weight has in ``module``, by its id."""
     return Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
 
 
@@ -120,8 +120,9 @@ class _CheckpointedForward(ReplacedForward):
 def units(
     model: Module, chosen: Sequence[Module], blocks: Sequence[Module]
 ) -> list[tuple[Module, list[Module]]]:
-    """What is sharded on its own, and the chosen modules inside of each: the model, or the blocks
-    of a pipeline's stages.
+    """Return the modules to shard, each with the chosen modules inside of it.
+
+    That is the model, or each block of a pipeline's stages.
 
     Args:
         model: the one that was prepared.

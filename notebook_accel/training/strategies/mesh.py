@@ -218,7 +218,7 @@ class MeshParallel(TakesSpreadModels):
         return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
-        """The buffers of a model of which another rank has the values that count.
+        """Return the names of buffers that another rank saves in this rank's place.
 
         They may differ from rank to rank (averages of BatchNorm, each of its rank's samples), and
         a checkpoint must not have whichever rank's: of ranks with the same layers it is the first
@@ -246,7 +246,7 @@ class MeshParallel(TakesSpreadModels):
 
 
 def shared_weight(model: Module, name: str) -> ConfigError:
-    """The error for a weight that a model has in common with one that was prepared before."""
+    """Return the error for a weight that a model shares with another prepared model."""
     return ConfigError(
         f"{type(model).__name__} has the weight {name!r} in common with a model that was prepared "
         "before, and where weights are spread over the ranks the two would part: expected models "

@@ -60,7 +60,7 @@ SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 def weights_outside(model: nn.Module, prefix: str) -> dict[int, nn.Parameter]:
-    """The weights outside of the blocks, by id.
+    """Return the weights of a model that are outside of its blocks, by id.
 
     By name, not by what model.parameters() gives: ranks that drop the first name of a tied weight
     would have another order, and exchange one weight's gradient for another's.
@@ -152,7 +152,7 @@ class Pipeline:
 
     @property
     def blocks_name(self) -> str:
-        """What messages call the module whose children are the blocks."""
+        """Name of the module whose children are the blocks, for messages."""
         return self.prefix.removesuffix(".") or self.model_name
 
     @property
@@ -161,7 +161,7 @@ class Pipeline:
         return len(self.ranges) - 1 in self.own_stages
 
     def note_weights(self, model: nn.Module) -> None:
-        """Note which weights the model has, now that nothing replaces them any more."""
+        """Record the weights of the model, once it is sharded and its weights are final."""
         outside = weights_outside(model, self.prefix)
         self.shared_weights = list(outside.values())
         self.own_weights = [part for part in model.parameters() if id(part) not in outside]
@@ -262,7 +262,7 @@ class Pipeline:
     def run_micro_batch(
         self, model: nn.Module, stage: int, number: int, received: torch.Tensor | None
     ) -> Any:
-        """What a stage makes of a micro-batch: hidden states, or at the last stage the loss."""
+        """Run a stage on a micro-batch; returns hidden states, or at the last stage the loss."""
         batch = self._micro_batches[number]
         outputs = self._run(stage, received, lambda: call_model(model, batch.inputs))
         if stage < len(self.ranges) - 1:
@@ -272,7 +272,7 @@ class Pipeline:
         return self._for_backward(loss)
 
     def _mean_loss(self, outputs: Any, batch: _MicroBatch) -> torch.Tensor:
-        """This micro-batch's share of the batch's mean."""
+        """Return this micro-batch's share of the mean loss of the batch."""
         assert self._loss_function is not None
         if not batch.num_real:
             tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
@@ -315,7 +315,7 @@ class Pipeline:
         return outputs
 
     def evaluate(self, forward: Callable[[], Any]) -> Any:
-        """The outputs of the whole model for a batch, on every rank; all of them call it.
+        """Return the outputs of the whole model for a batch; all ranks of the pipeline call it.
 
         Args:
             forward: calls the model.
@@ -329,11 +329,11 @@ class Pipeline:
         return outputs
 
     def _rank_of(self, stage: int) -> int:
-        """The rank, of all, that has a stage."""
+        """Return the global rank that has a stage."""
         return dist.get_global_rank(self.group, stage % dist.get_world_size(self.group))
 
     def _spread(self, values: Any, source: int) -> Any:
-        """``values`` of the rank ``source`` on every rank of the pipeline, on its device."""
+        """Return the values of rank ``source``, on every rank of the pipeline."""
         is_source = dist.get_rank() == source
         form = None
         if is_source:

@@ -153,7 +153,7 @@ def _make_ready(
 
 
 def _leave(model: Module, *, home: torch.device) -> None:
-    """What is ready stays as it is."""
+    """Do nothing: the whole model was made ready before."""
 
 
 def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:

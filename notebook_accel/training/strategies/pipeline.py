@@ -109,7 +109,7 @@ class PipelineParallel(MeshParallel):
         return model
 
     def _lay_out(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
-        """The names of an optimizer's weights in all stages, by group.
+        """Return the names of an optimizer's weights in all stages, by group.
 
         One that was made before ``prepare`` has the weights of all stages, in its own order; one
         that was made after it has those of this stage alone.
@@ -234,12 +234,12 @@ class PipelineParallel(MeshParallel):
         return self._numbered(optimizer, self._join(own))
 
     def _own_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The states of the weights of this stage, by their names."""
+        """Return the optimizer states of this stage's weights, by the names of the weights."""
         names = self._own_names(optimizer)
         return {names[index]: state for index, state in optimizer.state_dict()["state"].items()}
 
     def _numbered(self, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
-        """States by names of weights, numbered as by one optimizer of the weights of all stages."""
+        """Return an optimizer's state dict with numbers for the weights of all stages."""
         layout = self._layouts[optimizer]
         numbers = iter(range(sum(map(len, layout))))
         groups = [
@@ -275,7 +275,7 @@ class PipelineParallel(MeshParallel):
         dtensors.turn_off_foreach_where_mixed(optimizer)
 
     def _own_names(self, optimizer: Optimizer) -> list[str]:
-        """The names of an optimizer's weights in this stage, in its order."""
+        """Return the names of an optimizer's weights in this stage, in its order."""
         return [
             self._name_of(weight, number, index)
             for number, group in enumerate(_weights_of(optimizer))
@@ -283,12 +283,12 @@ class PipelineParallel(MeshParallel):
         ]
 
     def _name_of(self, weight: torch.Tensor, group: int, index: int) -> str:
-        """A weight's name; of one that is in no prepared model, its position in the optimizer."""
+        """Return a weight's name; outside of prepared models, its position in the optimizer."""
         position = f"group{group}.{index}"
         return self._names.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
 
     def _join(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What all stages have, by name; of what several have, the last stage's: it alone runs
+        """Return the values of all stages by name; of several, the last stage's: it alone runs
         the model's forward to its end, and with it buffers behind the blocks (BatchNorm's)."""
         of_stages: list[dict[str, Any]] = collectives.gather_object([own], group=self._group)
         joined: dict[str, Any] = {}
@@ -302,7 +302,7 @@ _NAMES = "_notebook_accel_names"
 
 
 def _name_all(names: list[str]) -> Callable[..., None]:
-    """A hook that notes in the state dict of a cut model the names of the whole one."""
+    """Return a hook that notes the names of the whole model in a cut model's state dict."""
 
     def note(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
         if not prefix:
@@ -331,7 +331,7 @@ def _weights_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
 
 
 def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; all ranks of a stage call it."""
+    """Return the whole tensor on the host; all ranks of a stage call it."""
     whole: torch.Tensor = dtensors.make_whole(value.detach())
     return whole.cpu()
 

@@ -26,8 +26,7 @@ __all__ = ["ModelToPrepare", "PrepareCall", "Request", "call_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for, and where this rank stands: what the choice of a strategy, and then
-    the strategy itself, depend on."""
+    """The settings and the topology from which a strategy is chosen and made."""
 
     topology: Topology
     precision: Precision
@@ -64,7 +63,7 @@ class PrepareCall:
 
 
 def call_model(model: Module, inputs: Any) -> Any:
-    """``model`` called with a batch: one argument, a tuple of them, or a mapping of keywords."""
+    """Call ``model`` with a batch: one argument, a tuple of arguments, or a mapping of keywords."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

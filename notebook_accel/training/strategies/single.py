@@ -8,4 +8,4 @@ __all__ = ["SingleDevice"]
 
 
 class SingleDevice(TakesSpreadModels):
-    """Nothing is spread by ``prepare``: one process has everything."""
+    """Training in one process: ``prepare`` spreads nothing."""

@@ -44,7 +44,7 @@ def has_parts(tensors: Iterable[Any]) -> bool:
 
 
 class _SpreadScaler(torch.amp.GradScaler):
-    """Torch's own refuses an optimizer with gradients in parts and plain ones."""
+    """A loss scaler for optimizers with both plain gradients and gradients in parts."""
 
 
 def _unscale(
@@ -66,7 +66,7 @@ class _SpreadScaling(LossScaling):
 
 
 class TakesSpreadModels(Strategy):
-    """What a strategy does with models that are spread over the ranks already."""
+    """A strategy that also takes models which the user has spread over the ranks."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -184,7 +184,7 @@ def _weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _resumed(model: DistributedDataParallel) -> Iterator[None]:
-    """Exchange gradients in the next backward although its forward ran without."""
+    """A block whose backward exchanges gradients although its forward ran under ``no_sync``."""
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     # The forward under no_sync left the reducer unprepared for an exchange.

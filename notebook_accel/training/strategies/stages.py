@@ -107,13 +107,13 @@ def cut(
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline that a prepared model goes through; None for a model that was not cut."""
+    """Return the pipeline of a cut model; None for a model that was not cut."""
     forward = model.__dict__.get("forward")
     return forward.pipeline if isinstance(forward, _PipelinedForward) else None
 
 
 class _OnOtherStage(nn.Module):
-    """Stands for a block of another stage: its plain attributes, and no weights."""
+    """Placeholder for a block of another stage: its plain attributes, without weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _OnOtherStage(nn.Module):
 
 
 def _take_nothing(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Miss nothing either, so that whole weights load into a model with gaps."""
+    """Drop the weights of a block that is on another stage, so that whole weights load."""
     for name in [name for name in state if name.startswith(prefix)]:
         del state[name]
 
@@ -155,7 +155,7 @@ class _BlockForward(ReplacedForward):
 
 
 class _PipelinedForward(ReplacedForward):
-    """What the user calls: the outputs of the whole pipeline, on each of its ranks."""
+    """The forward of a cut model: runs all stages, and returns the outputs on every rank."""
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         super().__init__(module)
@@ -174,12 +174,12 @@ class _PipelinedForward(ReplacedForward):
 
 
 def count_weights(module: nn.Module) -> int:
-    """How many numbers a module's weights have."""
+    """Return the number of elements of a module's weights."""
     return sum(weight.numel() for weight in module.parameters())
 
 
 def find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
-    """The module whose children are the blocks, and how their names begin.
+    """Return the prefix of the blocks' names, and the module whose children they are.
 
     Raises:
         ConfigError: the model has nothing with a block for each stage.
@@ -214,7 +214,7 @@ def list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Where each stage ends, so that the largest stage is as small as can be."""
+    """Return the index behind the last block of each stage; the largest cost is minimal."""
 
     @cache
     def divide(start: int, stages: int) -> tuple[int, tuple[int, ...]]:

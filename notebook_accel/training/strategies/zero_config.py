@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration completed from what is prepared: what its "auto" entries come to."""
+"""Fill in the "auto" entries of a DeepSpeed configuration from the prepared objects."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def complete(
 
 
 def _buckets(model: Module) -> dict[str, Any]:
-    """Sizes that follow from the width of a Transformers model; of others DeepSpeed's defaults."""
+    """Return bucket sizes for the width of a Transformers model; nothing for other models."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     widths = getattr(config, "hidden_sizes", None) or [getattr(config, "hidden_size", None) or 0]

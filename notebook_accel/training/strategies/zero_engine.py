@@ -105,7 +105,7 @@ class DeepSpeedEngineWrapper:
                 optimizer.micro_step_id = -1
 
     def get_global_grad_norm(self) -> float:
-        """The norm of all gradients that the last step used, before clipping."""
+        """Return the norm of the gradients of the last step, before clipping."""
         norm = self.engine.get_global_grad_norm()
         return 0.0 if norm is None else float(norm)
 
@@ -153,7 +153,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 current().count_step(self._device_memory)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what no step has used; a step clears the gradients itself."""
+        """Drop gradients that no step has used; the engine's step clears the others."""
         self._engine.drop()
 
     def drop_gradients(self) -> None:
