@@ -87,6 +87,7 @@ def test_all_of_a_loop(tmp_path: Path) -> None:
         "kept cpu",
     ]
     assert "batches: 100%" in told.stderr
+    assert told.stderr.count("XLA compiled anew in each of the last 8 steps") == 1
 
 
 CHECK = ("test", "--engine", "xla")

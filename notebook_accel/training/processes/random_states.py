@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,18 @@ __all__ = [
 ]
 
 _NUMPY_WORDS = 624  # of the state of its Mersenne twister
+# The memory of its generator as last seen, and the state that it means.
+_known_numpy: tuple[bytes, Any] = b"", None
 
 
 def get_random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of Python, numpy, torch and the device, in plain values."""
-    return {**as_plain(note_random_states()), **note_torch_states(device)}
+    """Give those of Python, numpy, torch and the rank's device, in plain values and tensors."""
+    states = as_plain({**note_random_states(), "numpy_random_seed": np.random.get_state()})
+    return {**states, **note_torch_states(device)}
 
 
 def note_torch_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of torch and of the device alone."""
+    """Give those of torch and the device alone, which cost a microsecond."""
     states = {"torch_manual_seed": torch.get_rng_state()}
     own = devices.get_rng_state(device)
     return states if own is None else {**states, _device_key(device): own}
@@ -41,13 +45,36 @@ def note_random_states() -> dict[str, Any]:
     """Give those of the host in a form that costs little, since loaders note them in each pass."""
     return {
         "random_state": random.getstate(),
-        "numpy_random_seed": np.random.get_state(),
+        "numpy_random_seed": _numpy_state(),
         "torch_manual_seed": torch.get_rng_state(),
     }
 
 
+def _numpy_state() -> Any:
+    """What ``np.random.get_state()`` gives, without its 75 us where nothing was drawn since.
+
+    Whether something was is told by the memory of the generator (624 words and a position, by the
+    address that numpy gives for such uses). But for one thing: every second normal number is kept
+    from the draw before, beside that memory. While one is kept, numpy is asked; and a state that is
+    put back may have one, so :func:`set_random_states` forgets what is known. (Not seen: a
+    ``np.random.set_state`` of the user's that brings one back at the very position last seen.)
+    """
+    global _known_numpy
+    untyped: Any = np.random  # numpy's own types lack the function
+    generator = untyped.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return np.random.get_state()
+    memory = ctypes.string_at(generator.ctypes.state_address, 4 * (_NUMPY_WORDS + 1))
+    known, state = _known_numpy
+    if memory == known:
+        return state
+    state = untyped.get_state()
+    _known_numpy = (b"" if state[3] else memory), state
+    return state
+
+
 def as_plain(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return random states in plain values and tensors, as files keep them."""
+    """States in plain values and tensors, as a file keeps them; they may be so already."""
     kind, keys, *rest = states["numpy_random_seed"]
     return {**states, "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest)}
 
@@ -61,13 +88,12 @@ def random_states_unchanged_since(states: Mapping[str, Any]) -> bool:
         return False
     if random.getstate() != states["random_state"]:
         return False
-    now: Any = np.random.get_state()
-    before = states["numpy_random_seed"]
-    return bool(now[2:] == before[2:] and np.array_equal(now[1], before[1]))
+    now, before = _numpy_state(), states["numpy_random_seed"]
+    return now is before or (now[2:] == before[2:] and np.array_equal(now[1], before[1]))
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore random states from :func:`get_random_states` or :func:`note_random_states`.
+    """Put back what :func:`get_random_states` or :func:`note_random_states` gave.
 
     Raises:
         KeyError, TypeError, ValueError: it is not such a state.
@@ -76,6 +102,8 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     if not 0 <= rest[0] <= _NUMPY_WORDS:
         # numpy reads beyond its memory there, and the process dies.
         raise ValueError(f"numpy's position is {rest[0]}: expected 0 to {_NUMPY_WORDS}")
+    global _known_numpy
+    _known_numpy = b"", None
     version, internal, gauss = states["random_state"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))

@@ -22,6 +22,7 @@ from notebook_accel.training.collectives.nested import recursively_apply, send_t
 from notebook_accel.training.models import RemovableForward, forward_of, replaced_forwards
 from notebook_accel.training.processes import xla
 from notebook_accel.training.settings.handlers import DistributedType
+from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ __all__ = ["XlaParallel"]
 
 # Torch has one flag for the process, and ranks may be threads of it.
 _moving = threading.Lock()
+# Steps in a row that compiled, from which on the loop is told. The first compiles twice: the
+# optimizer has its state from the second step on.
+_COMPILED_STEPS = 8
 
 
 class XlaParallel(Strategy):
@@ -45,13 +49,17 @@ class XlaParallel(Strategy):
 
     def __init__(self, request: Request) -> None:
         import torch_xla.core.xla_model as xm
+        import torch_xla.debug.metrics as met
 
         super().__init__(request)
         _refuse_others(request)
         self._xm: Any = xm
+        self._metrics: Any = met
         # By number: ranks that are threads see each other's optimizers step.
         self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
         self._averaged: set[int] = set()
+        self._num_compiles = 0
+        self._compiled_steps = 0
         self._watch_steps()
 
     def place(self, given: ModelToPrepare) -> Module:
@@ -115,7 +123,7 @@ class XlaParallel(Strategy):
         return known is not None and known() is weight
 
     def _watch_steps(self) -> None:
-        """Average gradients before every optimizer's step, as long as this strategy lives."""
+        """Look at every optimizer's step for as long as this strategy lives."""
         strategy = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: Any) -> None:
@@ -137,6 +145,17 @@ class XlaParallel(Strategy):
     def _end_step(self) -> None:
         self._averaged.clear()
         xla.end_step()
+        num_compiles = self._metrics.counter_value("UncachedCompile") or 0
+        has_compiled = num_compiles > self._num_compiles
+        self._num_compiles = num_compiles
+        self._compiled_steps = self._compiled_steps + 1 if has_compiled else 0
+        if self._compiled_steps == _COMPILED_STEPS:
+            notice_once(
+                "XLA compiles",
+                f"XLA compiled anew in each of the last {_COMPILED_STEPS} steps ({num_compiles} "
+                "compiles so far), which takes longer than to compute: give every batch the same "
+                "shape (pad to one length, drop_last=True), and what changes in tensors",
+            )
 
 
 class _MovingForward(RemovableForward):
@@ -151,7 +170,7 @@ class _MovingForward(RemovableForward):
 
     @classmethod
     def install(cls, module: Module, device: torch.device) -> None:
-        """Replace a module's forward by this one, unless it was replaced before."""
+        """Put this forward in the place of the module's own, once."""
         if not any(isinstance(each, cls) for each in replaced_forwards(module)):
             module.__dict__["forward"] = cls(module, device)
 
@@ -192,7 +211,7 @@ def _move(model: Module, device: torch.device) -> None:
 
 
 def _host_copy(state: Any) -> Any:
-    """Return a state with its tensors copied to the host; tied tensors stay one."""
+    """A state with tensors of the host in place of the device's; what was one tensor still is."""
     copies: dict[int, torch.Tensor] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
