@@ -608,3 +608,4 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     )
     expect(launch).to_be_hidden()
     assert notebook.count_broken_links() == 0
+    notebook.wait_until_idle()

@@ -8,7 +8,6 @@ process of one rank, which may live through many calls.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, singledispatch
@@ -134,7 +133,6 @@ class RankState:
         quiet_since: since when it made no step and said nothing, by the clock of the run (wall,
             seconds); None while it does.
         metrics: last value of each name, with its step.
-        extremes: lowest and highest value of each name, of those that are finite.
         tail: its last lines of output; ``open_line`` says whether the last one goes on,
             ``rewound`` whether what comes next overwrites it.
         num_lines: lines of output that were ended so far, skipped ones included.
@@ -175,7 +173,6 @@ class RankState:
     is_suspended: bool = False
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
-    extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
     open_line: bool = False
     rewound: bool = False
@@ -369,14 +366,10 @@ def _(message: wire.Metrics, state: RunState) -> RunState:
 
 
 def _with_metrics(metrics: list[wire.Metric], rank: RankState) -> RankState:
-    newest, extremes = {**rank.metrics}, {**rank.extremes}
+    newest = {**rank.metrics}
     for metric in metrics:
-        for name, value in metric.values.items():
-            newest[name] = (metric.step, value)
-            if math.isfinite(value):
-                low, high = extremes.get(name, (value, value))
-                extremes[name] = (min(low, value), max(high, value))
-    return _changed(rank, metrics=newest, extremes=extremes)
+        newest.update((name, (metric.step, value)) for name, value in metric.values.items())
+    return _changed(rank, metrics=newest)
 
 
 @apply.register
