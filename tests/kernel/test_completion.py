@@ -20,6 +20,7 @@ def test_tab_offers_the_names_of_the_session(notebook: Notebook) -> None:
     notebook.run("%%accelerate -n 1\nmodel = mean_loss = 1")
     assert {"model", "mean_loss"} <= offered(notebook, "x = 1\n%accelerate pull m|")
     assert "mean_loss" in offered(notebook, "%%accelerate --pull model,me|\nmodel")
+    assert "learning_rate" in offered(notebook, "%%accelerate --push lea|\n1")
 
 
 def test_a_question_mark_shows_each_setting(notebook: Notebook) -> None:
