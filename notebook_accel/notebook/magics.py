@@ -22,7 +22,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
 
-from notebook_accel.config import LaunchConfig, resolve
+from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
@@ -37,13 +37,76 @@ from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.warming import keep_reading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from argparse import ArgumentParser
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
     from notebook_accel.launch.run import Run
 
-__all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension"]
+__all__ = ["AccelerateMagics", "CellSyntaxError", "complete_magic", "load_ipython_extension"]
+
+
+# ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
+# asks a completer by the first word of the line, and takes of its answer what begins with the word
+# at the cursor.
+
+
+def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) -> None:
+    """Have Tab complete lines of ``%accelerate`` and ``%%accelerate``.
+
+    Args:
+        shell: of the notebook.
+        names: give the names of the notebook and of its session.
+    """
+
+    def offer(_shell: Any, event: Any) -> Sequence[str]:
+        words = event.text_until_cursor.removesuffix(event.symbol).replace("=", " ").split()
+        command = words[1] if len(words) > 1 else ""
+        if event.symbol.startswith("-"):
+            is_cell = words[:1] == ["%%accelerate"]
+            parser = AccelerateMagics.accelerate.parser if is_cell else _OPTIONS_OF.get(command)
+            return [] if parser is None else _options(parser)
+        if words == ["%accelerate"]:
+            return [*_COMMANDS, "--help"]
+        if words[-1:] in (["--mixed-precision"], ["--mixed_precision"]):
+            return settings_of(LaunchConfig)["mixed_precision"].texts
+        return sorted(names())
+
+    untyped: Any = shell
+    for magic in ("%accelerate", "%%accelerate"):
+        untyped.set_hook("complete_command", offer, str_key=magic)
+    _silence_jedi(untyped.Completer)
+
+
+def _silence_jedi(completer: Any) -> None:
+    """Have a line of the magic get our answers alone.
+
+    IPython adds Jedi's to those of a completer that it asks by the first word: a line of a magic
+    is no Python, and ``--`` would give ``--abs``.
+    """
+    try:
+        from IPython.core.completer import context_matcher
+    except ImportError:  # before IPython 8.6
+        return
+
+    # Before all matchers of IPython: the first one that asks for it silences the others.
+    @context_matcher(identifier="notebook_accel", priority=1000)
+    def of_magic(context: Any) -> Any:
+        words = context.line_with_cursor.split(maxsplit=1)
+        if words[:1] not in (["%accelerate"], ["%%accelerate"]):
+            return {"completions": []}
+        return {**completer.custom_completer_matcher(context), "do_not_suppress": set()}
+
+    completer.custom_matchers.append(of_magic)
+
+
+def _options(parser: ArgumentParser) -> list[str]:
+    """The long options, each in the spelling that a person types."""
+    # Each option begins a line of the help, and its text comes after two spaces or below.
+    lines = [line.strip() for line in parser.format_help().splitlines() if line.startswith("  -")]
+    spelled = (word for line in lines for word in re.findall(r"--[\w-]+", line.partition("  ")[0]))
+    return [text for text in spelled if "_" not in text]
 
 
 # One rank, or the first and the last of several; a digit too many in a range would take all memory.
@@ -62,6 +125,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
         >>> %load_ext notebook_accel
     """
     ipython.register_magics(AccelerateMagics)
+    complete_magic(ipython, lambda: _session_names().union(ipython.run_line_magic("who_ls", "")))
     keep_reading(getattr(ipython, "kernel", None))
     warm()
 
@@ -104,6 +168,12 @@ class AccelerateMagics(Magics):
     @argument("--fresh", action="store_true", help="run it in new ranks, which end with it")
     @argument("--bg", action="store_true", help="run it in the background; gives a Run")
     @argument("--pull", metavar="NAMES", help="then copy these into the notebook: a,b")
+    @argument(
+        "--each-rank",
+        "--each_rank",
+        action="store_true",
+        help="--pull gives a list with each rank's value, instead of rank 0's",
+    )
     @argument("--push", metavar="NAMES", help="first copy these to the ranks: x,y")
     @argument("--no-push", "--no_push", action="store_true", help="copy none but those of --push")
     @argument("--write", metavar="FILE", help="first write it, and what it needs, as a script")
@@ -126,8 +196,8 @@ class AccelerateMagics(Magics):
             %accelerate restart [-n 4]   end them, and start new ones, which have no variables
             %accelerate stop             end them
             %accelerate status           how the ranks are, and the names of their variables
-            %accelerate pull a,b         copy variables of rank 0 into the notebook, of another
-                                         one with --rank 1
+            %accelerate pull a,b         copy variables of rank 0 into the notebook; of another
+                                         one with --rank 1, a list of all with --each-rank
             %accelerate push x,y         copy variables of the notebook to all ranks
             %accelerate logs [RANK]      what the ranks, or one of them, have printed
             %accelerate stacks [RANK]    which line the ranks, or one of them, execute now
@@ -151,10 +221,13 @@ class AccelerateMagics(Magics):
             chosen = CellOptions(
                 ranks=_parse_ranks(options.ranks),
                 pull=_parse_names(options.pull),
+                pulls_each_rank=options.each_rank,
                 push=_parse_names(options.push),
                 pushes_used=not options.no_push,
                 in_background=options.bg,
             )
+            if chosen.pulls_each_rank and not chosen.pull:
+                raise UsageError("--each-rank says what --pull gives: add --pull NAMES")
             code = shell.transform_cell(cell)
             _check_syntax(shell, code, source.filename)
             end_held_launch()
@@ -260,7 +333,7 @@ class AccelerateMagics(Magics):
     def _pull(self, arguments: Sequence[str]) -> None:
         options = _pull_options.parser.parse_args(arguments)
         names = _some_names(options.names)
-        self._running().pull(names, rank=options.rank)
+        self._running().pull(names, rank=None if options.each_rank else options.rank)
 
     def _push(self, arguments: Sequence[str]) -> None:
         self._running().push(_some_names(arguments))
@@ -313,6 +386,7 @@ def _start_options() -> None:
 @magic_arguments("%accelerate pull")
 @argument("names", nargs="*", help="names of the session: a,b")
 @argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
+@argument("--each-rank", "--each_rank", action="store_true", help="a list with each rank's value")
 def _pull_options() -> None:
     """Options of the command; only the parser is used."""
 
@@ -333,6 +407,20 @@ _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
 _WITHOUT_ARGUMENTS = ("stop", "status", "doctor")
 
 
+# Of the commands that have options: what parses them.
+_OPTIONS_OF = {
+    "start": _start_options.parser,
+    "restart": _start_options.parser,
+    "pull": _pull_options.parser,
+}
+
+
+def _session_names() -> frozenset[str]:
+    """The names of the session; none where there is no session."""
+    running = session.current_session()
+    return frozenset() if running is None else running.names
+
+
 def _given(options: Any) -> dict[str, Any]:
     """The settings that the options give; None for one that they leave open."""
     return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
@@ -346,7 +434,7 @@ def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
 
 def _check_fresh(options: Any) -> None:
     """Check that ``--fresh`` is given without options of a session."""
-    names = ("ranks", "bg", "pull", "push", "no_push")
+    names = ("ranks", "bg", "pull", "each_rank", "push", "no_push")
     others = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if others:
         raise UsageError(

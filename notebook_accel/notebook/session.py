@@ -183,6 +183,7 @@ class CellOptions:
     Attributes:
         ranks: which ranks run it; None for all.
         pull: names that come back afterwards.
+        pulls_each_rank: whether they come back as lists with one value a rank.
         push: names that go along, whoever assigned them last.
         pushes_used: whether the notebook's names that the cell uses go along.
         in_background: whether the notebook stays free meanwhile.
@@ -190,6 +191,7 @@ class CellOptions:
 
     ranks: frozenset[int] | None = None
     pull: tuple[str, ...] = ()
+    pulls_each_rank: bool = False
     push: tuple[str, ...] = ()
     pushes_used: bool = True
     in_background: bool = False
@@ -305,7 +307,7 @@ class NotebookSession:
             ranks=options.ranks,
             renews_group=self._has_lost_group,
             pull=options.pull,
-            pull_from=min(options.ranks or [0]),
+            pull_from=None if options.pulls_each_rank else min(options.ranks or [0]),
         )
         self.left_out[number] = "did not end well"
         block = not options.in_background
@@ -445,7 +447,8 @@ class NotebookSession:
                 self.left_out[number] = "ran with --ranks"
         self._take(outcomes)
         show_values([None if one is None else one.value for one in outcomes], slot)
-        if run.state.failure is None and outcomes[request.pull_from] is not None:
+        asked = outcomes if request.pull_from is None else [outcomes[request.pull_from]]
+        if run.state.failure is None and None not in asked:
             self._assign(request.pull, outcomes, request.pull_from)
 
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
@@ -555,19 +558,19 @@ class NotebookSession:
 
     # ---- names -----------------------------------------------------------------------------
 
-    def pull(self, names: Sequence[str], *, rank: int = 0) -> None:
-        """Copy variables of one rank into the notebook, tensors on the CPU.
+    def pull(self, names: Sequence[str], *, rank: int | None = 0) -> None:
+        """Give the notebook the ranks' values under the same names, tensors on the CPU.
 
         Args:
-            names: the variables' names.
-            rank: the rank that has them.
+            names: of the values.
+            rank: whose values; None for a list with one value a rank.
 
         Raises:
-            ConfigError: the session has no such rank.
-            NotebookAccelError: the rank has no such variable.
-            WorkerError: a value cannot be pickled.
+            ConfigError: there is no such rank.
+            NotebookAccelError: the rank has no such name; of all ranks, none has it.
+            WorkerError: a value cannot travel.
         """
-        self._check_ranks([rank])
+        self._check_ranks([] if rank is None else [rank])
         self._await_turn()
         outcomes: list[NamesOutcome] = self._ask(NamesCall(pull=tuple(names), pull_from=rank))
         self._take(outcomes)
@@ -586,17 +589,17 @@ class NotebookSession:
         self._owners.note_pushed(push)
 
     def _assign(
-        self, names: Sequence[str], outcomes: Sequence[NamesOutcome | None], rank: int
+        self, names: Sequence[str], outcomes: Sequence[NamesOutcome | None], rank: int | None
     ) -> None:
-        """Assign the pulled values of one rank in the notebook.
+        """Give the notebook what was pulled: of all ranks, a list with None where one has none.
 
         Raises:
-            NotebookAccelError: the rank has no such variable.
+            NotebookAccelError: the rank has no such name; of all ranks, none has it.
         """
         answers = {number: one for number, one in enumerate(outcomes) if one is not None}
-        pulled = answers[rank].pulled
+        asked = answers if rank is None else {rank: answers[rank]}
         for name in names:
-            if name in pulled:
+            if any(name in one.pulled for one in asked.values()):
                 continue
             having = [number for number, one in answers.items() if name in one.names]
             if not having:
@@ -607,10 +610,11 @@ class NotebookSession:
             raise NotebookAccelError(
                 f"rank {rank} has no `{name}`, and {wording.rank_list(having)} "
                 f"{'has' if len(having) == 1 else 'have'}: `%accelerate pull --rank {having[0]} "
-                f"{name}`"
+                f"{name}`, or `--each-rank` for a list with None where a rank has none"
             )
         for name in names:
-            self._shell.user_ns[name] = pulled[name]
+            values = [one.pulled.get(name) for one in asked.values()]
+            self._shell.user_ns[name] = values if rank is None else values[0]
             self._owners.note_pulled(name)
 
     # ---- the session -----------------------------------------------------------------------

@@ -4,23 +4,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.kernel.notebooks import Notebook
+
+OPTIONS = {
+    "--help",
+    "--num-processes",
+    "--ranks",
+    "--fresh",
+    "--bg",
+    "--pull",
+    "--each-rank",
+    "--push",
+    "--no-push",
+    "--write",
+    "--mixed-precision",
+    "--config",
+}
+PRECISIONS = {"no", "bf16", "fp16", "fp8"}
 
 
 def offered(notebook: Notebook, text: str) -> set[str]:
     """What Tab offers where ``|`` stands in a cell."""
     before, _, after = text.partition("|")
     reply = notebook.kernel.client.complete(before + after, len(before), reply=True, timeout=60)
-    return set(reply["content"]["matches"])
+    start, matches = reply["content"]["cursor_start"], reply["content"]["matches"]
+    # A match replaces what stands between the start and the cursor: all of it begins like that.
+    assert all(match.startswith(before[start:]) for match in matches)
+    return set(matches)
 
 
-def test_tab_offers_the_names_of_the_session(notebook: Notebook) -> None:
+@pytest.mark.parametrize("jedi", ["as it is", "off"])
+def test_tab_offers_what_the_magic_takes_and_nothing_else(notebook: Notebook, jedi: str) -> None:
+    if jedi == "off":
+        notebook.run("%config IPCompleter.use_jedi = False")
     notebook.run("%load_ext notebook_accel\nlearning_rate = 1")
     notebook.run("%%accelerate -n 1\nmodel = mean_loss = 1")
-    assert {"model", "mean_loss"} <= offered(notebook, "x = 1\n%accelerate pull m|")
-    assert "mean_loss" in offered(notebook, "%%accelerate --pull model,me|\nmodel")
-    assert "learning_rate" in offered(notebook, "%%accelerate --push lea|\n1")
+    assert offered(notebook, "%%accelerate --|\nx = 1") == OPTIONS
+    assert offered(notebook, "%%accelerate -n 2 --p|") == {"--pull", "--push"}
+    assert offered(notebook, "%%accelerate --mixed-precision |\nx = 1") == PRECISIONS
+    assert offered(notebook, "%%accelerate --mixed-precision=f|") == {"fp16", "fp8"}
+    assert offered(notebook, "%accelerate restart --mixed-precision |") == PRECISIONS
+    assert offered(notebook, "%accelerate st|") == {"start", "stop", "status", "stacks"}
+    assert {"pull", "--help"} <= offered(notebook, "%accelerate |")
+    assert offered(notebook, "x = 1\n%accelerate pull m|") == {"model", "mean_loss"}
+    assert offered(notebook, "%accelerate pull model,me|") == {"mean_loss"}
+    assert "mean_loss" in offered(notebook, "%accelerate pull --rank 0 |")
+    assert offered(notebook, "%%accelerate --pull model,me|\nmodel") == {"mean_loss"}
+    assert offered(notebook, "%accelerate push lea|") == {"learning_rate"}
+    assert offered(notebook, "%%accelerate --push lea|\n1") == {"learning_rate"}
+    assert "learning_rate" in offered(notebook, "%%accelerate --pull model\nlea|"), "code is Python"
 
 
 def test_a_question_mark_shows_each_setting(notebook: Notebook) -> None:

@@ -104,12 +104,12 @@ class NamesCall:
 
     Attributes:
         pull: names of values that are to come back.
-        pull_from: the rank that sends them.
+        pull_from: the rank whose values those are; None for all.
         fills: of the names that are pushed, those that a rank takes only where it has none.
     """
 
     pull: tuple[str, ...] = ()
-    pull_from: int = 0
+    pull_from: int | None = None
     fills: frozenset[str] = frozenset()
 
     def __call__(self, /, **names: Any) -> NamesOutcome:
@@ -121,7 +121,7 @@ class NamesCall:
     def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
         """Which names of this rank changed since the last report, and the values asked for, as the
         fields of a :class:`NamesOutcome`."""
-        is_asked = self.pull_from == rank.current().rank
+        is_asked = self.pull_from in (None, rank.current().rank)
         report: dict[str, Any] = namespace.report(self.pull if is_asked else (), mentions)
         return report
 
