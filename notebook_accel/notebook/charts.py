@@ -385,7 +385,7 @@ class Kind:
     """A kind of live chart.
 
     Attributes:
-        lines: gives the points of each line by its rank, or -1 for all ranks.
+        lines: gives the points of each line by its rank; -1 is the line of their mean.
         path_of: gives the SVG path of a line's points, each a text "x,y".
     """
 
