@@ -23,7 +23,7 @@ _VARIABLES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", 
 
 
 def env(arguments: Sequence[str]) -> int:
-    """``notebook-accel env``."""
+    """``notebook-accel env``: print versions, devices and settings for a bug report."""
     description = "Print what a bug report needs: versions, devices, settings."
     ArgumentParser(prog="notebook-accel env", description=description).parse_args(arguments)
     for name, text in _facts():

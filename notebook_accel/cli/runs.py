@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def runs(arguments: Sequence[str]) -> int:
-    """``notebook-accel runs``."""
+    """``notebook-accel runs``: print the runs on disk, newest last."""
     parser = ArgumentParser(prog="notebook-accel runs", description="List runs, the newest last.")
     parser.add_argument("-n", type=int, default=20, metavar="N", help="how many; 20 unless given")
     found = run_list.runs(everywhere=True)[-max(1, parser.parse_args(arguments).n) :]
@@ -63,7 +63,7 @@ def _row(run: Run) -> tuple[str, ...]:
 
 
 def stop(arguments: Sequence[str]) -> int:
-    """``notebook-accel stop [RUN]``."""
+    """``notebook-accel stop [RUN]``: ask a run to stop."""
     parser = ArgumentParser(
         prog="notebook-accel stop",
         description="Stop a run as its Stop button does: the ranks leave at the same step. Once "
@@ -91,7 +91,7 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def logs(arguments: Sequence[str]) -> int:
-    """``notebook-accel logs [RUN] [-f]``."""
+    """``notebook-accel logs [RUN] [-f]``: print what the ranks printed; -f goes on."""
     parser = ArgumentParser(
         prog="notebook-accel logs", description="Print what the ranks of a run printed."
     )

@@ -30,7 +30,7 @@ __all__ = ["config"]
 
 
 def config(arguments: Sequence[str]) -> int:
-    """``notebook-accel config [default | convert [FILE]] [--config_file FILE]``."""
+    """``notebook-accel config``: write the config file, by questions, by default or converted."""
     parser = ArgumentParser(
         prog="notebook-accel config",
         description="Ask for the settings of launches, with those saved before as defaults. "

@@ -17,7 +17,7 @@ __all__ = ["estimate_memory", "merge_weights"]
 
 
 def merge_weights(arguments: Sequence[str]) -> int:
-    """``notebook-accel merge-weights CHECKPOINT FOLDER``."""
+    """``notebook-accel merge-weights CHECKPOINT FOLDER``: write sharded weights as whole files."""
     parser = ArgumentParser(
         prog="notebook-accel merge-weights",
         description="Write the sharded weights of a checkpoint of FSDP into one file.",
@@ -47,7 +47,7 @@ def merge_weights(arguments: Sequence[str]) -> int:
 
 
 def estimate_memory(arguments: Sequence[str]) -> int:
-    """``notebook-accel estimate-memory MODEL``, with the options of ``accelerate``'s command."""
+    """``notebook-accel estimate-memory MODEL``: print what it needs, by Accelerate's command."""
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(
             "Accelerate does it, and is not installed: pip install 'notebook-accel[accelerate]'"

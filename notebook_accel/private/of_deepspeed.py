@@ -8,7 +8,7 @@ __all__ = ["forget_groups", "has_stepped_copy"]
 
 
 def has_stepped_copy(weight: Any) -> bool:
-    """``_z3_optimizer`` (stage 3) or ``_hp_mapping``: whether a weight's float32 copy is stepped.
+    """Whether DeepSpeed steps a float32 copy of a weight (``_z3_optimizer``, ``_hp_mapping``).
 
     All ranks find the same, whether they step a part of it or not. Without them loaded weights are
     overwritten by the copies at the next step, and saved ones have 16 bits.
@@ -17,7 +17,7 @@ def has_stepped_copy(weight: Any) -> bool:
 
 
 def forget_groups(library: Any) -> None:
-    """``_release_process_group_references``: forgets the groups of a training that has ended.
+    """Have DeepSpeed forget the process groups of a training that has ended.
 
     Without it the next training of a session meets in groups that are gone, and fails.
     """

@@ -11,7 +11,7 @@ __all__ = ["let_any_subshell_answer", "parent_variable", "publish_status"]
 
 
 def publish_status(kernel: Any, status: str, request: Any) -> None:
-    """``Kernel._publish_status``: tells pages "busy" or "idle" in answer to a request.
+    """Tell pages "busy" or "idle" in answer to a request (``Kernel._publish_status``).
 
     Without it a click during a cell raises, and the page holds back the next one.
     """
@@ -19,7 +19,7 @@ def publish_status(kernel: Any, status: str, request: Any) -> None:
 
 
 def parent_variable(kernel: Any) -> ContextVar[Any] | None:
-    """``Kernel._shell_parent``: the request that is answered; None where the kernel has none.
+    """Return the variable of the request being answered (``_shell_parent``); None without one.
 
     Without it a page that is reloaded while a cell runs shows its widgets after the cell only.
     """
@@ -28,7 +28,7 @@ def parent_variable(kernel: Any) -> ContextVar[Any] | None:
 
 
 def let_any_subshell_answer(comm: Any) -> None:
-    """``_reply_subshell_for`` of a comm (ipykernel 7.4 on): no shell is the only one to answer.
+    """Let any subshell answer a comm's messages (``_reply_subshell_for``; ipykernel 7.4 on).
 
     Without it clicks go to the shell that the cell blocks, and wait for its end.
     """

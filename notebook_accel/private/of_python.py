@@ -19,7 +19,7 @@ __all__ = [
 
 
 def join_threads() -> None:
-    """``threading._shutdown``: waits for threads as Python does when it ends.
+    """Wait for threads as Python does at its end (``threading._shutdown``).
 
     Without it a rank ends before the threads of its function, and what they had to do is lost.
     """
@@ -27,7 +27,7 @@ def join_threads() -> None:
 
 
 def forget_exit_functions() -> None:
-    """``atexit._clear``: forgets what came along by fork.
+    """Forget the functions registered with ``atexit`` before a fork (``atexit._clear``).
 
     Without it a rank calls at its end what the process was told before the fork.
     """
@@ -35,7 +35,7 @@ def forget_exit_functions() -> None:
 
 
 def run_exit_functions() -> None:
-    """``atexit._run_exitfuncs``: calls what was registered with ``atexit``.
+    """Call the functions registered with ``atexit`` (``atexit._run_exitfuncs``).
 
     Without it nothing that a function has registered is called: a fork ends without that.
     """
@@ -43,7 +43,7 @@ def run_exit_functions() -> None:
 
 
 def run_finalizers() -> None:
-    """``multiprocessing.util._run_finalizers``: pools and managers end their workers.
+    """Have pools and managers end their workers (``multiprocessing.util._run_finalizers``).
 
     Without it a worker that gets SIGTERM with a lock in hand makes its pool wait for ever.
     """
@@ -51,7 +51,7 @@ def run_finalizers() -> None:
 
 
 def end_multiprocessing() -> None:
-    """``multiprocessing.util._exit_function``: joins children, empties queues.
+    """Join children and empty queues (``multiprocessing.util._exit_function``).
 
     Without it what was put into a queue last may not arrive.
     """
@@ -59,7 +59,7 @@ def end_multiprocessing() -> None:
 
 
 def process_settings() -> dict[str, Any]:
-    """``_config`` of the current process: where multiprocessing keeps its files and semaphores.
+    """Return multiprocessing's settings of this process (``_config``): folder, semaphores.
 
     Without it semaphores and sockets of killed workers stay until the machine is restarted.
     """

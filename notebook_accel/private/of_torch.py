@@ -53,7 +53,7 @@ def is_to_replace(environment: Mapping[str, str]) -> bool:
 
 
 def replace_stash(wrap: Callable[[Any], Any]) -> bool:
-    """``torch._C._stash_obj_in_tls(key, object)``, which each backward calls for its threads.
+    """Replace ``torch._C._stash_obj_in_tls(key, object)``, which each backward calls.
 
     Without it a rank on the CPU that drops its model after its process group may hang.
     """
@@ -61,7 +61,7 @@ def replace_stash(wrap: Callable[[Any], Any]) -> bool:
 
 
 def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
-    """``_new_process_group_helper``, which makes every process group, and gives it and its store.
+    """Replace ``_new_process_group_helper``, which makes each process group and its store.
 
     Without it a rank that waits in a collective cannot be freed, since its sockets are not known,
     and a rank that destroys its group at once may break the group of one that still connects.
@@ -71,7 +71,7 @@ def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
 
 
 def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
-    """``_create_c10d_store``, which makes the store of a group that meets at MASTER_ADDR.
+    """Replace ``_create_c10d_store``, which makes the store of a group that meets at MASTER_ADDR.
 
     Without it a function that destroys its group and makes the next may fail or hang there: a rank
     connects to the server of the first one, which is about to close.
@@ -109,7 +109,7 @@ def _replace(
 
 
 def forget_half_made_groups() -> bool:
-    """``_world.group_count``, by which torch names the next default group: set to 0.
+    """Set ``_world.group_count`` to 0: torch names the next default group by it.
 
     Without it ranks wait for each other under different names, for ever, after one of them failed
     to make a group.
@@ -126,7 +126,7 @@ def forget_half_made_groups() -> bool:
 
 
 def backends_of_groups() -> list[str]:
-    """``_world.pg_backend_config``: the backends of all process groups ("cuda:nccl").
+    """Return ``_world.pg_backend_config``: the backends of all process groups ("cuda:nccl").
 
     Without it a group of NCCL is closed like one of gloo, and its rank may never end.
     """
@@ -145,7 +145,7 @@ def abort_groups() -> Callable[[], None] | None:
 
 
 def default_store() -> Any:
-    """``_get_default_store``: the store in which ranks of any launcher leave notes.
+    """Return the default group's store (``_get_default_store``), whichever launcher made it.
 
     Without it ranks cannot agree on a save, nor exchange objects by notes.
     """
@@ -153,7 +153,7 @@ def default_store() -> Any:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """``DeviceMesh._flatten``: several dimensions of a mesh as one, which the whole mesh knows.
+    """Join the dimensions of a mesh into one of this name (``DeviceMesh._flatten``).
 
     Without it there are no "dp", "dp_cp" and "dp_shard_cp", by which scripts average a loss.
     """
@@ -162,7 +162,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def set_rotate_method(exchange: str) -> None:
-    """Of ``experimental._attention``: how torch's ring passes keys and values on.
+    """Choose how torch's ring attention passes keys and values on (``_attention``).
 
     Without it context parallelism on GPUs uses torch's choice, whatever ``cp_comm_strategy`` says.
     """
@@ -175,7 +175,7 @@ def set_rotate_method(exchange: str) -> None:
 
 
 def fsdp_parameters(module: Any) -> Iterator[Any]:
-    """``_fsdp_param_group`` or, newer, ``_fsdp_param_groups``: what FSDP2 keeps of each weight.
+    """Return what FSDP2 keeps of each weight (``_fsdp_param_group``, newer ``_fsdp_param_groups``).
 
     Without it gradients that a script has dropped in an open window come back at the next step.
     """
@@ -187,7 +187,7 @@ def fsdp_parameters(module: Any) -> Iterator[Any]:
 
 
 def whole_gradient(held: Any) -> Any:
-    """``_unsharded_param`` of what :func:`fsdp_parameters` gives: what has the whole gradient.
+    """Return the weight with the whole gradient, of an item of :func:`fsdp_parameters`.
 
     None before the first forward. Without it: as there.
     """
@@ -195,7 +195,7 @@ def whole_gradient(held: Any) -> Any:
 
 
 def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
-    """``DTensor._spec``: a part at another place than its mesh, as a copy on the host is.
+    """Return a DTensor whose part is on another device than its mesh (``DTensor._spec``).
 
     Without it sharded weights on GPUs cannot be saved in the background.
     """
@@ -204,7 +204,7 @@ def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def part_of_file(stored: Mapping[str, Any]) -> Any:
-    """``_StorageInfo``: where a tensor's part lies in the files of a sharded checkpoint.
+    """Return where a tensor's part lies in a sharded checkpoint (``_StorageInfo``).
 
     Without it no sharded checkpoint is written.
     """
@@ -243,7 +243,7 @@ def unscale_by(
 
 
 def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
-    """``GradScaler._found_inf_per_device``: whether the optimizer's last step was skipped.
+    """Whether the optimizer's last step was skipped (``GradScaler._found_inf_per_device``).
 
     Without it ``step_was_skipped`` is never true, and schedules go on over skipped steps.
     """
@@ -255,7 +255,7 @@ def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
 
 
 def own_children(copied: Module) -> dict[str, Any]:
-    """``Module._modules``: gives a shallow copy of a module children of its own, to be replaced.
+    """Give a shallow copy of a module its own dict of children, so that they can be replaced.
 
     Without it the repeated blocks of a model cannot be compiled one by one.
     """
@@ -264,7 +264,7 @@ def own_children(copied: Module) -> dict[str, Any]:
 
 
 def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
-    """``_modules`` and ``_parameters``: taken out of a module's attributes, and known as these.
+    """Take children and weights out of a module's attributes (``_modules``, ``_parameters``).
 
     Without it an error about what cannot be pickled says ``model._modules['x']``.
     """
@@ -275,7 +275,7 @@ def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def original_module(module: Module) -> Module:
-    """``_orig_mod``: the module that ``torch.compile`` was given, or the module itself.
+    """Return the module that ``torch.compile`` was given (``_orig_mod``), or the module itself.
 
     Without it names of a compiled model's weights begin with "_orig_mod", in checkpoints too.
     """
@@ -284,12 +284,12 @@ def original_module(module: Module) -> Module:
 
 
 def set_original_module(compiled: Module, module: Module) -> None:
-    """``_orig_mod``, set beside the children: what was compiled in parts is known by it, too."""
+    """Set ``_orig_mod``, so that a module compiled in parts counts as compiled."""
     compiled.__dict__["_orig_mod"] = module
 
 
 def join_flags(wrapped: Module) -> dict[str, Any]:
-    """``_join_config`` and ``_divide_by_initial_world_size``: what DDP notes for a ``join`` block.
+    """Return what DDP keeps for a ``join`` block (``_join_config`` and its divisor).
 
     Without them a wrapper that is made anew inside of ``join_uneven_inputs`` leaves the block, and
     the other ranks wait for it.
@@ -302,7 +302,7 @@ def join_flags(wrapped: Module) -> dict[str, Any]:
 
 
 def count_of_changes(tensor: torch.Tensor) -> int:
-    """``Tensor._version``: how often a tensor was written to.
+    """Return how often a tensor was written to (``Tensor._version``).
 
     Without it gradients that are scaled in part are not refused, and a variable of the notebook
     whose tensor changed in place is not sent to the session anew.
@@ -314,7 +314,7 @@ def count_of_changes(tensor: torch.Tensor) -> int:
 
 
 def untyped_storage(typed: Any) -> Any:
-    """``TypedStorage._untyped_storage``, whose public name warns.
+    """Return the untyped storage (``_untyped_storage``; the public name warns).
 
     Without it no tensor travels between the notebook and its ranks.
     """
@@ -322,7 +322,7 @@ def untyped_storage(typed: Any) -> Any:
 
 
 def is_compiled_function(function: Any) -> bool:
-    """``_torchdynamo_orig_callable``: whether ``torch.compile`` made this function.
+    """Whether ``torch.compile`` made this function (``_torchdynamo_orig_callable``).
 
     Without it compiled functions of the notebook do not travel to the ranks.
     """
@@ -330,12 +330,12 @@ def is_compiled_function(function: Any) -> bool:
 
 
 def original_function(compiled: Any) -> Any:
-    """``_torchdynamo_orig_callable``: the function that ``torch.compile`` was given."""
+    """Return the function that ``torch.compile`` was given (``_torchdynamo_orig_callable``)."""
     return vars(compiled)["_torchdynamo_orig_callable"]
 
 
 def loadable_names() -> dict[str, Any]:
-    """``_weights_only_unpickler._get_allowed_globals``: what torch itself loads without trust.
+    """Return the names that torch loads with ``weights_only`` (``_get_allowed_globals``).
 
     Without it no checkpoint of tensors is read unless the person trusts the file.
     """

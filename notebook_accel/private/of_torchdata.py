@@ -8,7 +8,7 @@ __all__ = ["num_read"]
 
 
 def num_read(reader: Any) -> int:
-    """``_num_yielded`` of a loader's iterator: the batches that it gave, those of its state too.
+    """Return how many batches a loader's iterator gave, restored ones included.
 
     Without it ``skip_first_batches`` skips too much of a stream that goes on from a state.
     """

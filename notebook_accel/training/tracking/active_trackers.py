@@ -44,7 +44,7 @@ class Tracking:
         return self._project.logging_dir
 
     def feed(self, trackers: Iterable[GeneralTracker]) -> None:
-        """Feed these from now on, and the notebook's own after them."""
+        """Replace the trackers that ``log`` reaches; the notebook's own comes after them."""
         others = [one for one in trackers if not isinstance(one, LiveTracker)]
         self.trackers[:] = [*others, LiveTracker()]
 
@@ -99,7 +99,7 @@ class LiveTracker(GeneralTracker):
 
     @property
     def tracker(self) -> LiveTracker:
-        """Itself: there is no library behind it."""
+        """Return the tracker itself: there is no library behind it."""
         return self
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -121,7 +121,7 @@ class BlankTracker(GeneralTracker):
 
     @property
     def tracker(self) -> None:
-        """There is nothing behind it."""
+        """Return None: no library is behind it."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Keep nothing."""
