@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.001
 
 
 def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
-    """A store with nothing in it, the same for all ranks.
+    """Return an empty store for the next process group; all ranks get the same one.
 
     Ranks count their groups call by call: one that failed in the call before, without having made
     the group that the others made, still agrees with them in this one.
@@ -86,7 +86,7 @@ def _serve(timeout: timedelta, at: StorePort) -> None:
 
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until rank 0 listens: a store that finds nobody there sleeps half a second and more.
+    """Wait until rank 0 listens; torch's store would sleep half a second after a refusal.
 
     If rank 0 does not listen in time, opening the store raises the error.
     """

@@ -37,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What ranks can train on.
+    """The devices, cores, memory and versions of this machine.
 
     Attributes:
         kind: torch's type of the accelerators, "cpu" for none.
@@ -63,7 +63,7 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
-    """Find out what there is. A child of the template asks torch, and ends: no device is taken."""
+    """Return the devices, cores and memory of this machine; a child process asks torch."""
     environment = rank_environment(LaunchConfig())
     try:
         found = ask_template(environment, lambda source: source.count_devices(environment))
@@ -73,7 +73,7 @@ def look_at_machine() -> Machine:
 
 
 def machine_with(found: Devices) -> Machine:
-    """This machine, with these accelerators."""
+    """Return this machine with the given accelerators."""
     memories = found.memory or (0,) * len(found.names)
     memory = psutil.virtual_memory()
     return Machine(

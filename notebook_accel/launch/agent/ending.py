@@ -41,7 +41,7 @@ _MAX_SETTLE_SECONDS = 2.0
 
 
 class Stage(IntEnum):
-    """What was done last to end the call.
+    """The steps that end a call, from a polite stop to SIGKILL; a later one is harder.
 
     NONE: nothing. STOP: the ranks were asked to leave at the same step. INTERRUPT: they got a
     KeyboardInterrupt. DISCONNECT: those that had not seen it, since they wait in a collective,
@@ -68,7 +68,7 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What was done to end a call, and what is due next.
+    """The state of the end of a call: the stage reached, and when the next one is due.
 
     Attributes:
         stage: what was done last.
@@ -93,7 +93,7 @@ class Ending:
     term_seconds: float = _TERMINATE_SECONDS
 
     def ask(self, stage: Stage, *, now: float, grace: float | None = None) -> Ending:
-        """The ending once somebody asked for ``stage``; unchanged from that stage on."""
+        """Return the ending after a request for ``stage``; unchanged if it is there already."""
         if stage <= self.stage or (stage == Stage.STOP and self.has_failed):
             # The failure ends the call sooner than a polite stop would.
             return self
@@ -116,7 +116,7 @@ class Ending:
         )
 
     def failed(self, *, now: float) -> Ending:
-        """The ending once a rank failed: the others are ended after the settle window.
+        """Return the ending after a rank failed: the others are ended after the settle window.
 
         Where the rank processes go on to other calls, the others get a KeyboardInterrupt and
         the person's grace; where they do not, SIGTERM and SIGKILL.
@@ -138,7 +138,7 @@ class Ending:
         )
 
     def begun(self, *, now: float) -> Ending:
-        """The ending once one more rank has called the function: it gets the settle window."""
+        """Return the ending after one more rank called the function: the settle window starts anew."""
         return (
             self if self.settles_from is None else replace(self, settles_from=now + SETTLE_SECONDS)
         )
@@ -146,7 +146,7 @@ class Ending:
     def next_stage(
         self, *, now: float, idle: float, leaving: bool, all_settle: bool = True
     ) -> Stage | None:
-        """The stage that is due now.
+        """Return the stage to enter now; None if none is due.
 
         Args:
             now: monotonic seconds.

@@ -37,20 +37,20 @@ class AgentEnd:
 
     @classmethod
     def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
-        """How an agent ends where this process itself can conduct its run no further."""
+        """Return the end of an agent whose connection this process itself failed to serve."""
         _log.warning("run %s cannot be conducted", run, exc_info=error)
         how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
         return cls(how, "".join(traceback.format_exception(error)))
 
     @property
     def in_its_own_words(self) -> str:
-        """The traceback, to be put behind what an error says; "" without one."""
+        """Return the traceback as the end of an error message; "" without one."""
         return f" Its own error:\n\n{self.traceback.rstrip()}" if self.traceback else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLink:
-    """How a run reaches one of its agents.
+    """The connection to one agent of a run, its ranks, and the functions that end it.
 
     Attributes:
         channel: to the agent.
@@ -92,7 +92,7 @@ class AgentLink:
 
     @property
     def silence(self) -> str:
-        """A line for the person about an agent of which nothing is heard."""
+        """Return a line for the person about an agent that has been silent."""
         return (
             f"the helper process that watches {rank_list(self.rank_numbers)} says nothing: it may "
             "be stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "

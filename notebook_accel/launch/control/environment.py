@@ -66,7 +66,7 @@ def rank_environment(
     of_engine: Mapping[str, str] | None = None,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The variables of every rank of a launch with these settings.
+    """Return the environment variables of every rank of a launch with these settings.
 
     Args:
         config: the settings.
@@ -82,7 +82,7 @@ def rank_environment(
 
 
 def kept_environment() -> dict[str, str]:
-    """This process's variables, less what is its kernel's own."""
+    """Return this process's environment without the variables of its Jupyter kernel."""
     return {
         name: text
         for name, text in os.environ.items()
@@ -111,7 +111,7 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
 
 
 def _among_visible(devices: Sequence[int]) -> str:
-    """The chosen indices, counted among the accelerators that the notebook sees."""
+    """Return CUDA_VISIBLE_DEVICES for the chosen ones of the devices that the notebook sees."""
     given = os.environ.get(_VISIBLE)
     if given is None:
         return ",".join(map(str, devices))
@@ -132,7 +132,7 @@ def _among_visible(devices: Sequence[int]) -> str:
 
 
 def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | None = None) -> int:
-    """Threads of a rank: what the person set as OMP_NUM_THREADS, or an equal share of the cores.
+    """Return the number of threads of a rank: OMP_NUM_THREADS, or an equal share of the cores.
 
     Args:
         environment: the person's variables.

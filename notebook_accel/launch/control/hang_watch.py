@@ -60,12 +60,12 @@ class HangWatch:
         self._before: list[tuple[int, str, str]] = []
 
     def take(self, message: wire.Stacks) -> None:
-        """Keep the stack of a rank."""
+        """Keep a rank's dump of stacks for the next :meth:`look`."""
         if message.rank is not None and self._asked is not None:
             self._dumps[message.rank] = message.text
 
     def asks(self, state: RunState, *, now: float) -> bool:
-        """Whether the ranks are to be asked for their stacks now; whoever gets True asks them.
+        """Return whether the ranks must now be asked for their stacks; the caller asks them.
 
         Args:
             state: the newest.
@@ -78,7 +78,7 @@ class HangWatch:
         return True
 
     def look(self, state: RunState, *, now: float) -> RunState:
-        """The state with what is known of quiet ranks; the same object where that is nothing new.
+        """Return the state with quiet ranks and the hang filled in; the same object if unchanged.
 
         Args:
             state: the newest.
@@ -117,7 +117,7 @@ class HangWatch:
         return replace(rank, quiet_since=state.now() - quiet if is_quiet else None)
 
     def _is_silent(self, state: RunState, now: float) -> bool:
-        """Whether no rank of several has moved for so long that they are asked why."""
+        """Return whether no rank of several has moved for so long that their stacks are needed."""
         if state.status != "running" or state.world_size == 1 or not self._moved:
             return False
         return now - max(self._moved.values()) >= _SILENT_SECONDS
@@ -128,7 +128,7 @@ class HangWatch:
         return now >= self._asked + _ANSWER_SECONDS or all(rank in self._dumps for rank in alive)
 
     def _judge(self, state: RunState, now: float) -> RunState:
-        """The state with what the dumps tell, once two in a row tell the same."""
+        """Return the state with the hang that two dumps in a row show."""
         stacks = [
             self._read(rank, self._dumps.get(rank.rank, ""))
             for rank in state.ranks
@@ -168,7 +168,7 @@ def _with_hang(state: RunState, hang: Hang | None) -> RunState:
 
 
 def _has_moved(before: RankState, rank: RankState) -> bool:
-    """Whether a rank made a step or said something between two states of it."""
+    """Return whether a rank made a step or printed between two of its states."""
     has_said = before.metrics is not rank.metrics or before.displays is not rank.displays
     if has_said or _counts(before) != _counts(rank):
         return True

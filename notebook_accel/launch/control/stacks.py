@@ -46,7 +46,7 @@ def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> 
 
 
 def readable(text: str, labels: Mapping[str, str]) -> str:
-    """A dump of faulthandler's as a person wants it: the thread of the user's function first.
+    """Format a faulthandler dump for a person: the thread of the user's function comes first.
 
     Cells have their labels, and nothing below the user's function is shown.
 
@@ -60,7 +60,7 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
 
 
 def _threads(text: str) -> list[list[str]]:
-    """The lines of each thread; what is no dump, such as a word about a rank, is one of its own."""
+    """Split a dump into the lines of each thread; text that is no dump is one thread."""
     threads: list[list[str]] = []
     for line in text.splitlines():
         if not line.startswith("  ") and line:
@@ -71,20 +71,20 @@ def _threads(text: str) -> list[list[str]]:
 
 
 def _nearness(lines: Sequence[str]) -> int:
-    """0 for the thread of the user's function, 1 for the main one, 2 for all others."""
+    """Return a sort key: 0 for the thread of the user's function, 1 for the main one, else 2."""
     if any(map(_CALLER.match, lines)):
         return 0
     return 1 if lines[0].startswith("Current thread") else 2
 
 
 def _without_callers(lines: Sequence[str]) -> list[str]:
-    """The lines above the frame that calls the user's function: from it on all is ours."""
+    """Return the lines above the frame that calls the user's function, which is the launcher's."""
     callers = (index for index, line in enumerate(lines) if _CALLER.match(line))
     return list(lines[: next(callers, len(lines))])
 
 
 def frames_of_function(text: str) -> list[Frame]:
-    """The frames of the user's function, the newest first; none where no thread is in it.
+    """Return the frames of the user's function, newest first; none if no thread runs it.
 
     Args:
         text: a dump of faulthandler's, of all threads.

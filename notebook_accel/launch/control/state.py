@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class BarState(Progress):
-    """A bar, with what the views need beside what the user sees.
+    """A progress bar as the state keeps it, with fields that only views need.
 
     Attributes:
         bar: counts the rank's bars, in the order in which they were opened.
@@ -98,7 +98,7 @@ class Display:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """What is known of the process of one rank.
+    """The state of one rank's process.
 
     Attributes:
         agent: number of the agent that started it, among those of the run.
@@ -117,7 +117,7 @@ class ProcessState:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What is known of one rank's part of a call.
+    """The state of one rank's part of a call.
 
     Attributes:
         status: "starting", "running", "succeeded", "failed" or "stopped".
@@ -203,7 +203,7 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What a ``WorkerError`` says; its attributes are the error's own (errors.py)."""
+    """The message and attributes of a ``WorkerError`` (errors.py)."""
 
     message: str
     rank: int | None = None
@@ -215,7 +215,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What is known of a run.
+    """The state of a run, immutable.
 
     Attributes:
         status: "starting", "running", "stopping", "succeeded", "failed", "stopped".
@@ -253,7 +253,7 @@ class RunState:
         return len(self.ranks)
 
     def now(self) -> float:
-        """Wall time in seconds, by a clock that nobody sets while the run goes on.
+        """Return wall time in seconds, unaffected by changes of the system clock during the run.
 
         So what took 10 seconds is shown as 10, though the system's clock was set meanwhile.
         """
@@ -267,7 +267,7 @@ class RunState:
 
     @property
     def ended_well(self) -> bool:
-        """Whether the function returned on every rank, and their process group is whole."""
+        """Return whether the function returned on every rank, and no rank lost its process group."""
         return all(rank.returned and not rank.lost_group for rank in self.ranks)
 
     @property
@@ -286,7 +286,7 @@ def starting(
     session: str = "",
     asked: frozenset[int] | None = None,
 ) -> RunState:
-    """The state of a run before its call was sent; ``asked`` of None means all ranks."""
+    """Return the state of a run before its call is sent; ``asked=None`` means all ranks."""
     ranks = tuple(
         RankState(rank=rank, is_asked=asked is None or rank in asked) for rank in range(world_size)
     )
@@ -302,9 +302,10 @@ def starting(
 
 
 def _changed(value: S, **fields: Any) -> S:
-    """``value`` with other fields, as ``dataclasses.replace`` gives it, in a tenth of its time.
+    """Return a copy of ``value`` with changed fields; a faster ``dataclasses.replace``.
 
-    Thousands of messages a second come here, and a state has thirty fields.
+    It takes a tenth of the time: thousands of messages a second come here, and a state has thirty
+    fields.
     """
     new = object.__new__(type(value))
     vars(new).update(vars(value), **fields)
@@ -314,7 +315,7 @@ def _changed(value: S, **fields: Any) -> S:
 def _change_rank(
     state: RunState, rank: int | None, change: Callable[[RankState], RankState]
 ) -> RunState:
-    """``state`` with one rank changed; a rank that the run does not have changes nothing."""
+    """Return the state with one rank changed; unchanged if the run has no such rank."""
     if rank is None or not 0 <= rank < state.world_size:
         return state
     ranks = (*state.ranks[:rank], change(state.ranks[rank]), *state.ranks[rank + 1 :])
@@ -322,7 +323,7 @@ def _change_rank(
 
 
 def _own_fields(message: wire.Message) -> dict[str, Any]:
-    """What the message says beside its head: the state has fields of the same names for it."""
+    """Return a message's fields without the common head; the state has fields of the same names."""
     return {name: getattr(message, name) for name in _names_of_own_fields(type(message))}
 
 
@@ -334,7 +335,7 @@ def _names_of_own_fields(kind: type[wire.Message]) -> tuple[str, ...]:
 
 @singledispatch
 def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
-    """``state`` after ``message``. Messages that say nothing about the state leave it as it is."""
+    """Return the state after a message; unchanged by a message that does not concern it."""
     return state
 
 
@@ -391,7 +392,7 @@ def _(message: wire.Displayed, state: RunState) -> RunState:
 
 
 def _kept(displays: tuple[Display, ...]) -> tuple[Display, ...]:
-    """The displays without the oldest ones, where they are too many."""
+    """Drop the oldest displays while there are too many, or they are too large."""
     kept = list(displays)
     while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and _size(kept) > _MAX_DISPLAY_BYTES):
         del kept[0]
@@ -412,7 +413,7 @@ def _(message: wire.Bar, state: RunState) -> RunState:
 
 
 def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
-    """``bars`` with the new state of one of them; where there are too many, an old one goes."""
+    """Return the bars with one of them replaced or added; the oldest go if there are too many."""
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:
             bar = _changed(bar, depth=bars[index].depth)
@@ -528,7 +529,7 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
 def apply_to_processes(
     message: wire.Message, processes: tuple[ProcessState, ...]
 ) -> tuple[ProcessState, ...]:
-    """The states of all ranks' processes after ``message``, in the order of the ranks."""
+    """Return the states of the ranks' processes after a message, in the order of the ranks."""
     if isinstance(message, wire.AgentReady):
         pids = message.pids
         return tuple(replace(one, pid=pids.get(one.rank, one.pid)) for one in processes)

@@ -56,7 +56,7 @@ _OF_SEVERAL_MACHINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """Which ranks a launch gets.
+    """The ranks of a launch by agent, their variables, and notices for the person.
 
     Attributes:
         agents: the ranks of each agent, numbered over all agents; the first one has rank 0.
@@ -76,7 +76,7 @@ class RankPlan:
         environment: Mapping[str, str] | None = None,
         notices: tuple[str, ...] = (),
     ) -> RankPlan:
-        """A plan with one agent for each size, whose ranks differ in their numbers alone."""
+        """Return a plan with one agent for each size, whose ranks differ only in their numbers."""
         firsts = itertools.accumulate(sizes, initial=0)
         agents = (
             tuple(wire.RankSpec(rank=first + local, local_rank=local) for local in range(size))
@@ -91,7 +91,7 @@ class RankPlan:
 
 
 class Engine(ABC):
-    """A way to bring ranks about.
+    """Base class of the engines: plans the ranks of a launch and starts them.
 
     Attributes:
         description: names the engine in a line for the person.
@@ -108,7 +108,7 @@ class Engine(ABC):
     can_detach: ClassVar[bool] = False
 
     def warm_up(self, request: LaunchRequest) -> None:
-        """Do what takes long and may be interrupted, before anything of the run exists.
+        """Do the slow, interruptible part of a start, before the run exists.
 
         Raises:
             LaunchError: what starts the ranks cannot be started itself.
@@ -116,7 +116,7 @@ class Engine(ABC):
         return
 
     def check_here(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
-        """Refuse what this machine cannot do, as far as that is known without starting anything.
+        """Refuse settings that this machine cannot serve; nothing is started for the check.
 
         Args:
             config: of the launch.
@@ -130,14 +130,14 @@ class Engine(ABC):
 
     @abstractmethod
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
-        """How many ranks the launch gets, behind which agents, and the variables that they get.
+        """Return the ranks of the launch, by agent, and their variables.
 
         Raises:
             ConfigError: more are asked for than there can be.
         """
 
     def num_ranks_here(self, request: LaunchRequest) -> int:
-        """How many ranks the launch gets on this machine, found out without any other.
+        """Return the number of ranks on this machine, without asking any other machine.
 
         Raises:
             ConfigError: more are asked for than there can be.
@@ -163,7 +163,7 @@ class Engine(ABC):
     def start_ranks(
         self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
     ) -> RankPool:
-        """Start ranks that stay between calls; gives the pool of them, not yet listened to.
+        """Start ranks that stay between calls; return their pool, whose thread is not started yet.
 
         Args:
             request: what they are asked for.

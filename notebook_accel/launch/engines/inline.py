@@ -70,7 +70,7 @@ class InlineEngine(Engine):
 
 
 class InlineCall(Call):
-    """A call that is over when its launch returns."""
+    """A call in the notebook's own process; it has ended when its launch returns."""
 
     metrics: MetricStore
 
@@ -84,7 +84,7 @@ class InlineCall(Call):
         return "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
 
     def run(self, request: LaunchRequest) -> None:
-        """Call the function."""
+        """Call the function, and keep its result or error."""
         self._become("running", pid=os.getpid())
         try:
             self._kept.put(0, request.function(*request.args, **request.kwargs))
@@ -98,12 +98,12 @@ class InlineCall(Call):
             self._become("succeeded", returned=True)
 
     def note_interrupt(self) -> None:
-        """The run was stopped, unless it has ended already."""
+        """Mark the run as stopped, unless it has ended already."""
         if not self.state.has_ended:
             self._become("stopped")
 
     def drop_results(self) -> None:
-        """Let go of the results: the run's handle alone has them now."""
+        """Drop this call's reference to the results: only the run's handle keeps them."""
         self._kept, self.results = Results(Registry()), None
 
     def _become(self, status: str, **fields: Any) -> None:
@@ -133,7 +133,7 @@ class InlineCall(Call):
 
 @contextmanager
 def _environment(environment: dict[str, str]) -> Iterator[None]:
-    """The ranks' variables for the time of the call, then the notebook's own again."""
+    """Set the ranks' variables within the block, and restore the notebook's own after it."""
     before = dict(os.environ)
     os.environ.update(environment)
     try:
@@ -145,7 +145,7 @@ def _environment(environment: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """The random numbers of a rank that is given this seed, for the time of the call.
+    """Seed the generators as a rank's within the block, and restore the notebook's after it.
 
     Then the notebook's own go on; those of its devices begin anew.
     """

@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.05
 
 
 class RayEngine(MachinesEngine):
-    """The nodes of the cluster that this process is connected to, or of one on this machine."""
+    """Ranks on the nodes of a Ray cluster: the connected one, or one on this machine."""
 
     description = "engine='ray', whose ranks are on the nodes of a Ray cluster"
 
@@ -80,7 +80,7 @@ class RayEngine(MachinesEngine):
         address: str,
         token: str,
     ) -> Any:
-        """Start the actor of a node; gives the reference to its end."""
+        """Start the actor of a node; return the Ray reference that is ready when the actor ends."""
         strategies = ray.util.scheduling_strategies
         actor = (
             ray.remote(_NodeActor)
@@ -95,7 +95,7 @@ class RayEngine(MachinesEngine):
         return actor.join.remote(address, token, num_ranks)
 
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
-        """The ranks of these machines.
+        """Return the plan of ranks on these machines.
 
         Raises:
             LaunchError: there are none.
@@ -114,10 +114,10 @@ class RayEngine(MachinesEngine):
 
 
 class _NodeActor:
-    """On a node: lends it, with what Ray gave the actor of it."""
+    """The actor on a node, which joins the node to the run."""
 
     def join(self, address: str, token: str, num_ranks: int) -> None:
-        """Lend the node until the run has ended."""
+        """Join the run with this node until the run has ended."""
         import ray
 
         # Ray sets it to the CPUs of all ranks here, where nobody else has. A rank has one of them.
@@ -129,7 +129,7 @@ class _NodeActor:
 
 
 def _connected() -> Any:
-    """Ray, connected to the cluster that it finds, or else to one of this machine alone.
+    """Return the module ray, connected to the cluster found or to a new one on this machine.
 
     Raises:
         LaunchError: it is not installed.
@@ -152,7 +152,7 @@ def _uses_gpus(ray: Any, request: LaunchRequest) -> bool:
 
 
 def _place(ray: Any, request: LaunchRequest) -> Counter[str]:
-    """How many ranks each node gets, by its id: Ray places one bundle a rank.
+    """Return the number of ranks of each node, by node id, as Ray places them.
 
     Raises:
         LaunchError: the cluster has no room for them.

@@ -28,14 +28,14 @@ _LOOK_SECONDS = 1.0
 
 
 class Presses:
-    """How often the person interrupted."""
+    """Counts the interrupts that :func:`held` has held back."""
 
     count = 0
 
 
 @contextmanager
 def held(*, patience: int | None = 1) -> Iterator[Presses]:
-    """Count interrupts that come meanwhile, and raise them at the end of the block.
+    """Hold interrupts back within the block, count them, and raise one at its end.
 
     Outside of the main thread, which alone is interrupted, it does nothing.
 
@@ -74,7 +74,7 @@ class _CountingHandler:
 
 @contextmanager
 def let_through() -> Iterator[None]:
-    """Raise interrupts at once again, inside of a block of :func:`held`: user code runs here.
+    """Raise interrupts at once within this block, inside of :func:`held`: user code runs here.
 
     Outside of the main thread it does nothing: only the main thread is interrupted.
 
@@ -120,7 +120,7 @@ class Latch:
             self._lock.release()
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is set, at the latest after ``timeout`` seconds, which may be infinite."""
+        """Wait until the latch is set, at most ``timeout`` seconds; return whether it is set."""
         deadline = time.monotonic() + timeout
         while not self._is_set and (left := deadline - time.monotonic()) > 0:
             # An interrupt between acquire and release leaves the lock taken: other waiters then see

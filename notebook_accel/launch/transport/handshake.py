@@ -47,16 +47,16 @@ _CHANNELS: dict[int, type[Channel]] = {
 
 
 class AuthenticationError(NotebookAccelError):
-    """The peer does not know the run's secret, or speaks another version."""
+    """Raised if the peer does not know the run's secret, or has another version."""
 
 
 def new_secret() -> bytes:
-    """A secret for one run."""
+    """Return a new random secret for one run."""
     return secrets.token_bytes(32)
 
 
 def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
-    """The channel over ``sock``, once the peer that calls :func:`connect` proved the secret.
+    """Return a channel over ``sock`` once the connecting peer has proved the secret.
 
     Raises:
         AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
@@ -71,7 +71,7 @@ def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SE
 
 
 def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
-    """The channel over ``sock``, once the peer that calls :func:`accept` proved the secret.
+    """Return a channel over ``sock`` once the accepting peer has proved the secret.
 
     Raises:
         AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
@@ -87,7 +87,7 @@ def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_S
 
 @contextlib.contextmanager
 def _handshake(sock: socket.socket, timeout: float) -> Iterator[Callable[[int], bytes]]:
-    """Gives what reads from the peer; all of the handshake takes ``timeout`` seconds at most."""
+    """Limit the block to ``timeout`` seconds in all; yield a function that reads from the peer."""
     sock.settimeout(timeout)
     deadline = time.monotonic() + timeout
     try:

@@ -56,14 +56,14 @@ def install() -> None:
 
 
 def _draws_on_output(bar: Any) -> bool:
-    """Whether the bar draws on standard output or error; one with a file of its own keeps it."""
+    """Return whether a bar draws on standard output or error; a bar with its own file does not."""
     # tqdm wraps its file to tolerate encodings; the wrapper equals what it wraps.
     stream = getattr(bar, "fp", None)
     return stream is None or stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 class _Reports:
-    """What was reported of one bar: under which number, and how often it may be from now on."""
+    """The number of one bar, and the limit on how often it is reported."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -90,7 +90,7 @@ def _report(bar: Any, *, closed: bool) -> None:
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a number; None where it is not a finite one: "inf" is an unknown total."""
+    """Return the value as a float; None if it is not finite."""
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
 
@@ -102,7 +102,7 @@ def _mean_rate(shown: dict[str, Any]) -> float | None:
 
 
 def _make_plain(notebook_bars: Any) -> None:
-    """``tqdm.notebook`` draws ipywidgets, which a rank has not; its names give the plain class."""
+    """Replace the classes of ``tqdm.notebook``, which draw ipywidgets, with the plain tqdm class."""
     notebook_bars.tqdm_notebook = notebook_bars.tqdm = tqdm
     notebook_bars.tnrange = notebook_bars.trange = lambda *args, **kwargs: tqdm(
         range(*args), **kwargs

@@ -43,14 +43,14 @@ _aborting: threading.Thread | None = None
 
 
 def close_group() -> None:
-    """Destroy the process group of this process, where there is one that is not being aborted."""
+    """Destroy the default process group of this process, unless it is being aborted."""
     if rank.has_process_group() and not (_aborting and _aborting.is_alive()):
         with contextlib.suppress(Exception):  # the call has ended: nothing depends on it
             sys.modules["torch.distributed"].destroy_process_group()
 
 
 def close_group_within(seconds: float) -> None:
-    """:func:`close_group` at the end of the process; for NCCL's it waits no longer than this.
+    """Destroy the process group at the end of the process; give a group of NCCL a time limit.
 
     To destroy a group of NCCL takes for ever where this rank has queued an operation that another
     rank has not. Others are closed without a limit.
@@ -75,10 +75,10 @@ def _waits_on_device() -> bool:
 
 
 def _abort_groups() -> bool:
-    """Abort the process groups of this process, where operations wait on a device.
+    """Abort this process's process groups if their operations wait on a device (NCCL).
 
     Returns:
-        Whether that is done; False where it still waits for another rank to abort as well.
+        False if the abort still waits for another rank to abort as well; else True.
     """
     global _aborting
     # Groups that torch has aborted are in none of its tables.
@@ -98,7 +98,7 @@ _made: list[tuple[set[str], set[str] | None]] = []
 
 @contextlib.contextmanager
 def noting_sockets() -> Iterator[None]:
-    """Note the sockets that are opened inside of the block, which makes a process group.
+    """Record the sockets that are opened within the block, which makes a process group.
 
     Gloo connects every pair of ranks while a group is made; wherever the other rank is, behind
     another agent or on another machine, these are the connections on which a collective waits.
@@ -113,7 +113,7 @@ def noting_sockets() -> Iterator[None]:
 
 
 def _sockets() -> dict[str, int]:
-    """The descriptor of each socket of this process, by the socket's name in /proc."""
+    """Return this process's socket descriptors by the socket's name in /proc."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ def _sockets() -> dict[str, int]:
 
 
 def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
-    """Duplicates of the TCP sockets of this process: each descriptor stays its owner's to close.
+    """Yield (name, duplicate) of each TCP socket of this process, and close the duplicate.
 
     By the descriptors, and not by the system's list of connections (``/proc/net/tcp``), which
     leaves some out while others come and go: a rank that kept its connection to the store waited
@@ -138,7 +138,7 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
 
 
 def _disconnect_groups(store_ports: set[int]) -> None:
-    """Shut the connections down that groups of this process have made, or accepted since."""
+    """Shut down the connections that this process's groups made or accepted."""
     # A group that connects its ranks at their first collective has only listened until then. Of
     # each connection one end has been accepted.
     listening = {
@@ -189,7 +189,7 @@ def disconnect() -> None:
 
 
 def _disconnect_store(store_ports: set[int]) -> None:
-    """Shut down connections to a store."""
+    """Shut down this process's connections to a store at one of these ports, unless it serves them."""
     for _, end in _tcp_sockets():
         with contextlib.suppress(OSError):
             # Where this rank serves the store, others may have come for the next group already.

@@ -34,7 +34,7 @@ _missing: list[str] = []
 
 
 def untold() -> list[str]:
-    """A line about replacements that did not apply, once; none where all did."""
+    """Return, once, a line that names the replacements that this torch lacks; [] if it has all."""
     found, _missing[:] = "; ".join(_missing), []
     if not found:
         return []
@@ -86,7 +86,7 @@ def avoid_hang_when_model_outlives_group() -> None:
 
 
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
-    """Make each process group inside of ``making()``, and give it once all its ranks have it.
+    """Make process groups within ``making()``; return a group once all its ranks have it.
 
     Torch forgets a group that was destroyed, so that a group can be noted only while it is made.
     And a rank that destroys its group at once closes connections that another one may just be
@@ -196,7 +196,7 @@ _port_of_call = 0
 
 
 def meet_at_one_store(port: int) -> None:
-    """Let groups that the function makes by MASTER_ADDR and ``port`` meet as our own groups do.
+    """Give groups made at MASTER_ADDR and ``port`` the store that our own groups use.
 
     Torch makes a server for each group. A function that destroys its group and makes the next would
     have a rank connect to the first one's server, which is about to close: one launch of three
@@ -234,7 +234,7 @@ def _meeting(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_half_made_groups() -> None:
-    """Let the next process group of this rank meet that of a rank which made fewer.
+    """Reset torch's count of groups after a failed one, so that all ranks name the next alike.
 
     Torch names a default group by a count of the groups that were made before. Destroying the group
     sets it back, but where making one failed there is none to destroy, and the ranks would wait for
