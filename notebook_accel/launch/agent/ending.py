@@ -138,7 +138,7 @@ class Ending:
         )
 
     def begun(self, *, now: float) -> Ending:
-        """Return the ending after one more rank called the function: the settle window starts anew."""
+        """Return the ending after one more rank called the function: a new settle window begins."""
         return (
             self if self.settles_from is None else replace(self, settles_from=now + SETTLE_SECONDS)
         )

@@ -267,7 +267,7 @@ class RunState:
 
     @property
     def ended_well(self) -> bool:
-        """Return whether the function returned on every rank, and no rank lost its process group."""
+        """Return whether the function returned on all ranks, and none lost its process group."""
         return all(rank.returned and not rank.lost_group for rank in self.ranks)
 
     @property

@@ -102,7 +102,7 @@ def _mean_rate(shown: dict[str, Any]) -> float | None:
 
 
 def _make_plain(notebook_bars: Any) -> None:
-    """Replace the classes of ``tqdm.notebook``, which draw ipywidgets, with the plain tqdm class."""
+    """Make the names of ``tqdm.notebook``, which draw ipywidgets, the plain tqdm class."""
     notebook_bars.tqdm_notebook = notebook_bars.tqdm = tqdm
     notebook_bars.tnrange = notebook_bars.trange = lambda *args, **kwargs: tqdm(
         range(*args), **kwargs

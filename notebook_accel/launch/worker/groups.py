@@ -189,7 +189,7 @@ def disconnect() -> None:
 
 
 def _disconnect_store(store_ports: set[int]) -> None:
-    """Shut down this process's connections to a store at one of these ports, unless it serves them."""
+    """Shut down this process's connections to a store at these ports, unless it serves them."""
     for _, end in _tcp_sockets():
         with contextlib.suppress(OSError):
             # Where this rank serves the store, others may have come for the next group already.
