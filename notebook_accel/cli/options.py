@@ -52,7 +52,7 @@ _SECTIONS = ("dynamo_config", "fp8_config")
 
 
 def spellings(*names: str) -> list[str]:
-    """Options of these names, with underscores and with dashes; without repetitions."""
+    """Return the options for these names, with underscores and with dashes."""
     both = (f"--{text}" for name in names if name for text in (name, name.replace("_", "-")))
     return list(dict.fromkeys(both))
 
@@ -100,13 +100,13 @@ def _add_plugins(parser: ArgumentParser, spelled: _Spelled) -> None:
 
 
 class _Spelled:
-    """The options of a parser so far, by their spellings."""
+    """The spellings of all options that a parser has so far."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         self._probe = ArgumentParser(parents=[parser], add_help=False)
 
     def add(self, group: Any, names: Iterable[str], **options: Any) -> None:
-        """Add an option to a group; of its spellings those that no option before it has."""
+        """Add an option to a group, with those spellings that no earlier option has."""
         free = [text for text in spellings(*names) if self._is_free(text)]
         if free:
             if "action" not in options:
@@ -127,7 +127,7 @@ def _help(row: Setting) -> str:
 
 
 def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The settings that were typed, by our names, and lines about what is not used.
+    """Return the typed settings by our names, and lines about options that are not used.
 
     Raises:
         ConfigError: an option makes no sense here.
@@ -161,7 +161,7 @@ def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What was typed of the options whose destination begins with a word."""
+    """Return (name, value) of the typed options of a group, such as those of a plugin."""
     return [
         (name.partition(" ")[2], value)
         for name, value in values.items()
@@ -178,7 +178,7 @@ def _variables(typed: Iterable[str]) -> dict[str, str]:
 
 
 def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], list[str]]:
-    """The settings of a launch, what the file says of its machines, and lines for the person.
+    """Return the launch's settings, the file's entries on machines, and lines for the person.
 
     Options of a plugin are joined with those that the config file gives.
 
@@ -195,7 +195,7 @@ def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], lis
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """The settings of a file; what it says of machines, by torchrun's names; and lines about it."""
+    """Return a file's settings, its entries on machines by torchrun's names, and lines about it."""
     try:
         data = read_settings(expanded(path))
         if not is_accelerates(data):

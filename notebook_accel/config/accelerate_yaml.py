@@ -44,14 +44,14 @@ READ_BY_RANKS = (
 
 
 def is_accelerates(data: Mapping[str, Any]) -> bool:
-    """Whether a file's contents are Accelerate's rather than ours."""
+    """Return whether a file's contents are in Accelerate's format rather than ours."""
     return "compute_environment" in data or "distributed_type" in data
 
 
 def settings_from(
     data: Mapping[str, Any], settings: Mapping[str, Setting]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What of the file a launch here can use, by our names; and lines about what it does not use.
+    """Return the settings of the file by our names, and lines about entries that are not used.
 
     Args:
         data: of the file.
@@ -91,7 +91,7 @@ def settings_from(
 
 
 def _count_for_each_machine(found: dict[str, Any]) -> None:
-    """Accelerate's file counts the processes of all machines together."""
+    """Divide the number of processes of all machines by the number of machines, in place."""
     num_nodes, total = as_count("num_machines", found.get("num_nodes", 1)), "num_processes"
     if num_nodes == 1:
         found.pop("master_addr", None)
@@ -122,7 +122,7 @@ def _check_possible(data: Mapping[str, Any]) -> None:
 
 
 def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """How to compile, and how to compute in 8 bits, as variables; and names that nothing reads."""
+    """Return variables for compiling and 8-bit computing, and the names of unused entries."""
     compiling = _section(data, "dynamo_config")
     if compiling.get("dynamo_backend") in _NOTHING:
         compiling = {}
@@ -139,7 +139,7 @@ def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
 
 
 def _section(data: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """What stands below ``section``, by names that begin with its own, as not all files have."""
+    """Return the entries below ``section``; the section's prefix is added to names without it."""
     given = data.get(section) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{section}: {shown(given)}: expected names with values below it")

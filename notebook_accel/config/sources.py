@@ -47,7 +47,7 @@ _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
 
 def default_config_path() -> Path:
-    """The file of settings that every launch uses, where one was saved.
+    """Return the path of the default config file, which every launch reads if it exists.
 
     Raises:
         ConfigError: this user has no home folder.
@@ -93,7 +93,7 @@ def resolve(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> tuple[LaunchConfig, list[str]]:
-    """The settings of a launch, and lines for the person about where they came from.
+    """Return the settings of a launch, and lines for the person about their sources.
 
     Args:
         arguments: what the caller gave, by the names of the fields; None leaves a field open.
@@ -120,8 +120,10 @@ def resolve(
 
 
 def _trap_of_torch(environment: Mapping[str, str]) -> list[str]:
-    """What ends ranks by SIGSEGV: seen with torch 2.13, whose DDP logs by a cast of its group to
-    gloo's class, which DETAIL has wrapped in another one."""
+    """Return a warning about settings with which torch ends ranks by SIGSEGV.
+
+    Seen with torch 2.13: DDP casts its group to gloo's class, which DETAIL has wrapped in another.
+    """
     if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL":
         return []
     line = (
@@ -132,9 +134,9 @@ def _trap_of_torch(environment: Mapping[str, str]) -> list[str]:
 
 
 def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Each setting from the first source that gives it.
+    """Return each setting from the first source that has it.
 
-    Who chooses an engine of few ranks has not asked for the many that a later source says.
+    If a source chooses an engine of few ranks, the larger numbers of later sources are dropped.
     """
     found: dict[str, Any] = {}
     for source in sources:
@@ -150,7 +152,7 @@ def given_settings(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """The settings that the caller itself gives; the arguments are those of :func:`resolve`.
+    """Return the settings that the caller itself gives, for the arguments of :func:`resolve`.
 
     Raises:
         ConfigError: a name that is none, or a file that cannot be used.
@@ -162,7 +164,7 @@ def _given(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """As :func:`given_settings`, and lines about what a file has beside them."""
+    """Return the settings of :func:`given_settings`, and lines about unused entries of a file."""
     given: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, LaunchConfig):
@@ -187,7 +189,7 @@ def _given(
 def _from_environment(
     environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the environment says of the settings that are not ``given`` already."""
+    """Return the settings from the environment that are not ``given`` already."""
     found: dict[str, Any] = {}
     for name, row in settings_of(LaunchConfig).items():
         variable = None if name in (*_NO_VARIABLE, *given) else row.variable_set(environment)
@@ -199,7 +201,7 @@ def _from_environment(
 def _left_open(
     saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ``saved`` settings, without what the environment says itself or rules out.
+    """Return the ``saved`` settings that the environment neither sets nor rules out.
 
     A plugin that the environment turns off, or that does not compose with one that the environment
     or the call asks for, is left out as a whole.
@@ -223,7 +225,7 @@ def _left_open(
 
 
 def _is_beaten(name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:
-    """Whether the call or the environment asks for a plugin that does not compose with this one."""
+    """Return whether the call or environment asks for a plugin that excludes this one."""
     return any(
         given.get(other) is not None or plugin.asked_by(environment)
         for other, plugin in PLUGINS.items()

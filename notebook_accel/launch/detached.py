@@ -69,7 +69,7 @@ _STACKS_SECONDS = 10.0
 
 
 def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
-    """Refuse a detached run that would not be one.
+    """Refuse a detached run that blocks its cell, or whose engine ends it with the kernel.
 
     Raises:
         ConfigError: the cell waits for it, or the engine's runs end with the kernel.
@@ -94,7 +94,7 @@ def launch_detached(
     notebook_file: str,
     script: Callable[[int, str], str],
 ) -> Run:
-    """Have a new keeper launch the run; the handle of it.
+    """Have a new keeper process launch the run; return its handle.
 
     Where this is interrupted, the keeper ends the run.
 
@@ -162,7 +162,7 @@ def launch_detached(
 
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:
-    """The handle of a detached run, which is shown here if it goes on.
+    """Return the handle of a detached run, and show the run here if it goes on.
 
     Args:
         run_id: as ``run.id`` says it.
@@ -213,7 +213,7 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
 
 
 def _opened(call: AttachedCall, source: Callable[[str], str] | None = None) -> Run:
-    """The handle of a run that a keeper conducts; listed and shown."""
+    """Return the handle of a run that a keeper conducts, after listing and showing the run."""
     run = Run(call, results=call.results, source=source)
     with held():
         run_list.add(run)
@@ -227,7 +227,7 @@ def _state_of(snapshot: wire.RunSnapshot) -> RunState:
 
 
 class AttachedCall(Call):
-    """A call that a keeper conducts, as this kernel sees it."""
+    """A detached run's call, which a keeper process conducts, as this kernel sees it."""
 
     view: View
 
@@ -257,7 +257,7 @@ class AttachedCall(Call):
         self._take(first)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start the thread that receives states from the keeper."""
         name = f"attached-{self.state.run}"
         threading.Thread(target=self._listen, name=name, daemon=True).start()
 

@@ -51,7 +51,7 @@ _KILL_SECONDS = 10.0
 
 
 def serve(fd: int) -> None:
-    """Launch what comes over the socket ``fd``, and conduct it to its end."""
+    """Launch the run that is received over the socket ``fd``, and conduct it to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise_limit()
@@ -105,7 +105,7 @@ def serve(fd: int) -> None:
 
 
 def _drop(call: Call) -> None:
-    """End a run that nobody was given, and leave nothing of it."""
+    """Kill a run of which nobody has a handle, and remove its folder."""
     call.kill()
     call.ended.wait(_KILL_SECONDS)
     call.folder.remove()
@@ -127,7 +127,7 @@ def _snapshot(call: Call) -> wire.RunSnapshot:
 
 @dataclass(eq=False)
 class _Kernel:
-    """An attached kernel, and the state that it was sent last."""
+    """An attached kernel, and the last state that was sent to it."""
 
     channel: Channel
     seen: RunState | None = None
@@ -147,7 +147,7 @@ class _Keeper:
         self._add(launcher)
 
     def serve(self) -> None:
-        """Serve until the run has ended, and the kernels know it."""
+        """Serve until the run has ended, and the attached kernels have its last state."""
         while not self._call.ended.is_set():
             self._turn()
         self._selector.unregister(self._listener)

@@ -61,7 +61,7 @@ _MAX_NAME = _MAX_ARGUMENTS = 60
 
 
 def launch(request: LaunchRequest) -> Run:
-    """Call a function on every rank of a new run; the handle of it.
+    """Call a function on every rank of a new run; return the handle of the run.
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
@@ -87,9 +87,9 @@ def launch(request: LaunchRequest) -> Run:
 
 
 def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
-    """Start ranks for a call that was checked and packed; the handle of its run.
+    """Start ranks for a call that was checked and packed; return the handle of its run.
 
-    The keeper of a detached run begins here, with what the notebook has packed.
+    The keeper of a detached run calls it with the packed call of the notebook.
 
     Raises:
         ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`launch`.
@@ -212,7 +212,7 @@ class Session:
 
     @contextlib.contextmanager
     def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
-        """Send a call to the ranks; the block opens its run."""
+        """Send a call to the ranks; within the block the caller opens its run."""
         with sendable(packed.packed) as (packet, fds):
             call = RankCall(self._pool, packed, new)
             with call.sent(packet, fds, last=False):
@@ -223,7 +223,7 @@ class Session:
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})
     ) -> list[Any]:
-        """What ``function(**kwargs)`` returns on every rank: a call that nobody sees as a run.
+        """Call a function on every rank without listing a run; return the results of the ranks.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -263,7 +263,7 @@ class Session:
 
     @property
     def processes(self) -> tuple[ProcessState, ...]:
-        """What is known of each rank's process, in the order of the ranks."""
+        """The state of each rank's process, in the order of the ranks."""
         return self._pool.processes
 
     @property
@@ -272,15 +272,15 @@ class Session:
         return self._folder.path
 
     def read_log(self, rank: int) -> str:
-        """All that a rank has printed, in all calls."""
+        """Return all output of a rank, over all calls."""
         return self._folder.read_log(rank)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Where each rank's Python stands now."""
+        """Return each rank's current Python stack as text."""
         return stacks_text(self._pool.stacks(rank), {})
 
     def close(self, grace: float = LaunchConfig.grace) -> None:
-        """End the ranks, after the call that they are in; at once after ``grace`` seconds.
+        """End the ranks after their current call; at once after ``grace`` seconds.
 
         An interrupt ends them at once, too.
         """
@@ -292,19 +292,19 @@ class Session:
                 self.kill()
 
     def kill(self) -> None:
-        """End the ranks and all that they started, now."""
+        """Kill the ranks and all that they started, now."""
         self._pool.kill()
         self._pool.ended.wait(_KILL_SECONDS)
 
 
 def notebook_file() -> str:
-    """The notebook's file, as VS Code tells its kernels and Jupyter's server does; "" for none."""
+    """Return the path of the notebook's file, from VS Code or Jupyter's server; "" if unknown."""
     told = getattr(sys.modules["__main__"], "__vsc_ipynb_file__", None)
     return told if isinstance(told, str) else os.environ.get("JPY_SESSION_NAME", "")
 
 
 def check_ranks(config: LaunchConfig) -> None:
-    """Refuse settings with which no ranks can be started, before anything is done for them.
+    """Refuse settings with which no ranks can be started; starts nothing.
 
     Raises:
         ConfigError: more ranks are asked for than there can be.
@@ -318,7 +318,7 @@ def check_ranks(config: LaunchConfig) -> None:
 
 
 def _checked(request: LaunchRequest) -> LaunchRequest:
-    """The request as engines and views take it, once its arguments were found to make sense."""
+    """Check the arguments of a request; return it with name, environment and view completed."""
     function, args, kwargs = request.function, request.args, request.kwargs
     preflight.check_wait(block=request.block, timeout=request.timeout)
     preflight.check_call(function, args, kwargs)
@@ -341,7 +341,7 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
 
 
 def _wait_in_cell(run: Run, *before: Presses) -> None:
-    """Wait as the run's own cell does: interrupts go to the ranks, and the cell ends with them.
+    """Wait for the run; interrupts go to its ranks, and are raised once they have ended.
 
     Args:
         run: what is waited for.
@@ -367,7 +367,7 @@ def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall
 
 
 def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
-    """Which ranks the launch gets, once this machine was found able to hold them."""
+    """Return the plan of ranks, after checking that this machine can hold them."""
     engine.warm_up(request)
     preflight.check_port(request.config)  # before an engine listens there itself
     plan = engine.plan_ranks(request)
@@ -377,7 +377,7 @@ def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
 
 @contextlib.contextmanager
 def _telling_failure(view: View) -> Iterator[None]:
-    """Tell the view where the block fails, before there is a run."""
+    """Call ``view.launch_failed`` if the block raises."""
     try:
         yield
     except BaseException:
@@ -391,7 +391,7 @@ def _new_call(
     session: RunFolder | None,
     undo: contextlib.ExitStack,
 ) -> NewCall:
-    """A call with its folder and first state, before it is sent.
+    """Make a call with its folder and first state; nothing is sent yet.
 
     Args:
         request: what is called.
@@ -441,8 +441,8 @@ def _new_call(
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:
     """Keep the handle of a run whose launch raises ``error``, in the list of runs.
 
-    Nobody is given it otherwise. A run that was interrupted is ended, and the KeyboardInterrupt
-    has it as ``run``.
+    The caller gets no handle otherwise. An interrupted run is ended first, and the
+    KeyboardInterrupt gets the handle as its attribute ``run``.
     """
     run_list.keep(run)
     if isinstance(error, KeyboardInterrupt):

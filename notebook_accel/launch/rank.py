@@ -44,7 +44,7 @@ _MEMORY_SECONDS = 1.0
 
 
 class StorePort(NamedTuple):
-    """Where the store of this run's process groups is: reserved before any rank began.
+    """Address of the store of this run's process groups, reserved before any rank began.
 
     Attributes:
         host, port: of the store.
@@ -63,18 +63,18 @@ class StorePort(NamedTuple):
 
 
 class Training(Protocol):
-    """What is being trained, as whoever rescues it sees it."""
+    """Interface of an object that can hand out its training state, to be saved after a stop."""
 
     def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
-        """This rank's part of its state in several forms, the best first.
+        """Yield this rank's part of the training state in several forms, the best first.
 
-        Whoever rescues it takes the first form that can be pickled.
+        The first form that can be pickled is kept.
         """
 
 
 @dataclass
 class KeptError:
-    """An error that stays in its rank, with the frames that raised it.
+    """An error that is kept in its rank for a debugger, with the frames that raised it.
 
     Attributes:
         error: what a call raised.
@@ -87,7 +87,7 @@ class KeptError:
 
 
 class RankContext:
-    """A rank that nobody listens to: single process, or started by torchrun.
+    """Context of a rank whose reports go nowhere: a single process, or one under torchrun.
 
     Attributes:
         rank, local_rank: of this rank; world_size, local_world_size: number of ranks, of all
@@ -129,7 +129,7 @@ class RankContext:
 
     @classmethod
     def from_environment(cls) -> RankContext:
-        """What RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE say."""
+        """Return a context from RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."""
         rank = int(os.environ.get("RANK", "0"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(
@@ -153,7 +153,7 @@ class RankContext:
         """Show one line to the person; equal lines of several ranks are shown once."""
 
     def count_batch(self, total: int | None = None, number: int | None = None) -> None:
-        """A prepared loader is about to give its next batch.
+        """Count a batch that a prepared loader is about to give.
 
         Args:
             total: batches of a whole pass through the loader; None where nobody knows.
@@ -166,21 +166,21 @@ class RankContext:
         """
 
     def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
-        """A prepared optimizer made a step; ``device_memory`` gives bytes, when it is asked."""
+        """Count a step of a prepared optimizer; ``device_memory()`` returns bytes in use."""
 
     def should_stop(self) -> bool:
-        """True, on all ranks at the same read, once a stop was asked for."""
+        """Whether a stop was asked for; it turns True at the same read on all ranks."""
         return False
 
     def note_training(self, training: Training) -> None:
-        """What is being trained from now on, to be rescued should the run be stopped."""
+        """Set the training whose state is saved if the run is stopped."""
 
     def note_group(self) -> None:
-        """The rank has joined the others."""
+        """Note that the rank has joined a process group."""
 
 
 class LaunchedContext(RankContext):
-    """A rank that notebook_accel started."""
+    """Context of a rank that notebook_accel started: it reports to its agent."""
 
     launched = True
 
@@ -228,13 +228,15 @@ class LaunchedContext(RankContext):
         return os.getpid() == self._pid
 
     def count_on(self, board: Scoreboard) -> None:
-        """Count on another board from now on. A child that the rank has forked does so: the rank's
-        own row must tell of the rank alone, and other ranks must not wait for the child."""
+        """Use another scoreboard from now on, in a child that the rank forked.
+
+        The rank's own row must count the rank alone, and other ranks must not wait for the child.
+        """
         self._board, self._row = board, board.row(self.local_rank)
         self._pass = (0, None)
 
     def begin_call(self, number: int, *, has_group: bool) -> None:
-        """What is counted from now on belongs to the call of that number.
+        """Begin the call of this number: counts and reports belong to it from now on.
 
         Args:
             number: of the call.
@@ -246,7 +248,7 @@ class LaunchedContext(RankContext):
         self._pass, self._stepped = (0, None), None
 
     def end_call(self) -> None:
-        """The call has ended: what was being trained in it is no longer kept here."""
+        """End the call: forget the training that it noted."""
         self._training = None
         # A validation mostly comes last, and how far the training came is what people ask.
         if self._stepped is not None and self._stepped[0] != self._pass:
@@ -261,7 +263,7 @@ class LaunchedContext(RankContext):
         self._training, self._any_training = training, weakref.ref(training)
 
     def parts_to_rescue(self) -> Iterator[object]:
-        """What this rank has of what is being trained; nothing where nothing is."""
+        """Yield this rank's part of the training state in several forms; nothing if none is set."""
         training = self._training
         # What an earlier call prepared counts as trained in this call once this call has taken a
         # batch or made a step.
@@ -270,7 +272,7 @@ class LaunchedContext(RankContext):
         return iter(()) if training is None else training.parts_to_rescue(self._row.steps)
 
     def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
-        """A message of this rank about its call."""
+        """Return a message of this rank about its current call."""
         return kind(run=self.run, call=self.call, rank=self.rank, **fields)
 
     def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
@@ -323,7 +325,7 @@ class LaunchedContext(RankContext):
 
 
 def _whole(step: Any) -> int:
-    """A step as the messages carry it; NumPy's and torch's integers are steps too."""
+    """Return a step as an int; NumPy's and torch's integers are accepted."""
     try:
         number = int(step)
     except (TypeError, ValueError, OverflowError):
@@ -342,7 +344,7 @@ _lock = threading.Lock()
 
 
 def current() -> RankContext:
-    """The context of this rank.
+    """Return the context of this rank.
 
     A thread that the user's code started has no ContextVar of its rank: it gets the process's.
     """
@@ -359,12 +361,12 @@ def current() -> RankContext:
 
 
 def has_context() -> bool:
-    """Whether :func:`current` has been asked yet: the first question reads the environment."""
+    """Return whether this rank has a context yet: the first :func:`current` makes it."""
     return (_context.get() or _process_context) is not None
 
 
 def enter(context: RankContext, *, whole_process: bool = True) -> None:
-    """Make ``context`` that of this rank (of the whole process, unless ranks are threads)."""
+    """Make ``context`` that of this thread, and by default of the whole process."""
     global _process_context
     _context.set(context)
     if whole_process:

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Everything that is known of the run now, as one immutable value."""
+        """The whole state of the run now, as one immutable value."""
         return self._call.state
 
     @property
@@ -155,7 +155,7 @@ class Run:
         return self._results.get(index)
 
     def _index_of(self, rank: int) -> int:
-        """The number of a rank, which may be counted from the end, and be one of numpy's."""
+        """Return the number of a rank; accepts negative numbers and integers of numpy."""
         with contextlib.suppress(TypeError):
             if -len(self) <= operator.index(rank) < len(self):
                 return operator.index(rank) % len(self)
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def rescued(self) -> Any:
-        """What was trained when the run was stopped or interrupted, else None; waits for the end.
+        """The training state kept when the run was stopped or interrupted, else None; waits for it.
 
         It has these attributes:
 
@@ -480,7 +480,7 @@ class Run:
 
 
 def call_of(run: Run) -> Call:
-    """The call that a handle is of."""
+    """Return the call of a handle."""
     return run._call
 
 
@@ -492,7 +492,7 @@ def raise_error(run: Run) -> None:
 
 
 def results_now(run: Run) -> list[Any]:
-    """What each rank has returned, None for a rank without a result; nobody waits for the rest."""
+    """Return the results so far, None for a rank without one; does not wait."""
     return [_result_or_none(run._results, rank) for rank in range(len(run))]
 
 

@@ -51,14 +51,14 @@ _MAX_HANDLES = 3
 
 @dataclass(frozen=True)
 class _ListedRun:
-    """A run of this process: a handle that somebody may hold, and what is left without it."""
+    """A run of this process: its handle by weak reference, and a handle without results."""
 
     handle: weakref.ref[Run]
     run: Run
 
     @property
     def is_kept(self) -> bool:
-        """Whether the list itself holds the handle."""
+        """Whether the list itself keeps the run's handle alive."""
         return self.run is self.handle()
 
 
@@ -69,7 +69,7 @@ _lock = threading.RLock()
 
 
 def add(run: Run) -> None:
-    """List a run that begins, without what its handles alone keep."""
+    """List a run that begins; the list does not keep its results alive."""
     with held(), _lock:
         # The oldest is dropped only here: a run that was added and discarded pushes out no other.
         others = [known for known in _newest() if known.run.id != run.id]  # attached once more
@@ -77,8 +77,10 @@ def add(run: Run) -> None:
 
 
 def _newest() -> list[_ListedRun]:
-    """The newest runs, and older ones that go on (they can be stopped from the list), or whose
-    training the list keeps."""
+    """Return the newest runs, and older ones that are still worth listing.
+
+    These go on, and can be stopped from the list, or the list keeps their rescued training.
+    """
     old = [
         known
         for known in _known[:-_MAX_RUNS]
@@ -88,10 +90,10 @@ def _newest() -> list[_ListedRun]:
 
 
 def keep(run: Run) -> None:
-    """Have the list keep this very handle: its launch raised, and nobody else got it.
+    """Keep a run's handle alive in the list: its launch raised, so that nobody else has it.
 
-    It keeps the newest few of launches that failed, and as many of trainings that were rescued,
-    which no failure after them pushes out.
+    The list keeps the newest few failed launches, and as many runs with rescued training states,
+    which later failures do not push out.
     """
     with held(), _lock:
         for index, known in enumerate(_known):
@@ -105,30 +107,30 @@ def keep(run: Run) -> None:
 
 
 def discard(run: Run) -> None:
-    """Take a run that has ended off the list, and remove its files."""
+    """Remove a run that has ended from the list, and delete its files."""
     with held(), _lock:
         _known[:] = [known for known in _known if known.run.id != run.id]
     call_of(run).folder.remove()
 
 
 def expression(run_id: str) -> str:
-    """What a person types for the run of that id; it stays right whatever is launched later."""
+    """Return the code that gets the run of that id; it stays right after later launches."""
     return f"import notebook_accel; notebook_accel.find_run({run_id!r})"
 
 
 def expression_now(run_id: str) -> str:
-    """What a person types for that run before the next launch: short, where it is the newest."""
+    """Return the code that gets the run now: ``last_run()`` if it is the newest."""
     is_newest = bool(_known) and _known[-1].run.id == run_id
     return "import notebook_accel; notebook_accel.last_run()" if is_newest else expression(run_id)
 
 
 def expression_to_attach(run_id: str) -> str:
-    """What a person types for a detached run, in whatever kernel."""
+    """Return the code that attaches any kernel to a detached run."""
     return f"import notebook_accel; notebook_accel.attach({run_id!r})"
 
 
 def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """The run of that id, as ``notebook_accel.find_run`` gives it.
+    """Return the run of that id, of this process or on disk (``notebook_accel.find_run``).
 
     ``view`` makes the view of a run that another process launched.
     """
@@ -137,7 +139,7 @@ def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
 
 
 def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """The run of that id as it is on disk.
+    """Return the run of that id from its folder on disk.
 
     Raises:
         NotebookAccelError: it is not there.
@@ -153,7 +155,7 @@ def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
 
 
 def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) -> list[Run]:
-    """The runs of this process and on disk, as ``notebook_accel.runs`` gives them.
+    """Return the runs of this process and on disk (``notebook_accel.runs``).
 
     ``view`` makes the view of a run that another process launched.
     """
@@ -170,7 +172,7 @@ def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) 
 
 
 class PastCall(Call):
-    """A call of another process, as it is on disk."""
+    """A call of another process, read from its folder on disk."""
 
     def __init__(self, new: NewCall) -> None:
         super().__init__(new)
@@ -205,7 +207,7 @@ class PastCall(Call):
 
 
 def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
-    """The run in a folder that another process made; None where its state cannot be read."""
+    """Return the run in a folder of another process; None if its state cannot be read."""
     # In this order: a kernel that ends between the two has saved the run's end before.
     is_held = folder.is_held
     state = folder.load()

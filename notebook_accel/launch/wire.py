@@ -89,7 +89,7 @@ VERSION = 10
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What every message carries.
+    """Base class of all messages, with the fields that every message carries.
 
     Attributes:
         run: id of the run that started the rank processes; in a session that of the session,
@@ -117,7 +117,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
     """A pickled value, in the message or in a memory segment beside it.
 
-    ``transport/segment.py`` makes it of a value, and the value of it.
+    ``transport/segment.py`` converts values to packets and back.
 
     Attributes:
         header: that of ``payload.Packed``; empty where that is too large for a message: then the
@@ -135,7 +135,7 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReady(Message, frozen=True, kw_only=True):
-    """The rank has its environment and waits for calls.
+    """From a rank: its environment is set up, and it waits for calls.
 
     Attributes:
         pid: of its process, where that is not the one which the agent started; else 0.
@@ -150,7 +150,7 @@ class RankReady(Message, frozen=True, kw_only=True):
 
 
 class CallStarted(Message, frozen=True, kw_only=True):
-    """The rank is about to call the function."""
+    """From a rank: it is about to call the function."""
 
     from_rank: ClassVar[bool] = True
 
@@ -264,11 +264,11 @@ class AgentReady(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """Nothing new: sent every few seconds, so that silence means that the agent is held up."""
+    """Heartbeat that the agent sends every few seconds; silence means that it is held up."""
 
 
 class PortReserved(Message, frozen=True, kw_only=True):
-    """The agent with rank 0 has begun the call: its ranks meet at this port of its machine.
+    """The agent with rank 0 has begun the call, and reserved this port for its ranks to meet.
 
     The kernel sends the call to the other agents then.
     """
@@ -277,7 +277,7 @@ class PortReserved(Message, frozen=True, kw_only=True):
 
 
 class LogOpened(Message, frozen=True, kw_only=True):
-    """The output of a rank on another machine; its bytes come as a stream of that number."""
+    """Announces a remote rank's output, whose bytes follow as the stream of this number."""
 
     stream: int
 
@@ -287,9 +287,9 @@ class RankFailed(Message, frozen=True, kw_only=True):
 
 
 class StopPointReached(Message, frozen=True, kw_only=True):
-    """The answer to ``Stop``: the highest points that ranks of this agent have passed.
+    """Answer to ``Stop``: the highest stop points that ranks of this agent have passed.
 
-    The fields of ``StopPoint`` in transport/scoreboard.py, which says how a stop goes.
+    Its fields are those of ``StopPoint`` in transport/scoreboard.py, which explains a stop.
     """
 
     batches: int
@@ -298,7 +298,7 @@ class StopPointReached(Message, frozen=True, kw_only=True):
 
 
 class Metrics(Message, frozen=True, kw_only=True):
-    """What the ranks of an agent have logged, in the order in which it heard of it.
+    """Values that the ranks of an agent logged, in the order of arrival at the agent.
 
     Ranks may log thousands of times a second. If each value were a message of its own, it would
     cost the agent a write, and the kernel a turn of its thread.
@@ -323,7 +323,7 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 class Sample(Message, frozen=True, kw_only=True):
-    """What a rank's counters say now; ``RankState`` (control/state.py) says what each field means.
+    """Resource use and counters of a rank; ``RankState`` (control/state.py) explains the fields.
 
     Memory in bytes, ``cpu`` and ``device_use`` in percent of a core and of the device's time.
     """
@@ -356,7 +356,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
 
 class Stacks(Message, frozen=True, kw_only=True):
-    """Where the Python of a rank stands."""
+    """Stack traces of a rank's threads, as faulthandler writes them."""
 
     text: str
 
@@ -365,7 +365,7 @@ class Stacks(Message, frozen=True, kw_only=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank that an agent starts, and what it has of its own.
+    """One rank that an agent starts: its numbers, environment and device.
 
     Attributes:
         rank: its number among all ranks of the run.
@@ -381,7 +381,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(Message, frozen=True, kw_only=True):
-    """Start the rank processes. They wait for calls then.
+    """Request to an agent: start the rank processes, which then wait for calls.
 
     Attributes:
         world_size: number of ranks of the run.
@@ -458,7 +458,7 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class LeaveAt(Message, frozen=True, kw_only=True):
-    """All agents have answered a ``Stop``: each rank leaves when its count comes to this.
+    """Sent once all agents have answered a ``Stop``: each rank leaves at this count.
 
     The fields of ``LeavePoint`` in transport/scoreboard.py.
     """
@@ -472,15 +472,15 @@ class CallEnded(Message, frozen=True, kw_only=True):
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
-    """KeyboardInterrupt in every rank that is in the call."""
+    """Request: raise KeyboardInterrupt in every rank that is in the call."""
 
 
 class Terminate(Message, frozen=True, kw_only=True):
-    """SIGTERM to every rank process that is in the call, or shuts down."""
+    """Request: send SIGTERM to every rank process that is in the call, or shuts down."""
 
 
 class Kill(Message, frozen=True, kw_only=True):
-    """SIGKILL to every rank process that is in the call, or shuts down, and to its children.
+    """Request: SIGKILL every rank process that is in the call or shuts down, and its children.
 
     With call 0, or the number of a call that has not reached the agent yet, it ends all rank
     processes.
@@ -488,14 +488,14 @@ class Kill(Message, frozen=True, kw_only=True):
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
-    """Send ``Stacks`` for the message's rank, or for all."""
+    """Request: send ``Stacks`` for the message's rank, or for all ranks."""
 
 
 # ---- with the keeper of a detached run (launch/keeper.py); it takes Stop, Kill and DumpStacks, too
 
 
 class Detach(Message, frozen=True, kw_only=True):
-    """Launch this. A file descriptor goes along where the buffers are not inline.
+    """Request to a keeper: launch this run. A descriptor comes along if buffers are not inline.
 
     Attributes:
         request: what is asked for, pickled: it comes from the process that started the keeper.
@@ -507,7 +507,10 @@ class Detach(Message, frozen=True, kw_only=True):
 
 
 class RunSnapshot(Message, frozen=True, kw_only=True):
-    """How the run stands; ``state`` is its ``RunState``, the others are of its ``Call``."""
+    """State of a detached run, from its keeper; ``state`` is a ``RunState``.
+
+    The other fields are those of its ``Call``.
+    """
 
     state: bytes
     timeout: float | None = None
@@ -519,11 +522,11 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
 
 
 class TemplateReady(Message, frozen=True, kw_only=True):
-    """The template has imported what it preloads."""
+    """From the template: it has imported all that it preloads."""
 
 
 class ForkAgent(Message, frozen=True, kw_only=True):
-    """Fork an agent; its end of the run's channel comes along as a file descriptor."""
+    """Request to the template: fork an agent; its end of the run's channel comes along."""
 
     secret: bytes
 
@@ -547,13 +550,13 @@ class AgentExited(Message, frozen=True, kw_only=True):
 
 
 class CountDevices(Message, frozen=True, kw_only=True):
-    """Ask which accelerators a process with this environment sees."""
+    """Request: count the accelerators that a process with this environment sees."""
 
     environment: dict[str, str]
 
 
 class Devices(Message, frozen=True, kw_only=True):
-    """The accelerators: the fields of ``Inventory`` in training/processes/devices.py.
+    """Answer to ``CountDevices``: the fields of ``Inventory`` in training/processes/devices.py.
 
     ``error`` says why they could not be counted; "" where they could.
     """
@@ -571,8 +574,9 @@ class Devices(Message, frozen=True, kw_only=True):
 
 
 class StreamOpened(Message, frozen=True, kw_only=True):
-    """Bytes will follow as a stream: those of a memory segment, which stands in for the descriptor
-    of a later message, or those of a growing file, which belongs to no message.
+    """Announces a stream of bytes: a memory segment of a later message, or a growing file.
+
+    The segment stands in for the descriptor of that message; a file belongs to no message.
 
     Attributes:
         stream: its number among the streams of the sender.
@@ -602,7 +606,7 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class MachineJoined(Message, frozen=True, kw_only=True):
-    """A machine offers itself: what ranks would find there.
+    """A machine offers itself for ranks: its versions, environment and devices.
 
     Attributes:
         host: its name.
@@ -637,18 +641,20 @@ class MachineRefused(Message, frozen=True, kw_only=True):
 
 
 class StartMachineAgent(Message, frozen=True, kw_only=True):
-    """Start an agent, to which the bytes go that follow; ``directory`` is that of its ranks, if
-    the machine has it."""
+    """Request to a machine: start an agent, to which the bytes that follow go.
+
+    ``directory`` is that of its ranks, if the machine has it.
+    """
 
     directory: str
 
 
 class EndMachineAgent(Message, frozen=True, kw_only=True):
-    """Nobody listens to the agent any more: end it, and wait for the next."""
+    """Request to a machine: end its agent, and wait for the next request."""
 
 
 class MachineAgentStarted(Message, frozen=True, kw_only=True):
-    """The answer: the directory that the ranks get, or why there is no agent."""
+    """Answer to ``StartMachineAgent``: the ranks' directory, or why there is no agent."""
 
     directory: str = ""
     error: str = ""

@@ -78,7 +78,7 @@ _LEFT, _SAVED_HEIGHT, _BOX = 54, 112, 98
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How live charts are drawn.
+    """Options of live charts: kind, scale and smoothing.
 
     Attributes:
         kind: which lines are drawn: a name in ``KINDS``.
@@ -92,7 +92,7 @@ class Look:
 
 
 def colour_of(rank: int) -> str:
-    """The colour of a rank's lines wherever they are drawn, and of the mean's (-1)."""
+    """Return the CSS colour of a rank's lines, and of the mean's for -1."""
     return _COLOURS[max(0, rank) % len(_COLOURS)]
 
 
@@ -126,7 +126,7 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """Curves in the box.
+    """Drawn curves: SVG paths, range of steps, and labels of the value axis.
 
     Attributes:
         lines: a path for each curve that has a finite value.
@@ -188,7 +188,7 @@ def _draw(
 
 
 def _svg(parts: Iterable[Markup], **attributes: str | float) -> Markup:
-    """The box, in which lines do not get thicker as it stretches."""
+    """Return an SVG chart box, whose lines keep their width as it stretches."""
     return element(
         "svg",
         *parts,
@@ -203,7 +203,7 @@ def _svg(parts: Iterable[Markup], **attributes: str | float) -> Markup:
 
 
 def _labels(low: float, high: float) -> tuple[str, str]:
-    """Both values, with as many digits as tell them apart."""
+    """Return both values as text, with as many digits as tell them apart."""
     digits = 4 if max(abs(low), abs(high)) >= 1000 else 3
     texts = wording.number(low, digits), wording.number(high, digits)
     while texts[0] == texts[1] and digits < 17:
@@ -213,7 +213,7 @@ def _labels(low: float, high: float) -> tuple[str, str]:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """How far ``value`` is from ``low`` to ``high``: 0 to 1, and 0 where these are equal."""
+    """Return how far ``value`` lies from ``low`` to ``high``, 0 to 1; 0 if these are equal."""
     if low == high:
         return 0.0
     if math.isinf(high - low):  # the difference is more than a float holds
@@ -225,7 +225,7 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def saved_chart(curves: Mapping[int, Sequence[Point]], *, alt: str) -> Markup:
-    """Draw curves as wide as their place: an ``<img>`` beside that of its labels.
+    """Return a chart for saved notebooks: an ``<img>`` of curves beside one of labels.
 
     Args:
         curves: points (x, y) of each rank, in the order of x.
@@ -287,7 +287,7 @@ def _text(text: str, x: float | str, y: float, anchor: str) -> Markup:
 def render_charts(
     shown: Mapping[str, Mapping[int, Curve]], look: Look, *, num_places: int = 0
 ) -> Markup:
-    """The charts of one page, side by side where there is room.
+    """Return the charts of one page as HTML, side by side as far as there is room.
 
     Args:
         shown: the curve of each rank, by the name of its metric.
@@ -357,7 +357,7 @@ def _card(
 
 
 def _mean(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    """The mean of the curves that are finite at a step, each of which has steps of its own."""
+    """Return the mean curve: at each step, of the curves that are finite there."""
     import numpy as np
 
     columns = [np.array(points).T for points in curves if points]
@@ -397,7 +397,7 @@ KINDS = {"each rank": Kind(lines=_lines_of_ranks), "mean": Kind(lines=_line_of_m
 
 
 def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
-    """An exponential mean, corrected for its begin, as TensorBoard's."""
+    """Return an exponential moving mean, bias-corrected as in TensorBoard."""
     if not weight:
         return points
     mean, rest, result = 0.0, 1.0, []
@@ -413,8 +413,10 @@ def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
 
 
 def _stripes(lines: Mapping[int, Sequence[Point]], drawn: _Drawn, number: int) -> list[Markup]:
-    """Stripes of one width, which hold the values nearest to their middles: the one below the
-    pointer shows its own. A tooltip of the page would vanish each time the chart is drawn anew."""
+    """Return invisible stripes whose tooltips show the values nearest to their middles.
+
+    A tooltip of the page would vanish each time the chart is drawn anew.
+    """
     stripes = []
     for index in range(number):
         middle = drawn.first + (drawn.last - drawn.first) * (index + 0.5) / number
@@ -430,7 +432,7 @@ def _stripes(lines: Mapping[int, Sequence[Point]], drawn: _Drawn, number: int) -
 
 
 def _nearest(points: Sequence[Point], x: float) -> Point:
-    """The point whose step is nearest to ``x``; points are in the order of their steps."""
+    """Return the point whose step is nearest to ``x``; points are in the order of their steps."""
     after = bisect_right(points, x, key=_STEP)
     around = points[max(0, after - 1) : after + 1]
     return min(reversed(around), key=lambda point: abs(point[0] - x))

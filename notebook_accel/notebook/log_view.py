@@ -62,7 +62,7 @@ _COLOUR_BYTES = 50
 
 @dataclass
 class LogBlock:
-    """Some lines that belong together, each with its rank.
+    """A block of consecutive log lines, each with its rank.
 
     Attributes:
         number: counts the blocks of a window.
@@ -143,12 +143,12 @@ class LogWindow:
 
     @property
     def num_found(self) -> int:
-        """How many lines with the words were there, also those that are no longer shown."""
+        """Number of lines that matched the search words, also those no longer shown."""
         return self._num_found + len(self._open_lines)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was printed yet."""
+        """Whether no line was printed yet."""
         return not self._blocks
 
     @property
@@ -183,7 +183,7 @@ class LogWindow:
             block.is_sent = False
 
     def render(self, block: LogBlock) -> Markup:
-        """The lines of a block as HTML, those that have no end yet below the newest one's."""
+        """Return the lines of a block as HTML; unfinished lines come last in the newest block."""
         lines = list(block.lines)
         if block is self._blocks[-1]:
             lines += [(rank, second, text) for rank, (second, text) in self._open_lines.items()]
@@ -240,7 +240,7 @@ class LogWindow:
 
 
 def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
-    """The newest lines of a rank that have an end, each with the second in which it came."""
+    """Return the newest finished lines of a rank, each with the second of its arrival."""
     first = rank.num_lines - len(lines)
     seconds: list[int | None] = []
     for (start, second), (end, _) in pairwise([*rank.times, (rank.num_lines, 0)]):
@@ -251,7 +251,7 @@ def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
 
 
 def _open_line(rank: RankState) -> _Timed:
-    """The line of a rank that has no end yet, with the second in which it began."""
+    """Return the unfinished line of a rank, with the second in which it began."""
     seconds = (second for start, second in reversed(rank.times) if start <= rank.num_lines)
     return next(seconds, None), rank.tail[-1]
 
@@ -263,13 +263,13 @@ def _as_markup(lines: list[str]) -> Markup:
 
 
 def _markup_bytes(line: str) -> int:
-    """About how many bytes a line takes as HTML in a message."""
+    """Return an estimate of the bytes that a line takes as HTML in a message."""
     num_special = sum(map(line.count, "<>&'\""))
     return len(line.encode(errors="replace")) + 4 * num_special + _COLOUR_BYTES * line.count("\x1b")
 
 
 def _cut(line: str) -> str:
-    """The line, cut where it takes more than a block may."""
+    """Return the line, cut to the size limit of a block."""
     if len(line) * _COLOUR_BYTES <= _LINE_BYTES or _markup_bytes(line) <= _LINE_BYTES:
         return line
     return shorten(plain_text(line), _LINE_BYTES)
@@ -283,7 +283,7 @@ _ALL_RANKS = -1
 
 
 class LogView:
-    """The log of one panel: which ranks it shows, and what its page has of them.
+    """The log of one panel: the ranks shown, and the blocks that its page has.
 
     Attributes:
         chosen: the rank whose output is shown; None for all.
@@ -418,7 +418,7 @@ class LogView:
         self._is_follow_asked = True
 
     def _say_what_was_found(self) -> None:
-        """Say how many lines the search has found, also why a box is empty."""
+        """Show the number of lines found by the search, also for an empty box."""
         found = self._window.num_found
         hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
         self._title.value = hits if self._words else "output"
@@ -458,7 +458,7 @@ class LogView:
         del self._shown[index]
 
     def _add_widgets(self, number: int) -> None:
-        """Add widgets to the box, all at once: each time the page is told the whole list."""
+        """Add widgets to the box, all at once: each change sends the page the whole list."""
         added = [self._widgets.make(ipywidgets.HTML) for _ in range(number)]
         self._blocks.children = [*self._blocks.children, *added]
 

@@ -1,1 +1,1 @@
-"""One a machine and run: it starts, feeds, watches, reaps and ends the ranks there."""
+"""Agent process: supervises the ranks of one run on one machine."""

@@ -54,7 +54,7 @@ _FLUSH_SECONDS = 1200.0
 
 
 def flush_to_kernel(channel: Channel, kernel: int) -> None:
-    """Write all that is queued; a kernel that does not read loses it after a while.
+    """Write all that is queued; give up after a while, or once the kernel is gone.
 
     Args:
         channel: to the kernel.
@@ -98,7 +98,7 @@ _MAX_METRICS = 100
 def _fork_ranks(
     shared: Iterable[Shared], ports: RunPorts, unneeded: Sequence[int]
 ) -> list[RankProcess]:
-    """Start the process of each rank, which gets ready for calls by itself.
+    """Fork the process of each rank, and return the ranks; each gets ready by itself.
 
     Args:
         shared: what the agent shares with each; opened as the rank is reached.
@@ -137,7 +137,7 @@ def main(
     *,
     unneeded: Sequence[int] = (),
 ) -> None:
-    """Serve one run.
+    """Run the agent of one run, until all its ranks have ended.
 
     Args:
         channel: to the kernel.
@@ -224,7 +224,7 @@ class Agent:
     # ---- serve -----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Pass messages, follow output and act on what is due, until every rank has ended."""
+        """Relay messages, follow output and do what is due, until every rank has ended."""
         self._watch(self._channel.fileno(), self._from_kernel)
         self._watch(self._kernel, self._kernel_gone)
         for rank in self.ranks:
@@ -287,7 +287,7 @@ class Agent:
             self._channel.flush(block=False)
 
     def _answer_stop(self, now: float) -> None:
-        """Answer a stop: tell the kernel how far ranks have come, once none goes further."""
+        """Send the kernel the highest stop points, once no rank goes further."""
         if self._stop_asked is None or now < self._stop_asked + FLAG_SECONDS:
             return
         point = self._board.passed(patient=now < self._stop_asked + _STOP_SECONDS)
@@ -303,19 +303,19 @@ class Agent:
             self._progress, self._progressed = progress, now
 
     def _idle(self, now: float) -> float:
-        """Seconds without progress; 0 where all ranks ask for themselves whether to stop."""
+        """Return the seconds without progress; 0 if all ranks check ``should_stop`` themselves."""
         asks = all(rank.row.reads or rank.row.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
 
     def _are_leaving(self) -> bool:
-        """Whether each rank in the call has heard of the stop, and ends by itself."""
+        """Return whether each rank in the call knows of the stop and ends by itself."""
         # With no rank in the call any more, the living processes count: a thread of the user's may
         # keep one of them for ever.
         ranks = self._in_call() or [rank for rank in self.ranks if rank.alive]
         return all(rank.row.leaving for rank in ranks)
 
     def _in_call(self) -> list[RankProcess]:
-        """The ranks whose part of the call goes on."""
+        """Return the ranks whose part of the call goes on."""
         return [rank for rank in self.ranks if rank.alive and rank.is_in_call]
 
     # ---- what the kernel says --------------------------------------------------------------
@@ -365,7 +365,7 @@ class Agent:
             self._enter_stage(STAGES[type(message)], grace=getattr(message, "grace", None))
 
     def _begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Hand a call on to the ranks, which have all ended the one before."""
+        """Send a call to the ranks, which have all ended the one before."""
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._ports.renew_master()
@@ -388,14 +388,14 @@ class Agent:
             self._rank_failed()
 
     def _kernel_gone(self) -> None:
-        """The kernel or the connection to it is gone: end the ranks without grace, and exit."""
+        """End the ranks without grace and exit, since the kernel or its connection is gone."""
         self.close()
         os._exit(0)
 
     # ---- what ranks say --------------------------------------------------------------------
 
     def relay(self, rank: RankProcess) -> None:
-        """Pass on what a rank says, unless the kernel is far behind."""
+        """Forward a rank's messages to the kernel, unless the kernel is far behind."""
         if self._channel.num_pending > _BUSY_PENDING:
             self.may_pause = True
             return
@@ -414,7 +414,7 @@ class Agent:
         self._pass_on(rank, messages)
 
     def _relay_rest(self, rank: RankProcess) -> None:
-        """Pass on all that a rank said before it ended, however far behind the kernel is."""
+        """Forward all messages of a rank that has ended, even if the kernel is far behind."""
         try:
             while messages := rank.channel.drain():
                 self._pass_on(rank, messages)
@@ -424,12 +424,12 @@ class Agent:
                 rank.broken = BROKEN
 
     def _give_up(self, rank: RankProcess) -> None:
-        """Nothing can be heard from the rank any more: say why, and end it."""
+        """Report a rank whose connection is broken, and kill it."""
         self._report_broken(rank)
         rank.send_signal(signal.SIGKILL)
 
     def _report_broken(self, rank: RankProcess) -> None:
-        """Say what is wrong with the connection to a rank; in a call, that is its failure."""
+        """Report a broken connection to a rank; during a call as a failure of the rank."""
         if not rank.is_in_call:
             self._post(wire.Notice, text=f"rank {rank.rank} {rank.broken}")
             return
@@ -460,25 +460,25 @@ class Agent:
                 os.close(fd)
 
     def _gather(self, metric: wire.Metric) -> None:
-        """Keep what a rank has logged until it is passed on together with more."""
+        """Keep the metrics that a rank logged, to forward them together with more."""
         self._metrics.append(metric)
         if len(self._metrics) >= _MAX_METRICS:
             self._post_metrics()
 
     def _post_metrics(self) -> None:
-        """Pass on what ranks have logged: before the end of a call, since later it is dropped."""
+        """Forward the gathered metrics, before the end of a call: later ones are dropped."""
         if self._metrics:
             metrics, self._metrics = tuple(self._metrics), []
             self._post(wire.Metrics, call=self._call, metrics=metrics)
 
     def _may_say(self, rank: RankProcess, message: wire.Message) -> bool:
-        """Whether a rank may send this: what a rank says of itself, and the end of a call once."""
+        """Return whether a rank may send this message now; others are dropped."""
         if isinstance(message, (wire.Returned, wire.Raised)):
             return rank.is_in_call and message.call == self._call
         return message.from_rank and message.call in (0, self._call)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
-        """Act on what a rank says; gives the message as it is passed on to the kernel."""
+        """Act on a rank's message; return the message to forward to the kernel."""
         if isinstance(message, wire.RankReady):
             self._note_process(rank, message)
         if isinstance(message, wire.CallStarted):
@@ -503,7 +503,7 @@ class Agent:
         return message
 
     def _note_process(self, rank: RankProcess, message: wire.RankReady) -> None:
-        """A rank is in another process than the one that was started for it: watch that."""
+        """Watch the rank's actual process, if it is another than the one that was started."""
         if message.pid in (0, rank.pid):
             return
         self._unwatch(rank.exit_fd)
@@ -513,23 +513,24 @@ class Agent:
         self._post_pids()
 
     def _rank_failed(self) -> None:
-        """A rank here failed: the call is ended on the others, those of other agents included."""
+        """Report the failure of a rank here, which ends the call on all others, on all agents."""
         self._begin_settle_window()
         if self._has_others:
             self._post(wire.RankFailed, call=self._call)
 
     def _begin_settle_window(self) -> None:
-        """A rank failed, here or elsewhere: the others are ended after the settle window."""
+        """Begin the settle window, after which the other ranks are ended, since a rank failed."""
         self._ending = self._ending.failed(now=time.monotonic())
 
     def _is_after_interrupt(self, when: float) -> bool:
-        """Whether ranks here were interrupted before ``when``, a time of this machine's clock."""
+        """Return whether ranks here were interrupted before the monotonic time ``when``."""
         return self._interrupted_at is not None and when >= self._interrupted_at
 
     def reap_ended(self) -> None:
-        """Processes of ranks ended: pass on last words, end what they started, tell the kernel.
+        """Reap ended ranks: forward their last messages, end their children, tell the kernel.
 
-        All at once: to find what they started, every process of the machine is looked at.
+        It handles all ended ranks at once, since the search for their children reads every process of
+        the machine.
         """
         exits: list[tuple[RankProcess, bool, int]] = []
         for rank in self.ended:
@@ -552,7 +553,7 @@ class Agent:
             self._tell_end(rank, was_in_call=was_in_call, exitcode=exitcode)
 
     def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
-        """Tell the kernel how a rank's process ended; in a call that is a failure of the rank."""
+        """Report the end of a rank's process to the kernel; during a call it is a failure."""
         self._post_metrics()
         for message in rank.last_messages():
             self._channel.post(message)
@@ -574,7 +575,7 @@ class Agent:
     # ---- what goes out ---------------------------------------------------------------------
 
     def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
-        """Do what the stage asks for, unless that was done before."""
+        """Do what a stage of the ending asks for, unless the stage was reached before."""
         before = self._ending
         self._ending = before.ask(stage, now=time.monotonic(), grace=grace)
         if self._ending is before:
@@ -601,7 +602,7 @@ class Agent:
         self._channel.post(kind(run=self._launch.run, **fields))
 
     def close(self) -> None:
-        """End what is still there of the ranks, and remove their scratch files."""
+        """Kill what is left of the ranks, and remove their scratch files."""
         processes.kill_tree(rank.pid for rank in self.ranks if rank.alive)
         used_by = [*self.reaped, *processes.kill_descendants()]
         scratch.remove(self._launch.run, os.getpid(), used_by=used_by)

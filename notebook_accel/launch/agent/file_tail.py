@@ -32,7 +32,7 @@ _CUT = "[notebook-accel: a part of this line is in the rank's log only] "
 
 
 class FileTail:
-    """Follows one growing file and gives the newest part of what was added.
+    """Follows a growing file: each :meth:`read` returns the newest part of what was added.
 
     A file that was cut short is read from its start again, after a line that says so. If it is
     longer than before again by the next :meth:`read`, the cut goes unnoticed.
@@ -49,11 +49,11 @@ class FileTail:
         self.start = self.position = 0
 
     def skip(self) -> None:
-        """Leave out what the file has now."""
+        """Skip all that the file contains now."""
         self.start = self.position = self._file.seek(0, os.SEEK_END)
 
     def read(self, *, final: bool = False) -> tuple[str, int]:
-        """The text added since the last call, and how many lines before it were left out.
+        """Return the text added since the last call, and the number of lines skipped before it.
 
         Args:
             final: no more is expected: an incomplete character at the end is given as it is;
@@ -87,9 +87,9 @@ class FileTail:
 
 
 def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
-    """As many whole lines at the end as may be shown, and the number of those before them.
+    """Return (newest whole lines that fit a message, number of lines before, cut within a line).
 
-    The last value says whether it had to be cut within a line; None where nothing was cut.
+    The last value is None if nothing was cut.
     """
     start = len(data) - _MAX_LIVE_BYTES
     if start <= 0:
@@ -103,7 +103,7 @@ def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
 
 
 def _whole_characters(data: bytes) -> tuple[bytes, bytes]:
-    """``data`` cut before a UTF-8 character of which only the start is there."""
+    """Split ``data`` before an incomplete UTF-8 character at its end."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte >= 0xC0:

@@ -26,7 +26,7 @@ _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
-    """The gauges of a rank that was just started."""
+    """Return the gauges of a rank that was just started."""
     assert pid is not None
     environment = {**launch.environment, **spec.environment}
     if environment.get("ACCELERATE_USE_CPU") == "true":
@@ -45,7 +45,7 @@ def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gaug
 
 @lru_cache(maxsize=1)
 def _nvml() -> Any:
-    """NVML, ready; None where it cannot be had."""
+    """Return the initialised NVML module; None if it is unavailable."""
     try:
         import pynvml
 
@@ -56,7 +56,7 @@ def _nvml() -> Any:
 
 
 class Gauges:
-    """What one process takes, read once a second.
+    """CPU, memory and device use of one process, read once a second.
 
     Attributes:
         memory: resident, in bytes; None while unknown, as are the other numbers.
@@ -70,7 +70,7 @@ class Gauges:
     def __init__(
         self, pid: int, *, nvidia: str | None = None, is_pci_order: bool = False, name: str = ""
     ) -> None:
-        """Read nothing yet.
+        """Set up the gauges; the first values come with :meth:`read`.
 
         Args:
             pid: of the process.
@@ -94,11 +94,11 @@ class Gauges:
         self._busy = (0.0, 0.0)
 
     def follow(self, pid: int) -> None:
-        """Read of another process from now on."""
+        """Measure another process from now on."""
         self._pid, self._process, self._busy = pid, None, (0.0, 0.0)
 
     def read(self, now: float) -> None:
-        """Read anew, if a second has passed; ``now`` in seconds of the monotonic clock."""
+        """Update the values if a second has passed; ``now`` in monotonic seconds."""
         if now < self._next:
             return
         self._next = now + _READ_SECONDS

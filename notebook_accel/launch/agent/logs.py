@@ -26,25 +26,25 @@ __all__ = ["RankLogs", "rank_logs"]
 
 
 class RankLogs:
-    """The files with the output of ranks, in the run's folder, which the kernel reads."""
+    """The output files of ranks, in the run's folder, which the kernel reads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path(self, rank: int) -> Path:
-        """The file of a rank."""
+        """Return the path of a rank's output file."""
         return log_path(self._folder, rank)
 
     def open(self, rank: int) -> int:
-        """A descriptor by which a rank writes its output; the caller closes it."""
+        """Open the output file of a rank; return its descriptor, which the caller closes."""
         return open_log(self._folder, rank)
 
     def end(self, rank: int) -> None:
-        """Called when a rank's process has ended: nobody writes to its file any more."""
+        """Note that a rank's process has ended and its file grows no more."""
 
 
 class _LogsSent(RankLogs):
-    """Files in the agent's scratch folder, whose bytes the kernel gets as it asks for them."""
+    """Output files in the agent's scratch folder, whose bytes are sent to the kernel on request."""
 
     def __init__(self, channel: FramedChannel, run: str) -> None:
         folder = scratch.folder(run, os.getpid()) / "logs"
@@ -69,7 +69,7 @@ class _LogsSent(RankLogs):
 
 
 def rank_logs(launch: wire.Launch, channel: Channel) -> RankLogs:
-    """The files for the ranks of a launch.
+    """Return the output files for the ranks of a launch.
 
     Raises:
         ProtocolError: the kernel names no folder, and its channel carries no streams.

@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class RunPorts:
-    """What an agent has reserved for its run.
+    """The sockets that an agent has bound for its run.
 
     Attributes:
         master: bound to MASTER_PORT; None where rank 0 is behind another agent, or after the end.
@@ -47,11 +47,11 @@ class RunPorts:
 
     @property
     def master_number(self) -> int:
-        """MASTER_PORT; 0 where no port is reserved for it here."""
+        """MASTER_PORT; 0 if this agent has reserved no port for it."""
         return 0 if self.master is None else int(self.master.getsockname()[1])
 
     def renew_master(self) -> None:
-        """Take another MASTER_PORT: a rank may still listen on the old one, for its old group."""
+        """Reserve another MASTER_PORT: on the old one a rank may still listen for its old group."""
         if self.master is not None:
             # The old one is let go of afterwards, so that the new one is sure to be another.
             old = self.master
@@ -60,14 +60,14 @@ class RunPorts:
             self._is_new = True
 
     def master_for_rank_0(self) -> socket.socket | None:
-        """The socket on which stores of rank 0 listen; None where it has that, or needs none."""
+        """Return a new MASTER_PORT socket for rank 0; None if rank 0 has it or needs none."""
         if self.master is None or not (self._is_new and self._has_peers):
             return None
         self._is_new = False
         return self.master
 
     def close(self) -> None:
-        """Let go of the ports: the next launch may want the same."""
+        """Close the sockets: the next launch may want the same ports."""
         for bound in (self.master, self.store):
             if bound is not None:
                 bound.close()
@@ -75,10 +75,10 @@ class RunPorts:
 
 
 def _reserve(port: int, *, host: str = _LOOPBACK, shared: bool = False) -> socket.socket:
-    """A socket bound to a port of this machine, for a store of rank 0 to listen on.
+    """Return a socket bound to a port of this machine, for a store of rank 0 to listen on.
 
-    Rank 0 gets this very socket. Had it to bind one of its own, with SO_REUSEADDR on both, any
-    other user could bind the port as well, listen first, and get the connections of the others.
+    Rank 0 inherits the socket. If it bound a socket itself, with SO_REUSEADDR on both, another user
+    could bind the same port, listen first, and get the connections of the other ranks.
 
     Args:
         port: which; 0 for any that is free.

@@ -53,7 +53,7 @@ BROKEN = (
 
 
 class Process(Protocol):
-    """A process as ``multiprocessing`` shows it, or one of its descendants in its place."""
+    """Protocol of a process: that of ``multiprocessing``, or a descendant in its place."""
 
     @property
     def pid(self) -> int | None: ...
@@ -65,15 +65,15 @@ class Process(Protocol):
 
 
 class Starter(Process, Protocol):
-    """A process in whose children the ranks come to be."""
+    """Protocol of a process whose children become the ranks."""
 
     def child(self, pid: int) -> Process:
-        """The child of this number."""
+        """Return the child with this pid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What an agent shares with one rank, from before that is started.
+    """Descriptors and memory that an agent shares with one rank, made before it starts.
 
     Attributes:
         launch: what the kernel sent.
@@ -100,7 +100,7 @@ class Shared:
     def with_rank(
         cls, spec: wire.RankSpec, launch: wire.Launch, board: Scoreboard, logs: RankLogs
     ) -> Shared:
-        """Open all of it."""
+        """Open everything that is shared with a rank."""
         ours, theirs = socket.socketpair()
         log = logs.open(spec.rank)
         tail = FileTail(logs.path(spec.rank))
@@ -120,7 +120,7 @@ class Shared:
     def inherited(
         self, ports: RunPorts, *, store_socket: socket.socket | None, unneeded: Sequence[int]
     ) -> Inherited:
-        """What the rank has of it, and of the agent."""
+        """Return the record of what the rank process inherits from the agent."""
         return Inherited(
             agent_pid=os.getpid(),
             launch=self.launch,
@@ -156,7 +156,7 @@ class RankProcess:
     """
 
     def __init__(self, shared: Shared, process: Process) -> None:
-        """Take over a rank whose process has started; its own ends are closed here."""
+        """Take over a rank whose process has started; closes this process's copies of its ends."""
         assert process.pid is not None
         shared.theirs.close()
         os.close(shared.log)
@@ -188,7 +188,7 @@ class RankProcess:
         self._sample: dict[str, Any] = {}
 
     def descriptors(self) -> tuple[int, ...]:
-        """What the agent has open for this rank, which ranks that are forked later close."""
+        """The agent's descriptors for this rank, which ranks that are forked later close."""
         return (
             self.channel.fileno(),
             self.exit_fd,
@@ -199,7 +199,7 @@ class RankProcess:
         )
 
     def move(self, pid: int, host: RankProcess) -> None:
-        """The rank came to be in a child of the process that was started.
+        """Watch the child of the started process in which the rank really runs.
 
         Args:
             pid: of the child.
@@ -229,14 +229,14 @@ class RankProcess:
             self.send(message, fds)
 
     def end_call(self, *, has_returned: bool) -> Iterator[wire.Message]:
-        """The rank reported how its call ended; gives what else is new of it until then."""
+        """Note the end of the rank's call; yield its remaining output and a last sample."""
         self.is_in_call = False
         self.has_returned = has_returned
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Put a message into the rank's inbox; the rest of it goes out in :meth:`observe`."""
+        """Queue a message to the rank; :meth:`observe` writes what the socket does not take now."""
         if not self.channel.closed:
             self.channel.post(message, fds)
             self._flush()
@@ -250,25 +250,25 @@ class RankProcess:
 
     @property
     def is_dying(self) -> bool:
-        """Whether its connections are closed, and its process has not ended yet.
+        """Whether the rank's connection is closed while its process has not ended yet.
 
-        Those of a killed process close first, and the ranks that talk to it fail at that.
+        The connections of a killed process close before it is reaped, and its peers fail at that.
         """
         return self._closed_at is not None and self.alive
 
     def note_closed(self, now: float) -> None:
-        """Its end of the connection is closed: the process ends, or else its code closed it."""
+        """Note that the rank's end of the connection is closed: it dies, or its code closed it."""
         self._closed_at = now
 
     def check_connection(self, now: float) -> None:
-        """See whether what the rank has to say can still be heard; otherwise :attr:`broken`."""
+        """Set :attr:`broken` if the connection is closed but the process lives on."""
         if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
             self.broken = BROKEN
 
     # ---- look ------------------------------------------------------------------------------
 
     def observe(self, now: float) -> Iterator[wire.Message]:
-        """What is new: output, counters, stacks."""
+        """Yield messages about the rank's new output, counters and stacks."""
         if self.channel.num_pending:
             self._flush()
         if now >= self._next_output:
@@ -281,7 +281,7 @@ class RankProcess:
             yield from self._new_stacks(now)
 
     def last_messages(self) -> Iterator[wire.Message]:
-        """What is new once the process has ended."""
+        """Yield the messages that are left once the process has ended: output, counters, stacks."""
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
         if self._stacks_asked is not None:
@@ -325,7 +325,7 @@ class RankProcess:
     # ---- stacks ----------------------------------------------------------------------------
 
     def ask_stacks(self) -> None:
-        """Have faulthandler write where the rank stands."""
+        """Have faulthandler write the rank's stacks into its file."""
         if self.alive and self._stacks_asked is None:
             os.ftruncate(self._stacks, 0)
             os.lseek(self._stacks, 0, os.SEEK_SET)
@@ -347,7 +347,7 @@ class RankProcess:
     # ---- act -------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """KeyboardInterrupt in the rank's call."""
+        """Raise KeyboardInterrupt in the rank's call."""
         # If the signal comes before the rank has read the call, the rank sees this number as it
         # begins the call.
         self.row.interrupted_call = self._call
@@ -355,7 +355,7 @@ class RankProcess:
         self._signal(signal.SIGINT)
 
     def wake_if_unseen(self, now: float) -> None:
-        """Have the rank look at the interrupt that it was sent, if it has not.
+        """Wake the rank if it has not seen the interrupt that it was sent.
 
         A SIGINT that comes while its main thread begins to sleep, or that the system gives to
         another thread, is seen at the end of that sleep.
@@ -366,13 +366,13 @@ class RankProcess:
             self._signal(WAKE_SIGNAL)
 
     def disconnect(self) -> None:
-        """Have the rank shut its connections to other ranks down, if it is stuck in native code."""
+        """Have the rank shut down its connections to other ranks, if it is stuck in native code."""
         # Its thread that reads the eventfd may wake in the next call: this says which one is meant.
         self.row.disconnected_call = self._call
         os.eventfd_write(self._disconnect, 1)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the signal, unless the process was reaped; SIGKILL goes to its descendants too."""
+        """Send a signal, unless the process was reaped; SIGKILL goes to its descendants too."""
         if not self.alive:
             return
         if number == signal.SIGKILL:
@@ -388,8 +388,10 @@ class RankProcess:
             signal.pidfd_send_signal(self.exit_fd, number)
 
     def reap(self) -> int:
-        """Wait for the ended process, and close the connection to it; gives its exit code, which
-        is negative for a signal."""
+        """Wait for the ended process, and close its connection; return the exit code.
+
+        The exit code is negative for a signal.
+        """
         self._process.join()
         self.alive = False
         self.is_in_call = False

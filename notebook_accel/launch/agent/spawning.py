@@ -51,7 +51,7 @@ _MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
 def start_ranks(
     shared: Iterable[Shared], ports: RunPorts, unneeded: Sequence[int]
 ) -> list[RankProcess]:
-    """Start the leader, as ``_fork_ranks`` of agent.py says; ranks are in it until they move."""
+    """Start the leader process, in which all ranks are until ``xmp.spawn`` moves them."""
     shared = list(shared)
     heard, told = os.pipe()
     ours = [one.ours.fileno() for one in shared]
@@ -71,7 +71,7 @@ def start_ranks(
 
 
 class _Leader:
-    """The leader as the agent sees it."""
+    """The leader process, from which ``xmp.spawn`` forks the ranks, as the agent sees it."""
 
     def __init__(self, process: Any, deaths: int) -> None:
         self._process = process
@@ -89,11 +89,11 @@ class _Leader:
         self._process.join()
 
     def child(self, pid: int) -> _Child:
-        """A process with ranks."""
+        """Return the leader's child with this pid, which has ranks."""
         return _Child(self, pid)
 
     def exit_code_of(self, pid: int) -> int | None:
-        """The exit code of a child that has ended; None where nobody has seen it."""
+        """Return the exit code of a child that has ended; None if unknown."""
         deadline = time.monotonic() + _DEATH_SECONDS
         while pid not in self._exit_codes:
             if not is_readable(self._deaths, max(0.0, deadline - time.monotonic())):
@@ -131,7 +131,7 @@ _told: int
 
 
 def _lead(inherited: dict[int, Inherited], told: int, unneeded: Sequence[int]) -> None:
-    """Be the leader: bring the processes of the ranks about, and stay until they have ended."""
+    """Run as the leader: spawn the processes of the ranks, and stay until they have ended."""
     global _host, _told
     _inherited.update(inherited)
     first = next(iter(inherited.values()))
@@ -170,7 +170,7 @@ def _spawn(num_ranks: int) -> None:
 
 
 def _run_rank(ordinal: int) -> None:
-    """What each rank calls in its thread, once its device is ready."""
+    """Serve one rank in its thread, once its device is ready; called by ``xmp.spawn``."""
     runtime = import_module("torch_xla.runtime")
     number = int(runtime.world_size())
     num_here = min(number, int(runtime.addressable_runtime_device_count()))
@@ -186,7 +186,7 @@ def _check_world(number: int) -> None:
 
 
 def _serve_failing(error: Exception) -> None:
-    """Be the ranks that did not come to be, so that their call says why."""
+    """Serve the ranks that could not be spawned: their call raises ``error``."""
 
     def fail() -> None:
         raise error
@@ -202,7 +202,7 @@ def _serve_failing(error: Exception) -> None:
 
 
 class _HostProcess(ForkProcess):
-    """A process with ranks, as ``xmp.spawn`` makes it by its pool of processes."""
+    """A process with ranks, for the process pool of ``xmp.spawn``."""
 
     def start(self) -> None:
         super().start()
@@ -233,4 +233,4 @@ class _HostProcess(ForkProcess):
         super().join(timeout)
 
     def terminate(self) -> None:
-        """Nothing: when one process dies its pool would end the others, which is the agent's."""
+        """Do nothing: the agent ends the other processes when one dies, not the pool."""

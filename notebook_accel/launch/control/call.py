@@ -76,7 +76,7 @@ _MAX_REASON = 200
 
 
 class CallView(Protocol):
-    """What is asked of the view that shows a run: a ``View`` of ``view/__init__.py``."""
+    """Protocol of the view that shows a run: a ``View`` of ``view/__init__.py``."""
 
     def update(self, state: RunState) -> None: ...
     def close(self, state: RunState) -> None: ...
@@ -89,7 +89,7 @@ class CallView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class NewCall:
-    """What a call begins with.
+    """The folder, view and first state that the launcher makes for a call.
 
     Attributes:
         state: the newest state; before there are ranks, that nothing of the call exists.
@@ -115,7 +115,7 @@ class NewCall:
 
 
 class Call:
-    """One call, and who conducts it.
+    """Base class of calls: one call of a function on the ranks, and its state.
 
     Attributes:
         state, config, folder, metrics, view, handle: as :class:`NewCall` has them.
@@ -148,14 +148,14 @@ class Call:
     # ---- the end -----------------------------------------------------------------------------
 
     def check_waiting(self) -> None:
-        """Refuse to wait for an end of which this process will never hear.
+        """Raise if this process will never learn of the call's end.
 
         Raises:
             NotebookAccelError: the call goes on in another process.
         """
 
     def wait(self, timeout: float | None = None, presses: Sequence[Presses] = ()) -> bool:
-        """Wait for the end; False where it has not come within ``timeout`` seconds.
+        """Wait for the end of the call; return False if it has not come within ``timeout`` seconds.
 
         Args:
             timeout: seconds; None for no limit.
@@ -181,22 +181,22 @@ class Call:
         return True
 
     def stop(self, grace: float | None = None) -> None:
-        """Ask the ranks to leave."""
+        """Ask the ranks to leave the call at the same step."""
 
     def press(self, number: int) -> None:
-        """The person interrupted once more: 1 interrupts, 2 terminates, 3 kills."""
+        """Act on the person's interrupt of this number: 1 interrupts, 2 terminates, 3 kills."""
 
     def kill(self) -> None:
-        """End the ranks now."""
+        """Kill the ranks now."""
 
     # ---- what it leaves ----------------------------------------------------------------------
 
     def stacks(self, rank: int | None = None) -> str:
-        """Where the ranks' Python stands."""
+        """Return the ranks' current Python stacks as text."""
         return ""
 
     def logs(self, rank: int | None = None, max_bytes: int | None = None) -> str:
-        """What one rank printed, or all ranks with a label on each line.
+        """Return the output of one rank, or of all ranks with a label on each line.
 
         Args:
             rank: None for all.
@@ -223,7 +223,7 @@ class Call:
 
 
 def _labelled(rank: int, text: str) -> str:
-    """The output of a rank with its number on each line."""
+    """Return a rank's output with the rank's number on each line."""
     # Not splitlines(): a form feed ends no line.
     lines = text.removesuffix("\n").split("\n") if text else []
     return "".join(f"[rank {rank}] {line}\n" for line in lines)
@@ -239,7 +239,7 @@ class RankCall(Call):
     metrics: MetricStore
 
     def __init__(self, pool: RankPool, packed: PackedCall, new: NewCall) -> None:
-        """Make ready; :meth:`sent` sends the call.
+        """Prepare the call; :meth:`sent` sends it.
 
         Args:
             pool: the ranks.
@@ -303,7 +303,7 @@ class RankCall(Call):
         return stacks_text(self._pool.stacks(rank), self._labels)
 
     def note_stop(self) -> bool:
-        """Note that somebody wants the end; False where the call has ended already."""
+        """Mark the call as stopped; return False if it has ended already."""
         with held(), self._state_lock:
             if self.state.has_ended:
                 return False
@@ -319,7 +319,7 @@ class RankCall(Call):
     # ---- its sending
 
     def restart_by(self, start_again: Callable[[int], RankPool], close: Callable[[], None]) -> None:
-        """Have the ranks started again after a failure, as often as the settings say.
+        """Set the functions that restart the ranks after a failure, ``max_restarts`` times.
 
         Args:
             start_again: starts them, for the attempt of this number; they are not listened to yet.
@@ -329,9 +329,9 @@ class RankCall(Call):
 
     @contextlib.contextmanager
     def sent(self, packet: wire.Packet, fds: tuple[int, ...], *, last: bool) -> Iterator[None]:
-        """Send the call; nothing is heard from its ranks inside of the block, which opens its run.
+        """Send the call; messages of its ranks wait for the end of the block, which opens its run.
 
-        The call has its number there: who finds the run in the list may stop or kill it.
+        The call has its number within the block, so that the listed run can be stopped or killed.
 
         Args:
             packet: what is called.
@@ -381,7 +381,7 @@ class RankCall(Call):
             pool.start()
 
     def _let_go(self) -> None:
-        """The call is not sent once more."""
+        """Release what another attempt would need: descriptors and the starter of ranks."""
         if self._close is not None:
             self._close()
         fds, self._fds = self._fds, ()
@@ -391,7 +391,7 @@ class RankCall(Call):
     # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
     def begin(self, number: int) -> None:
-        """Note the call's number before it is sent; once more, with 0, if it could not be sent."""
+        """Set the call's number before it is sent; 0 after a failure to send it."""
         self.number = number
         ranks = (
             replace(rank, pid=process.pid, agent=process.agent)
@@ -409,7 +409,7 @@ class RankCall(Call):
         return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Keep what a message brings; its descriptors are the call's from now on."""
+        """Handle a message about the call; its descriptors are the call's from now on."""
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
             self.results.keep(message.rank, message.value, list(fds))
@@ -432,7 +432,7 @@ class RankCall(Call):
         self._change(partial(apply, message))
 
     def lose(self, ranks: Sequence[int]) -> None:
-        """The agent of these ranks is gone, and they are with it."""
+        """Mark these ranks as failed, since their agent is gone."""
 
         def without(state: RunState) -> RunState:
             lost = (
@@ -446,7 +446,7 @@ class RankCall(Call):
         self._change(without)
 
     def _change(self, change: Callable[[RunState], RunState]) -> None:
-        """Change the state while the call runs."""
+        """Replace the state by ``change(state)`` while the call runs."""
         with self._state_lock:
             before = self.state
             state = change(before)
@@ -456,7 +456,7 @@ class RankCall(Call):
             self.state = state
 
     def tick(self) -> None:
-        """Look at the clock, and draw if that is due."""
+        """Do what is due by the clock: time limits, requests to stop, drawing."""
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._time_out()
@@ -474,7 +474,7 @@ class RankCall(Call):
             self._view_state()
 
     def _heed_others(self) -> None:
-        """End the call where another process has asked for it (``notebook-accel stop``)."""
+        """Stop the call if another process has asked for it (``notebook-accel stop``)."""
         how, _, seconds = self.folder.take_stop().partition(" ")
         if how == "kill":
             self.kill()
@@ -482,7 +482,7 @@ class RankCall(Call):
             self.stop(float(seconds) if seconds else None)
 
     def _time_out(self) -> None:
-        """End the call, politely the first time, and harder each grace period after that."""
+        """End the call after its timeout: politely, then harder after each grace period."""
         if not self._is_time_over:
             self._is_time_over = True
             # It is not what ends a call that was stopped before, or whose ranks have all ended.
@@ -494,7 +494,7 @@ class RankCall(Call):
         self._deadline = time.monotonic() + self._pool.grace
 
     def finish(self, lost: Sequence[LostAgent]) -> None:
-        """The call has ended: decide what came of it and let everybody know.
+        """End the call: decide its verdict, draw the end, and set ``ended``.
 
         Args:
             lost: the agents that ended before their ranks had.
@@ -516,7 +516,7 @@ class RankCall(Call):
     def _begins_again(
         self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
     ) -> bool:
-        """Start the ranks again after a failure; False where the run has ended with it."""
+        """Restart the ranks after a failure; return False if the run has ended with it."""
         with self._state_lock:
             state = self.state
             folder = str(self.folder.path)
@@ -546,7 +546,7 @@ class RankCall(Call):
         self._context.run(self.view.update, self.state)
 
     def _renew(self, pool: RankPool) -> None:
-        """Other ranks take the place of those that have ended; the call is sent to them next."""
+        """Reset the state for the ranks of ``pool``, which replace ranks that have ended."""
         with self._state_lock:
             self._pool = pool
             assert self.results is not None, "the run has not ended"
@@ -557,7 +557,7 @@ class RankCall(Call):
             self.state = replace(self.state, ranks=fresh.ranks, hang=None, status=status)
 
     def _fail_by(self, error: Exception) -> None:
-        """Our own code failed while it looked for what came of the call: that is told instead."""
+        """Report an internal error in place of the verdict."""
         _log.warning("the end of run %s could not be judged", self.state.run, exc_info=error)
         failure = Failure(
             message=(
@@ -574,7 +574,7 @@ class RankCall(Call):
             )
 
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
-        """The final state; nobody may change it any more."""
+        """Compute and save the final state, which nobody changes afterwards."""
         self.metrics.flush()
         self.metrics.close()
         verdict = judge(

@@ -62,7 +62,7 @@ _TELL_SILENCE_SECONDS = 20.0
 
 
 class RunningCall(Protocol):
-    """What the pool asks of the call that its ranks are in; :class:`RankCall` does it."""
+    """Protocol of the call that the ranks of a pool are in; :class:`RankCall` is one."""
 
     number: int
     state: RunState
@@ -92,7 +92,7 @@ class RankPool:
     def __init__(
         self, links: Sequence[AgentLink], *, run: str, grace: float, log_dir: Path
     ) -> None:
-        """Take over the processes that were, or are to be, launched behind ``links``.
+        """Take over the rank processes behind ``links``, launched already or to be launched.
 
         Args:
             links: to their agents; the first has rank 0.
@@ -143,7 +143,7 @@ class RankPool:
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen.
+        """Start the thread that listens to the agents.
 
         Raises:
             LaunchError: no thread can be started; the ranks are ended.
@@ -162,7 +162,7 @@ class RankPool:
     def await_agents(self) -> None:
         """Wait until the agents have ended, a few seconds at most, once all ranks have.
 
-        What each removes at its end is that of the run, of which another attempt may follow.
+        Each agent removes files of the run at its end, which another attempt would use.
         """
         for link in self._all_links:
             link.how_it_ended()
@@ -206,7 +206,7 @@ class RankPool:
                 raise
 
     def check_free(self) -> None:
-        """Refuse what cannot be called now.
+        """Raise unless a call could be sent now.
 
         Raises:
             LaunchError: a call is running, or a rank process has ended.
@@ -234,7 +234,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Have the thread hear and draw nothing inside of the block, as while a call is opened."""
+        """Pause the listening thread within the block, while a call is opened."""
         with held(), self._turn:
             yield
 
@@ -246,11 +246,11 @@ class RankPool:
     # ---- what anybody may ask ----------------------------------------------------------------
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send a message to every agent; for one that is gone it is dropped."""
+        """Send a message to every agent; agents that are gone are skipped."""
         self._send_to(list(self._links), message, fds)
 
     def send_launch(self, link: AgentLink, message: wire.Launch) -> None:
-        """Send one agent what starts its rank processes."""
+        """Send one agent the message that starts its rank processes."""
         self._send_to([link], message)
 
     def _send_to(
@@ -263,7 +263,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def _channels(self) -> Iterator[None]:
-        """Use the channels inside of the block; what is to be sent meanwhile is sent at its end."""
+        """Lock the channels within the block; messages queued there are sent at its end."""
         with self._lock:
             self._uses_channels = True
             try:
@@ -286,18 +286,18 @@ class RankPool:
             self._uses_channels = False
 
     def stop(self, *, call: int, grace: float | None) -> None:
-        """Ask the ranks to leave the call of this number, all at the same point of it.
+        """Ask the ranks to leave the call of this number, all at the same stop point.
 
         Like :meth:`interrupt` and :meth:`terminate` it does nothing once that call has ended.
         """
         self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
 
     def interrupt(self, *, call: int) -> None:
-        """KeyboardInterrupt in the ranks that are in the call of this number."""
+        """Raise KeyboardInterrupt in the ranks that are in the call of this number."""
         self._ask_end(wire.Interrupt(run=self.run, call=call))
 
     def terminate(self, *, call: int) -> None:
-        """SIGTERM to the ranks that are in the call of this number."""
+        """Send SIGTERM to the ranks that are in the call of this number."""
         self._ask_end(wire.Terminate(run=self.run, call=call))
 
     def _ask_end(self, message: wire.Message) -> None:
@@ -307,13 +307,13 @@ class RankPool:
                 self.send(message)
 
     def shut_down(self) -> None:
-        """No more calls come: the rank processes end after the one that they are in."""
+        """End the rank processes after their current call; no more calls come."""
         with held(), self._lock:
             self._is_shutting_down = True
             self.send(wire.Shutdown(run=self.run))
 
     def kill(self, *, call: int = 0) -> None:
-        """SIGKILL the ranks in the call of this number, which is stopped; with 0, all of them."""
+        """Send SIGKILL to the ranks in the call of this number; with 0, to all ranks."""
         with held():
             with self._lock:
                 # If all are killed, the pool's thread must not end the call before the processes
@@ -331,11 +331,11 @@ class RankPool:
         self.send(wire.Kill(run=self.run, call=call))
 
     def _is_in(self, call: int) -> bool:
-        """Whether the call of this number goes on; asked with the lock held."""
+        """Return whether the call of this number goes on; the caller holds the lock."""
         return self._call is not None and self._call.number == call
 
     def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
-        """Where the Python of one rank, or of each, stands: its number and faulthandler's text."""
+        """Return (rank, faulthandler's dump) of one rank, or of each."""
         asked = time.monotonic()
         chosen = [number for number in range(len(self.processes)) if rank in (None, number)]
 
@@ -375,7 +375,7 @@ class RankPool:
         self._finish()
 
     def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
-        """Take what an agent says; one that cannot be followed any more is lost."""
+        """Handle the messages of an agent; treat an agent with a broken connection as lost."""
         try:
             self._take_all(link)
             if link.channel.has_ended:
@@ -394,13 +394,13 @@ class RankPool:
         self._lose(link, end)
 
     def _watch_writable(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector wake when a socket that was full takes more."""
+        """Wake the selector when a full socket can take more."""
         for link in self._links:
             pending = selectors.EVENT_WRITE if link.channel.num_pending else 0
             selector.modify(link.channel.fileno(), selectors.EVENT_READ | pending, link)
 
     def _all_ended(self) -> bool:
-        """Whether every process has ended, and all that was said of them is here."""
+        """Return whether every process has ended, and all its messages have arrived."""
         if any(process.status != "ended" for process in self.processes):
             return False
         return not any(link.channel.is_receiving for link in self._links)
@@ -425,7 +425,7 @@ class RankPool:
             raise problem
 
     def _take(self, link: AgentLink, message: wire.Message, fds: list[int]) -> None:
-        """Take one message. Its descriptors are closed, unless the call keeps them."""
+        """Handle one message; close its descriptors unless the call keeps them."""
         with contextlib.ExitStack() as unwanted:
             for fd in fds:
                 unwanted.callback(os.close, fd)
@@ -447,7 +447,7 @@ class RankPool:
                 call.take(message, fds)
 
     def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
-        """Write the output of a rank on another machine into the run's folder, as ranks here do."""
+        """Write the output of a rank on another machine into the run's folder."""
         fd = open_log(self._log_dir, rank)
         self._log_streams[rank] = link, stream, os.fstat(fd).st_size
         with self._channels():
@@ -456,7 +456,7 @@ class RankPool:
     # ---- what agents must know of each other -----------------------------------------------
 
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
-        """Tell the other agents what one of them said that concerns their part of the call."""
+        """Forward an agent's message to the other agents if it concerns their part of the call."""
         if isinstance(message, wire.PortReserved):
             self._release_for_others(message.port)
         elif isinstance(message, wire.RankFailed):
@@ -466,7 +466,7 @@ class RankPool:
             self._decide_stop(message.call)
 
     def _release_for_others(self, port: int) -> None:
-        """The port of the call is known: send the other agents the messages that waited for it."""
+        """Send the call to the other agents, which had to wait for the port of its ranks."""
         with self._channels():
             for message, fds in self._for_others.release(port):
                 for link in self._links:
@@ -478,13 +478,13 @@ class RankPool:
             self._for_others.drop()
 
     def _decide_stop(self, call: int) -> None:
-        """Once every agent has answered a stop, tell all ranks where to leave."""
+        """Send all ranks the point at which to leave, once every agent has answered a stop."""
         leave = self._stop_answers.leave_point(link.rank_numbers for link in self._links)
         if leave is not None:
             self.send(wire.LeaveAt(run=self.run, call=call, **asdict(leave)))
 
     def _lose(self, link: AgentLink, end: AgentEnd) -> None:
-        """An agent is gone: its ranks have ended with it, and the call ends on the others."""
+        """Mark the ranks of an agent that is gone as ended, and end the call on the others."""
         self._links.remove(link)
         ended = {process.rank for process in self.processes if process.status == "ended"}
         link.end()
@@ -543,7 +543,7 @@ class RankPool:
                 call.take(wire.Notice(call=call.number, text=link.silence), ())
 
     def _has_all_output(self, call: RunningCall) -> bool:
-        """Whether what the ranks printed in the call is on this machine."""
+        """Return whether all that the ranks printed in the call has arrived here."""
         for state in call.state.ranks:
             link, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
             received = None if link is None else link.channel.num_received(stream)
@@ -565,7 +565,7 @@ class RankPool:
         call.finish(tuple(self._lost))
 
     def _finish(self) -> None:
-        """All rank processes have ended."""
+        """Close the pool after all rank processes have ended."""
         # Somebody may be sending a last message.
         with self._channels():
             for link in self._links:

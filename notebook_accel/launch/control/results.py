@@ -44,20 +44,20 @@ class Results:
         self._rescued: Any = None
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        """Keep what a rank sent; closes the descriptors."""
+        """Keep the pickled result that a rank sent; closes the descriptors."""
         self._packed[rank] = unpack(packet, fds)
 
     def put(self, rank: int, value: object) -> None:
-        """Keep what a rank in this very process returned, as it is."""
+        """Keep the result of a rank in this very process, as the object that it is."""
         self._values[rank] = value
 
     def has(self, rank: int) -> bool:
-        """Whether a rank returned something, None included."""
+        """Return whether a rank has a result, None included."""
         with self._lock:
             return rank in self._values or rank in self._packed
 
     def get(self, rank: int) -> Any:
-        """What a rank returned; unpickled once, in the caller's thread.
+        """Return the result of a rank; unpickled once, in the caller's thread.
 
         Raises:
             KeyError: it returned nothing (:meth:`has`).
@@ -71,29 +71,29 @@ class Results:
             return self._values[rank]
 
     def clear(self) -> None:
-        """Forget everything: the ranks are started again."""
+        """Drop all results, before the ranks are started again."""
         with self._lock:
             self._packed.clear()
             self._values.clear()
             self._parts.clear()
 
     def keep_part(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        """Keep what a rank had of what was being trained; closes the descriptors."""
+        """Keep a rank's part of the training state of a stopped run; closes the descriptors."""
         self._parts[rank] = unpack(packet, fds)
 
     @property
     def has_rescued(self) -> bool:
-        """Whether ranks sent what was being trained."""
+        """Whether ranks sent training state of a stopped run."""
         return bool(self._parts) or self._rescued is not None
 
     @property
     def rescued_bytes(self) -> int:
-        """How much they sent, while nobody has asked for it."""
+        """Size of the training state that ranks sent, as long as it is not unpickled."""
         packs = self._parts.values()
         return sum(buffer.nbytes for packed in packs for buffer in packed.buffers)
 
     def rescued(self) -> Any:
-        """What was being trained, put together of what the ranks sent; None where they did not.
+        """Return the training state put together from all ranks; None if none was sent.
 
         Raises:
             Exception: whatever its classes raise when they are remade here.
@@ -109,7 +109,7 @@ class Results:
             return self._rescued
 
     def exception(self, pickled: bytes | None) -> BaseException | None:
-        """What a rank raised, from its pickle; None where it does not unpickle."""
+        """Unpickle the exception that a rank raised; None if it does not unpickle."""
         if self.raised is not None:
             return self.raised
         return payload.unpack_exception(pickled, self._registry)

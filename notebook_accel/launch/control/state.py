@@ -255,7 +255,7 @@ class RunState:
     def now(self) -> float:
         """Return wall time in seconds, unaffected by changes of the system clock during the run.
 
-        So what took 10 seconds is shown as 10, though the system's clock was set meanwhile.
+        Durations stay right even if the system's clock is set meanwhile.
         """
         if self.began is None:
             return time.time()

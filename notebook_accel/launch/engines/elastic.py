@@ -74,7 +74,7 @@ _POLL_SECONDS = 0.05
 
 
 class ElasticEngine(MachinesEngine):
-    """This machine, and those that join the launch."""
+    """Ranks on this machine and on others that join the launch."""
 
     description = "engine='elastic', which finds its machines by `notebook-accel join`"
     unused = (
@@ -186,7 +186,7 @@ class ElasticEngine(MachinesEngine):
 
 
 def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -> int:
-    """How many ranks a machine gets.
+    """Return the number of ranks for a machine that joined.
 
     Raises:
         ConfigError: it cannot have as many, or has other devices than this one.
@@ -211,7 +211,7 @@ def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -
 def join(
     address: str, token: str, *, tell: Callable[[str], None] | None = None, num_ranks: int = 0
 ) -> None:
-    """Lend this machine to a run of a notebook, until the run has ended.
+    """Join this machine to a run of a notebook, until the run has ended.
 
     An interrupt ends the ranks here, and so the run.
 
@@ -261,7 +261,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class _Guest:
-    """This machine while it is lent."""
+    """Serves a notebook with this machine, which has joined its run."""
 
     def __init__(self, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
         self._environment = environment
@@ -270,7 +270,7 @@ class _Guest:
         self._agent: AgentLink | None = None
 
     async def serve(self, host: str, port: int, token: Token, info: wire.MachineJoined) -> None:
-        """Do what the notebook asks for until the connection ends."""
+        """Serve the notebook's requests until the connection ends."""
         link = await self._connect(host, port, token)
         interface = interface_of(link.own_address)
         serving = asyncio.ensure_future(link.serve(self._requests.put_nowait))
@@ -305,7 +305,7 @@ class _Guest:
     async def _start(
         self, link: MachineLink, message: wire.StartMachineAgent
     ) -> asyncio.Task[None] | None:
-        """Have an agent forked; the task ends once it has ended, and the notebook knows."""
+        """Fork an agent; return a task that ends once it has ended and the notebook knows."""
         directory = message.directory if os.path.isdir(message.directory) else os.getcwd()
         fork = partial(
             fork_agent, self._environment, (), tcp_pair, run=message.run, sees_files=False

@@ -147,7 +147,7 @@ def _environment(environment: dict[str, str]) -> Iterator[None]:
 def _seeded(seed: int | None) -> Iterator[None]:
     """Seed the generators as a rank's within the block, and restore the notebook's after it.
 
-    Then the notebook's own go on; those of its devices begin anew.
+    Random numbers of the notebook's devices begin anew.
     """
     if seed is None:
         yield

@@ -117,14 +117,14 @@ class AgentEngine(Engine):
 
     @abstractmethod
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """One agent for each of the plan, in its order, each of which waits for ``wire.Launch``.
+        """Start the plan's agents, in its order; each waits for ``wire.Launch``.
 
         Raises:
             LaunchError: one could not be started; nothing is left of the others.
         """
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Which ranks there are after a failure, and behind which agents.
+        """Return the plan of ranks for another attempt after a failure.
 
         Raises:
             ConfigError, LaunchError: there can be none.
@@ -132,11 +132,11 @@ class AgentEngine(Engine):
         return self.plan_ranks(request)
 
     def close(self) -> None:
-        """No more ranks are to be started."""
+        """Note that no more ranks are to be started."""
 
 
 def abandon(links: Iterable[AgentLink]) -> None:
-    """End agents for which there is no run."""
+    """Close the channels of agents without a run, and end the agents."""
     for link in links:
         link.channel.close()
         link.end()
@@ -145,7 +145,7 @@ def abandon(links: Iterable[AgentLink]) -> None:
 def _launch_message(
     request: LaunchRequest, plan: RankPlan, *, run: str, start_method: str
 ) -> wire.Launch:
-    """What starts the rank processes of a run, without each agent's own ranks and folder."""
+    """Return the message that starts a run's ranks, without each agent's ranks and folder."""
     num_threads = num_threads_of(request.environment, plan.world_size)
     of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
     return wire.Launch(
@@ -163,7 +163,7 @@ def _launch_message(
 
 
 class LocalEngine(AgentEngine):
-    """Ranks are forks of a clean process, on the CPU or one rank an accelerator."""
+    """Ranks on this machine: forks of a clean process, on the CPU or one per accelerator."""
 
     description = "engine='local', whose ranks are on one machine"
     can_detach = True
@@ -210,7 +210,7 @@ def fork_agent(
     run: str,
     sees_files: bool,
 ) -> AgentLink:
-    """Have the template fork an agent.
+    """Have the template process fork an agent; return the link to it.
 
     Args:
         environment: names the template.
@@ -237,7 +237,7 @@ def fork_agent(
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection over the loopback: what would be a descriptor travels as bytes."""
+    """Return both ends of a loopback TCP connection, over which segments travel as bytes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, peer = server.accept()
@@ -249,7 +249,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 def _fork_agent(
     source: Template, connection: Callable[[], tuple[socket.socket, socket.socket]], run: str
 ) -> tuple[Template, int, Channel]:
-    """A new agent: the template that forked it, its pid, and the channel to it."""
+    """Fork an agent; return the template that forked it, its pid, and the channel to it."""
     secret = new_secret()
     ours, theirs = connection()
     try:
@@ -272,7 +272,7 @@ def _fork_agent(
 
 
 def _end(source: Template, pid: int, run: str) -> None:
-    """End an agent and all that it started, even if both it and its template are stuck."""
+    """End an agent and all that it started, even if both the agent and the template are stuck."""
     # Of one that has ended, the number may be that of another process by now.
     if source.exit_of(pid, timeout=0.0) is None:
         processes.kill_tree([pid])

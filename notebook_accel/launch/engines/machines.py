@@ -76,7 +76,7 @@ _END_SECONDS = 5.0
 
 
 class JoinedMachine:
-    """Another machine, while it is connected. Its methods are for any thread but the links'."""
+    """A connected machine of the run. Its methods are for any thread but the links'."""
 
     def __init__(self, link: MachineLink, info: wire.MachineJoined) -> None:
         self.info = info
@@ -89,12 +89,12 @@ class JoinedMachine:
 
     @property
     def name(self) -> str:
-        """Its host name and address."""
+        """The machine's host name and address."""
         return f"{self.info.host} ({self.address})"
 
     @property
     def address(self) -> str:
-        """The address by which this machine sees it."""
+        """The address of the other machine, as this one sees it."""
         return self._link.peer_address
 
     @property
@@ -104,11 +104,11 @@ class JoinedMachine:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is connected."""
+        """Whether the machine is connected."""
         return self._link.is_open
 
     def take(self, message: wire.Message) -> None:
-        """Take what it says; called by its link."""
+        """Handle a message of the machine; called by its link."""
         if isinstance(message, wire.MachineAgentStarted):
             self._answers.put_nowait(message)
         elif isinstance(message, wire.MachineAgentEnded):
@@ -120,7 +120,7 @@ class JoinedMachine:
                 self._link.close()
 
     def close_answers(self) -> None:
-        """The connection has ended; called by its link."""
+        """Note that the connection has ended; called by its link."""
         self._answers.put_nowait(None)
         self._is_idle.set()
 
@@ -131,7 +131,7 @@ class JoinedMachine:
         *,
         run: str,
     ) -> AgentLink:
-        """Have it start an agent.
+        """Have the machine start an agent; return the link to it.
 
         Args:
             ranks: those that the agent is to start.
@@ -168,14 +168,14 @@ class JoinedMachine:
         return await self._answers.get()
 
     def _end_agent(self, _: asyncio.Task[None]) -> None:
-        """The run has closed its channel."""
+        """End the agent on the machine, after the run has closed its channel."""
         if self._stays:
             self._link.send(wire.EndMachineAgent())
         else:
             self._link.close()
 
     def let_go(self) -> None:
-        """No other agent is wanted of it; called in the thread of the links."""
+        """Disconnect once the agent has ended, if any; called in the thread of the links."""
         self._stays = False
         if self._is_idle.is_set():
             self._link.close()
@@ -238,15 +238,15 @@ class MachineServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port at which it listens."""
         return int(self._server.sockets[0].getsockname()[1])
 
     def admit_no_more(self) -> None:
-        """Listen no more: the token is used up, also where a machine is lost later."""
+        """Stop listening: the token is used up, even if a machine is lost later."""
         in_background().call_soon_threadsafe(self._server.close)
 
     def close(self) -> None:
-        """Listen no more, and let go of the machines, each once its agent has ended."""
+        """Stop listening, and disconnect each machine once its agent has ended."""
         in_background().call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
@@ -313,17 +313,17 @@ class MachinesEngine(AgentEngine):
         self._machines: list[JoinedMachine] = []
 
     def _listen(self, host: str, port: int, wanted: int) -> MachineServer:
-        """Listen for machines, as :class:`MachineServer` says, as long as this engine is there."""
+        """Return a :class:`MachineServer` that listens as long as this engine exists."""
         server = self._server = MachineServer(host, port, wanted)
         weakref.finalize(self, server.close)
         return server
 
     @abstractmethod
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
-        """Plan the ranks of these machines, which are those of the run from then on."""
+        """Return the plan of ranks on these machines, which are those of the run from then on."""
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """On the machines that are left."""
+        """Return a plan of ranks on the machines that are still connected."""
         if self._server is None:
             return super().plan_again(request)
         machines = [machine for machine in self._server.machines if machine.is_open]
@@ -357,7 +357,7 @@ class MachinesEngine(AgentEngine):
 
 
 def torchelastic_variables(config: LaunchConfig) -> dict[str, str]:
-    """What functions written for torchrun read of restarts."""
+    """Return torchrun's variables about restarts, which functions for torchrun read."""
     return {
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
@@ -365,7 +365,7 @@ def torchelastic_variables(config: LaunchConfig) -> dict[str, str]:
 
 
 def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The interface of gloo and NCCL, unless the person has set one."""
+    """Return the variables of gloo and NCCL that name the interface, unless the person set them."""
     chosen = (variable for variable in INTERFACES if environment.get(variable) in (None, "lo"))
     return dict.fromkeys(chosen, name) if name else {}
 
@@ -377,7 +377,7 @@ def _fields_of_launch(
     num_ranks: int,
     directory: str,
 ) -> dict[str, Any]:
-    """What ranks of another machine have of it: its variables, and beside them what cells set."""
+    """Return the fields of ``wire.Launch`` for another machine: its environment, path and so on."""
     of_machine = {**info.environment, **_set_by_cells()}
     of_plan = {name: text for name, text in plan.environment.items() if name not in INTERFACES}
     if request.config.devices == "cpu":
@@ -409,7 +409,7 @@ def _set_by_cells() -> dict[str, str]:
 
 
 def notices_of(machines: Sequence[JoinedMachine]) -> tuple[str, ...]:
-    """Lines for the person: who is there, and what may go wrong."""
+    """Return lines for the person: the machines that joined, and likely problems."""
     here = version("torch")
     other = [f"{m.info.host} has {m.info.torch}" for m in machines if m.info.torch != here]
     names = ", ".join(machine.name for machine in machines)
@@ -428,7 +428,7 @@ def interface_of(address: str) -> str:
 
 
 def outward_address() -> str:
-    """The address by which this machine would reach others; nothing is sent to find it."""
+    """Return the address that this machine uses towards others; nothing is sent to find it."""
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with udp, contextlib.suppress(OSError):
         udp.connect(("192.0.2.1", 9))  # set aside for documentation

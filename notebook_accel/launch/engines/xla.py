@@ -23,7 +23,7 @@ __all__ = ["XlaEngine"]
 
 
 class XlaEngine(LocalEngine):
-    """Ranks are what ``xmp.spawn`` of torch_xla starts: one for each device, or one."""
+    """Ranks on TPUs, started by ``xmp.spawn`` of torch_xla: one for each device, or one."""
 
     description = "engine='xla', whose ranks are on this machine's TPU"
     start_method = "xla"
@@ -39,7 +39,7 @@ class XlaEngine(LocalEngine):
     def _find_devices(
         self, config: LaunchConfig, environment: Mapping[str, str]
     ) -> tuple[str, int]:
-        """The platform and the number of its devices, as :func:`tpu.count_devices` gives them.
+        """Return the platform and the number of its devices, from :func:`tpu.count_devices`.
 
         Raises:
             ConfigError, LaunchError: as :meth:`check_here`.

@@ -71,7 +71,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Registry:
-    """The notebook's own objects, to which references that come back are resolved."""
+    """The notebook's own objects, to which references in results are resolved."""
 
     objects: tuple[Any, ...] = ()
 
@@ -82,7 +82,7 @@ _OF_TRAINING = ("torch.nn.", "torch.optim.", "torch.utils.data.")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCall:
-    """A function and its arguments, ready for any number of ranks.
+    """A pickled function with its arguments, ready for any number of ranks.
 
     Attributes:
         packed: for :func:`unpack_call`.
@@ -101,7 +101,7 @@ class PackedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class UnpackedCall:
-    """A function and its arguments, as a rank has them.
+    """A function and its arguments, as unpickled in a rank.
 
     Attributes:
         sent: the notebook's classes and functions, as they were remade here in this call and,
@@ -127,7 +127,7 @@ def pack_call(
     sources: Sequence[CellSource] = (),
     session: Registry | None = None,
 ) -> PackedCall:
-    """Pickle a function, its arguments and what of the notebook it uses.
+    """Pickle a function, its arguments, and what the function uses of the notebook.
 
     Args:
         function: to be called on each rank.
@@ -165,7 +165,7 @@ def pack_call(
 
 
 def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> UnpackedCall:
-    """The function and its arguments, in a rank.
+    """Unpickle a function and its arguments, in a rank.
 
     In the first call a process gets a new ``__main__``. It holds what the function uses, and
     ``linecache`` the cells' sources.
@@ -196,7 +196,7 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
 def _dump(
     make: Callable[..., P], value: Callable[[P], object]
 ) -> tuple[bytes, list[pickle.PickleBuffer], P]:
-    """Pickle ``value(pickler)``."""
+    """Pickle ``value(pickler)``; return the pickle, its out-of-band buffers and the pickler."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = make(file, buffers.append)
@@ -218,7 +218,7 @@ def _as_packed(
 def _open_pickle(
     packed: Packed,
 ) -> tuple[tuple[CellSource, ...], memoryview, tuple[memoryview, ...]]:
-    """The sources, the pickle and its buffers."""
+    """Return the cells' sources, the pickle, and the pickle's buffers."""
     return load(packed.header), packed.buffers[-1], packed.buffers[:-1]
 
 
@@ -231,7 +231,7 @@ def _labelled(
     kwargs: dict[str, Any],
     pickler: CallPickler,
 ) -> Iterator[tuple[str, Any]]:
-    """Names and values of the notebook that travel."""
+    """Yield name and value of each of the call's objects from the notebook."""
     yield from arguments(function, args, kwargs).items()
     for used, names in pickler.used:
         yield from variables(used, names).items()
@@ -260,7 +260,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _is_of_torch(value: Any) -> bool:
-    """Whether it is torch itself, or one of its models, optimizers or loaders."""
+    """Return whether a value is torch itself, or one of its models, optimizers or loaders."""
     # Only its type is looked at: any other question runs code of the user's class, which may raise.
     if issubclass(type(value), types.ModuleType):
         return _is_torch(str(vars(value).get("__name__")))
@@ -269,7 +269,7 @@ def _is_of_torch(value: Any) -> bool:
 
 
 def _names_torch(function: Any) -> bool:
-    """Whether a function imports torch, or uses it as a global of its module."""
+    """Return whether a function imports torch, or uses it as a global of its module."""
     if type(function) is not types.FunctionType:
         return False
     known = function.__globals__
@@ -285,7 +285,7 @@ def _is_torch(module: str) -> bool:
 
 
 def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
-    """Pickle what a rank returned.
+    """Pickle the value that a rank returned.
 
     Tensors go to the CPU and lose their graph; a model loses its strategy's wrapper. Classes and
     functions that came from the notebook go back as references to the notebook's own.
@@ -306,7 +306,7 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:
-    """What a rank returned, made of the notebook's own classes.
+    """Unpickle the result of a rank, with the notebook's own classes.
 
     Args:
         packed: its buffers writable: tensors live in them.
@@ -320,7 +320,7 @@ def unpack_result(packed: Packed, registry: Registry) -> Any:
 
 
 def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> bytes | None:
-    """Pickle what a rank raised; None where that cannot be."""
+    """Pickle the exception that a rank raised; None if it cannot be pickled."""
     file = io.BytesIO()
     try:
         ResultPickler(file, sent=call.sent if call else ()).dump(error)
@@ -330,7 +330,7 @@ def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> by
 
 
 def unpack_exception(data: bytes | None, registry: Registry) -> BaseException | None:
-    """What a rank raised; None where it does not unpickle."""
+    """Unpickle the exception that a rank raised; None if it does not unpickle."""
     if data is None:
         return None
     try:

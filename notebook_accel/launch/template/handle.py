@@ -95,7 +95,7 @@ _BOOT = (
 
 
 class UnresponsiveTemplateError(LaunchError):
-    """The template did not answer, and was ended: a new one may."""
+    """Raised if the template did not answer and was ended; a new template may answer."""
 
 
 class Template:
@@ -106,7 +106,7 @@ class Template:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the process, with the variables of ``environment``.
+        """Start the process with this environment.
 
         Raises:
             LaunchError: the system refuses it.
@@ -146,12 +146,12 @@ class Template:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a launch would not have to wait for the process."""
+        """Whether a launch could use the process without waiting for it."""
         # It speaks first, once all is imported; one that was lost is not waited for.
         return self._channel is not None or self._was_lost or is_readable(self._socket)
 
     def wait_until_ready(self) -> None:
-        """Return once the process has imported all that it preloads.
+        """Wait until the process has imported all that it preloads.
 
         Raises:
             LaunchError: it ended before that.
@@ -161,7 +161,7 @@ class Template:
             self._ready()
 
     def fork_agent(self, sock: socket.socket, *, run: str, secret: bytes) -> int:
-        """Fork an agent that accepts the other end of ``sock`` by ``secret``; gives its pid.
+        """Fork an agent that accepts the other end of ``sock`` by ``secret``; return its pid.
 
         Raises:
             LaunchError: the template died, or could not fork.
@@ -177,7 +177,7 @@ class Template:
         return answer.pid
 
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
-        """The accelerators that a process with this environment sees.
+        """Return the accelerators that a process with this environment sees.
 
         Raises:
             LaunchError: the template died, or the accelerators could not be counted.
@@ -196,7 +196,7 @@ class Template:
         return self._devices[chosen]
 
     def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:
-        """How an agent ended; None if that is not known within ``timeout`` seconds.
+        """Return an agent's exit report; None if none arrives within ``timeout`` seconds.
 
         A template that is gone says nothing: it is not waited for.
         """
@@ -216,14 +216,14 @@ class Template:
         return self._exits.get(pid)
 
     def close(self) -> None:
-        """Let the process end once its agents have."""
+        """Let the process end once its agents have ended."""
         self._socket.close()
         self._stderr.close()
         if self._channel is not None:
             self._channel.close()
 
     def kill(self) -> None:
-        """End the process, and all that it forked, now."""
+        """Kill the process, and all that it forked, now."""
         processes.kill_tree([self.pid])
         self._process.wait()
         self.close()
@@ -273,7 +273,7 @@ class Template:
             return found
 
     def _wait(self, source: socket.socket | Channel, seconds: float) -> None:
-        """Return once there is something to read, or a queued question can be written.
+        """Wait until there is something to read, or a queued question can be written.
 
         Raises:
             UnresponsiveTemplateError: nothing comes in time.
@@ -303,7 +303,7 @@ class Template:
             self._exits.pop(message.pid, None)
 
     def _broken(self, error: str) -> LaunchError:
-        """The error for a connection that is of no use any more; its process is ended."""
+        """Return the error for an unusable connection; ends the process if it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
@@ -318,7 +318,7 @@ class Template:
         )
 
     def _lost(self, how: str) -> UnresponsiveTemplateError:
-        """End the process alone, since its agents can do without it; gives the error."""
+        """End the process but not its agents; return the error."""
         error = UnresponsiveTemplateError(
             f"the helper process from which ranks are started (pid {self.pid}) {how}, and was "
             "ended. Launch again: a new one is made. If it happens again, look for what stops "
@@ -333,7 +333,7 @@ class Template:
         return error
 
     def _error_output(self) -> str:
-        """What the process wrote to its standard error, as the end of a message; "" for nothing."""
+        """Return the process's standard error as the end of a message; "" for nothing."""
         if self._stderr.closed:
             return ""
         self._stderr.seek(0)
@@ -348,7 +348,7 @@ _asking = threading.RLock()
 
 
 def template(environment: Mapping[str, str] | None = None) -> Template:
-    """The template for launches with this environment; made where there is none that fits."""
+    """Return the template for launches with this environment; starts one if none fits."""
     global _current
     environment = os.environ if environment is None else environment
     with _asking, held():
@@ -362,7 +362,7 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
 
 
 def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
-    """What ``question`` gives for the template of this environment.
+    """Return ``question(template)`` for the template of this environment.
 
     It is asked once more, of a new template, where the first one did not answer.
 
@@ -377,7 +377,7 @@ def ask_template(environment: Mapping[str, str], question: Callable[[Template], 
 
 
 def close() -> None:
-    """Let go of the template; the next launch makes a new one."""
+    """Let the current template end; the next launch starts a new one."""
     global _current
     if _current is not None:
         _current[1].close()
@@ -385,7 +385,7 @@ def close() -> None:
 
 
 def warm() -> None:
-    """Start the template, so that the first launch finds it ready; returns at once.
+    """Start the template ahead of the first launch; returns at once.
 
     Where the system refuses it nothing is raised: the launch itself will say what is wrong.
     ``NOTEBOOK_ACCEL_WARM=0`` in the environment keeps it from being started before a launch.
@@ -398,7 +398,7 @@ def warm() -> None:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a template depends on: this process, interpreter, and variables read early."""
+    """Return the key of a template: process, interpreter and variables that are read early."""
     variables = tuple(
         sorted(
             (name, value)

@@ -67,7 +67,7 @@ _MAX_TRACEBACK_BYTES = 20_000
 
 
 def serve(fd: int, kernel_pid: int) -> None:
-    """Be a template: import, then fork agents until the kernel goes."""
+    """Run the template process: import, then fork agents until the kernel goes."""
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
         return
@@ -96,7 +96,7 @@ def serve(fd: int, kernel_pid: int) -> None:
 
 
 def _end_everything(runs: Mapping[int, str] | None = None) -> None:
-    """The kernel's process ended: nobody wants this one, nor the agents of these runs."""
+    """End this process and the agents of these runs, since the kernel's process ended."""
     reaped = processes.kill_descendants()
     for agent, run in (runs or {}).items():
         scratch.remove(run, agent, used_by=reaped)
@@ -187,7 +187,7 @@ class Server:
         self._tell(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
 
     def _tell(self, message: wire.Message) -> None:
-        """Tell the kernel; where it has let go of this template, the agents go on without it."""
+        """Send the kernel a message; ignored if the kernel has closed the connection."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
@@ -203,7 +203,7 @@ class Server:
         self._tell(msgspec.structs.replace(answer, run=message.run))
 
     def _ask_child(self, environment: dict[str, str], errors: int) -> wire.Message:
-        """Ask in a child: torch may have to initialise a device for the answer.
+        """Return the devices, counted in a child process: torch may have to initialise one.
 
         Raises:
             OSError: it could not be forked.
@@ -231,7 +231,7 @@ class Server:
         return answer
 
     def _fork(self, act: Callable[[], None], *, errors: int) -> int:
-        """Fork a child that does ``act`` and ends; what it raises is written to ``errors``."""
+        """Fork a child that calls ``act`` and exits; its exception is written to ``errors``."""
         pid = os.fork()
         if pid:
             return pid
@@ -252,7 +252,7 @@ def _end_child(pid: int) -> None:
 
 
 def _read_and_close(errors: int) -> str:
-    """What a child wrote of its error before it ended; nothing where it had none."""
+    """Return the error that a child wrote before it ended; "" if it wrote none."""
     text = os.pread(errors, _MAX_TRACEBACK_BYTES, 0).decode(errors="replace")
     os.close(errors)
     return text

@@ -45,7 +45,7 @@ _decoder: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(
 
 
 def encode(message: wire.Message) -> bytes:
-    """The bytes of one message; text that UTF-8 cannot carry is spelled out."""
+    """Return the bytes of one message; characters that UTF-8 lacks are escaped."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
@@ -75,11 +75,11 @@ _CHUNK = 1 << 18
 
 
 class ProtocolError(NotebookAccelError):
-    """The peer sent what is no message."""
+    """Raised if the peer sent bytes that are no valid message."""
 
 
 class _Frame:
-    """A frame that is being written. Each step is noted by the very call that does it.
+    """A frame that is being written; it can go on after an exception at any point.
 
     ``extend(map(f, ...))`` runs ``f`` and stores what it gave inside of C, without a step of Python
     in between, at which a signal handler could raise: no byte is sent twice, and no descriptor
@@ -148,7 +148,7 @@ class Channel:
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a file or segment that the peer began to send has not come whole."""
+        """Whether a file or segment of the peer has arrived in part only."""
         return False
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
@@ -164,7 +164,7 @@ class Channel:
     def hand_over(self, message: wire.Message, fds: Sequence[int]) -> None:
         """Queue a message; its descriptors are the channel's from now on, which closes them.
 
-        It needs no other descriptor, as the duplicates of :meth:`post` would.
+        Unlike :meth:`post`, it duplicates no descriptor.
 
         Raises:
             ProtocolError: it is larger than any message may be.
@@ -178,7 +178,7 @@ class Channel:
         self._post(data, tuple(fds))
 
     def _post(self, data: bytes, fds: tuple[int, ...]) -> None:
-        """Queue an encoded message, and what its descriptors stand for."""
+        """Queue an encoded message with its descriptors."""
         self._queue(data, len(fds), fds)
 
     def _queue(self, data: bytes, num_fds: int = 0, fds: tuple[int, ...] = ()) -> None:
@@ -248,11 +248,11 @@ class Channel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more can come: once all messages were given out, reading raises."""
+        """Whether the connection has ended: reading raises once all messages were returned."""
         return self._end is not None
 
     def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:
-        """The messages that are there now; does not block.
+        """Return the messages that have arrived; does not block.
 
         Args:
             limit: stop reading once there are that many, though the peer may have sent more.
@@ -291,7 +291,7 @@ class Channel:
         self._incoming += data
 
     def _parse(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """The whole messages that were read; what is no message ends the channel."""
+        """Yield the whole messages that were read; an invalid one ends the channel."""
         try:
             while not isinstance(self._end, ProtocolError):
                 body, num_fds = self._next_frame()
@@ -304,7 +304,7 @@ class Channel:
             self._end = error
 
     def _next_frame(self) -> tuple[bytes | None, int]:
-        """The next frame, where it is whole, and how many descriptors belong to it."""
+        """Return the next frame, None if it is not whole, and its number of descriptors."""
         if len(self._incoming) < _HEADER.size:
             return None, 0
         length, num_fds = _HEADER.unpack_from(self._incoming)
@@ -320,7 +320,7 @@ class Channel:
     def _deliver(
         self, message: wire.Message, num_fds: int
     ) -> Iterator[tuple[wire.Message, list[int]]]:
-        """The messages that are complete now that ``message`` came."""
+        """Yield the messages that are complete now that ``message`` has arrived."""
         if num_fds > len(self._incoming_fds):
             why = " (too many files are open here: ulimit -n)" if self._has_lost_fds else ""
             raise ProtocolError(
@@ -329,7 +329,7 @@ class Channel:
         yield message, [self._incoming_fds.popleft() for _ in range(num_fds)]
 
     def save(self, stream: int, fd: int) -> None:
-        """Write a file that the peer follows to ``fd``, from now on; the channel closes it.
+        """Write the file that the peer sends as ``stream`` to ``fd``, which the channel closes.
 
         Raises:
             ProtocolError: the peer follows no file of that number.
@@ -338,7 +338,7 @@ class Channel:
         raise ProtocolError(f"no file comes as stream {stream}")
 
     def num_received(self, stream: int) -> int | None:
-        """Bytes of a file that came so far; None where it came whole, or was never begun."""
+        """Number of bytes received of a file; None if it is complete or unknown."""
         del stream
         return None
 

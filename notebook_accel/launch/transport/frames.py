@@ -70,15 +70,17 @@ class _SentStream:
     sent: int = 0
 
     def read(self) -> bytes:
-        """The next bytes that may be sent, of those that the file has now."""
+        """Return the file's next bytes, as many as the credit allows."""
         wanted = min(self.credit, _FRAME_BYTES)
         return os.pread(self.fd, wanted, self.sent) if wanted > 0 else b""
 
 
 @dataclass(kw_only=True)
 class _ComingStream:
-    """A segment that comes, or a file that grows (``size`` is None then); ``fd`` is where its bytes
-    are written, None until somebody has said where the file is to be kept (``save``)."""
+    """A segment or growing file that is being received; ``size`` is None for a file.
+
+    ``fd`` is where its bytes are written; None for a file until ``save`` says where.
+    """
 
     fd: int | None
     size: int | None
@@ -130,15 +132,15 @@ class FramedChannel(Channel):
         self._queue(data, len(fds))
 
     def follow(self, fd: int) -> int:
-        """Send a file that grows, as its receiver asks for it; gives the number of its stream.
+        """Send a growing file as its receiver asks for it; return the number of its stream.
 
-        What is new is sent by the next :meth:`flush`. Nothing is, until the receiver has said
-        where to :meth:`save` it. The descriptor is duplicated.
+        Each :meth:`flush` sends the bytes that are new, once the receiver has called :meth:`save`
+        for the stream. The descriptor is duplicated.
         """
         return self._open(os.dup(fd), size=None, credit=0)
 
     def end(self, stream: int) -> None:
-        """A file that was followed grows no more: what it has now is its end."""
+        """Note that a followed file grows no more: its present size is its end."""
         with contextlib.suppress(KeyError):
             sending = self._sending[stream]
             sending.size = os.fstat(sending.fd).st_size
@@ -156,7 +158,7 @@ class FramedChannel(Channel):
             super().flush(block=block)
 
     def _queue_frames(self) -> bool:
-        """Queue the next frame of each stream that has credit; False where none has."""
+        """Queue the next frame of each stream that has credit; return whether any frame waits."""
         for stream, sending in list(self._sending.items()):
             data = sending.read()
             sending.sent += len(data)
@@ -266,8 +268,10 @@ class FramedChannel(Channel):
             segment.finish(coming.fd)
 
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """The messages that wait for nothing any more, in their order for each rank and for those
-        about no rank."""
+        """Yield the messages whose segments are complete, in order for each rank.
+
+        Messages about no rank have an order of their own.
+        """
         for rank, queue in list(self._waiting.items()):
             while queue and queue[0].is_whole:
                 first = queue.popleft()

@@ -81,7 +81,7 @@ _loop_lock = threading.Lock()
 
 
 def in_background() -> asyncio.AbstractEventLoop:
-    """The event loop of all connections, in a thread of its own; started when first asked for."""
+    """Return the event loop of all connections; the first call starts its thread."""
     global _loop
     with held(), _loop_lock:
         if _loop is None:
@@ -93,7 +93,7 @@ def in_background() -> asyncio.AbstractEventLoop:
 
 
 def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """What ``work`` gives, done in the background; raises what it raises.
+    """Run ``work`` in the background loop; return its result, or raise its error.
 
     Raises:
         TimeoutError: it takes longer than ``timeout`` seconds; it is cancelled.
@@ -116,7 +116,7 @@ def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """What a machine needs beside the address: the secret, and by whom it is to be read."""
+    """The secret and certificate fingerprint with which a machine joins."""
 
     secret: bytes
     fingerprint: bytes
@@ -128,7 +128,7 @@ class Token:
 
     @classmethod
     def of_text(cls, text: str) -> Token:
-        """The token that ``text`` is.
+        """Parse a token from its text.
 
         Raises:
             ConfigError: it is none. The error does not repeat it.
@@ -149,7 +149,7 @@ class Token:
 
 
 def server_context() -> tuple[ssl.SSLContext, bytes]:
-    """What the notebook listens with: a fresh certificate; and its fingerprint.
+    """Return a TLS context with a fresh certificate, and the certificate's fingerprint.
 
     Raises:
         LaunchError: the package that makes certificates is not installed.
@@ -174,7 +174,7 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
 
 
 def _new_certificate() -> tuple[bytes, bytes]:
-    """A private key with its certificate as PEM, and the certificate as DER."""
+    """Return (private key and certificate as PEM, certificate as DER)."""
     from datetime import datetime, timedelta, timezone
 
     from cryptography import x509
@@ -205,7 +205,7 @@ def _new_certificate() -> tuple[bytes, bytes]:
 
 
 async def open_link(host: str, port: int, token: Token) -> MachineLink:
-    """Connect to the notebook that ``token`` is of; nothing is sent to any other.
+    """Connect to the notebook that has the token's certificate; send nothing to any other.
 
     Raises:
         LaunchError: it is another one.
@@ -235,7 +235,7 @@ def prove(writer: asyncio.StreamWriter, token: Token) -> None:
 
 
 async def check_proof(reader: asyncio.StreamReader, token: Token) -> str:
-    """Read what a machine proves itself with.
+    """Read the version and secret that a machine sends, and check them.
 
     Returns:
         Why it is refused; "" where it is not.
@@ -258,7 +258,7 @@ async def check_proof(reader: asyncio.StreamReader, token: Token) -> str:
 
 
 class MachineLink:
-    """One end of a connection, whose other end was found to be the right one.
+    """One end of a connection between machines whose other end has been authenticated.
 
     Its methods are for the thread of :func:`in_background`.
 
@@ -313,7 +313,7 @@ class MachineLink:
         return kind, data
 
     async def _beat(self) -> None:
-        """Send heartbeats, and end the connection where none come."""
+        """Send heartbeats; close the connection if none arrive."""
         num_missing = 0
         while num_missing < _MAX_MISSING:
             self._write(_BEAT)
@@ -325,7 +325,7 @@ class MachineLink:
         self.abort()
 
     async def attach(self, sock: socket.socket) -> asyncio.Task[None]:
-        """Pass the bytes of a channel's socket on, both ways; the task ends when it is closed."""
+        """Relay a channel's socket over the link, both ways; the task ends when it is closed."""
         reader, self._local = await asyncio.open_connection(sock=sock)
         return asyncio.ensure_future(self._pass_on(reader))
 
@@ -336,17 +336,17 @@ class MachineLink:
                 await self._writer.drain()
 
     def detach(self) -> None:
-        """Let the channel see its end, once it has what came before."""
+        """Close the link's end of the attached channel, which still reads what was sent before."""
         if self._local is not None:
             self._local.close()
             self._local = None
 
     def close(self) -> None:
-        """End the connection once all is sent."""
+        """Close the connection once everything queued has been sent."""
         self.is_open = False
         self._writer.close()
 
     def abort(self) -> None:
-        """End the connection now."""
+        """Close the connection now; what is queued is lost."""
         self.is_open = False
         self._writer.transport.abort()

@@ -75,10 +75,10 @@ class LeavePoint:
 
 
 def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
-    """The points after the highest that a rank of any agent has passed.
+    """Return the point right after the highest one that any rank has passed.
 
-    A function that reads ``should_stop`` decides for itself: then batches go on, on all ranks,
-    those included that have not come to their first read yet.
+    If any rank reads ``should_stop``, the point is a read: batches go on, on all ranks, also on
+    those that have not come to their first read yet.
     """
     points = tuple(points)
     reads = 1 + max((point.reads for point in points), default=0)
@@ -129,8 +129,10 @@ class RankRow(ctypes.Structure):
 
     @property
     def leaving(self) -> bool:
-        """Whether a stop needs nothing more of this rank: its loop was ended, or its function has
-        read ``should_stop`` since, and decides for itself when it returns."""
+        """Whether a stop needs nothing more of this rank, which ends by itself.
+
+        Its loop was ended, or its function has read ``should_stop`` and decides when to return.
+        """
         return bool(self.left_batches or self.waits_reads)
 
 
@@ -157,7 +159,7 @@ class Scoreboard:
     # ---- what the agent does ---------------------------------------------------------------
 
     def reset(self) -> None:
-        """Begin a new call: no stop is asked, and nobody has counted anything.
+        """Zero all counters for a new call; no stop is asked for.
 
         The agent does it while no rank is in a call, so that nobody else writes meanwhile.
         """
@@ -166,15 +168,15 @@ class Scoreboard:
         self._view[_OTHERS_ENDED] = not self._has_others
 
     def note_others_ended(self) -> None:
-        """The ranks of all other agents have ended their part of the call."""
+        """Note that the ranks of all other agents have ended their part of the call."""
         self._view[_OTHERS_ENDED] = 1
 
     def ask_stop(self) -> None:
-        """From now on a rank that comes to a point waits there."""
+        """Ask for a stop: a rank that comes to a point waits there from now on."""
         self._view[_ASKED] = 1
 
     def passed(self, *, patient: bool = True) -> StopPoint | None:
-        """The highest points that ranks here have passed; asked for once a stop is.
+        """Return the highest points that ranks here have passed, once a stop was asked for.
 
         Args:
             patient: give None while a rank has come to a point and not yet said whether it went
@@ -219,7 +221,7 @@ class Scoreboard:
         return bool(self._view[_ASKED])
 
     def leaves(self, local_rank: int, counter: str) -> bool:
-        """Wait until it is known where a stop makes all ranks leave; whether this rank leaves now.
+        """Wait until the stop point is known; return whether this rank leaves now.
 
         A rank calls it once it has counted and then seen ``stop_asked``. While no stop is asked,
         a rank that has counted sets ``passed_...`` itself.

@@ -47,7 +47,7 @@ MAX_INLINE_BYTES = 1 << 16
 
 
 def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
-    """Make ready to send.
+    """Convert a pickled value into a message packet and descriptors to send with it.
 
     Args:
         packed: its buffers are copied, so they may be changed as soon as this returns.
@@ -70,7 +70,7 @@ def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def sendable(packed: Packed) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
-    """What :func:`pack` gives, whose descriptors are open inside of the block."""
+    """Yield the packet and descriptors of :func:`pack`; the descriptors close after the block."""
     packet, fds = pack(packed)
     try:
         yield packet, fds
@@ -80,7 +80,7 @@ def sendable(packed: Packed) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
 
 
 def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
-    """What :func:`pack` was given, as the process at the other end sees it.
+    """Return the pickled value of a received packet; the inverse of :func:`pack`.
 
     Args:
         packet: from the message.
@@ -120,7 +120,7 @@ def _seals() -> int:
 
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Where buffers of these sizes lie in a segment.
+    """Return the offset of each buffer in a segment, and the size of the segment.
 
     Args:
         sizes: in bytes.
@@ -161,7 +161,7 @@ def seal(buffers: Sequence[memoryview]) -> int:
 
 
 def create(size: int) -> int:
-    """A segment of ``size`` zero bytes that is still to be filled, and takes memory only then.
+    """Create a segment of ``size`` zero bytes, to be filled; it takes memory only then.
 
     Returns:
         A file descriptor, which the caller closes.
@@ -179,7 +179,7 @@ def create(size: int) -> int:
 
 
 def finish(fd: int) -> None:
-    """Seal a segment that was filled: nobody can change it any more."""
+    """Seal a filled segment, so that nobody can change it any more."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
 
 
@@ -192,7 +192,7 @@ def _write(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def attach(fd: int, sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    """The buffers of a segment: writable, each write private to this process.
+    """Map the buffers of a segment: writable, with each write private to this process.
 
     The memory lives as long as one of the views does; ``fd`` may be closed at once.
 

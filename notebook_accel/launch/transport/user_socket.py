@@ -29,7 +29,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """The socket's path by way of a descriptor: a path of a socket has 107 bytes at most."""
+    """Yield a short path to the folder's socket: paths of sockets have 107 bytes at most."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{_NAME}"
@@ -38,7 +38,7 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def listen(folder: Path) -> socket.socket:
-    """A socket in ``folder`` that takes connections.
+    """Return a listening unix socket in ``folder``.
 
     Raises:
         OSError: the folder's file system has no sockets, or cannot be written.
@@ -56,7 +56,7 @@ def listen(folder: Path) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> Channel | None:
-    """The next connection; None where it is gone again, or another user's."""
+    """Return a channel over the next connection; None if it is gone, or another user's."""
     try:
         sock, _ = listener.accept()
     except OSError:
@@ -65,7 +65,7 @@ def accept(listener: socket.socket) -> Channel | None:
 
 
 def connect(folder: Path) -> Channel | None:
-    """A connection to who listens in ``folder``; None where that is another user.
+    """Return a channel to the process that listens in ``folder``; None if another user owns it.
 
     Raises:
         OSError: nobody listens there.
@@ -91,5 +91,5 @@ def _checked(sock: socket.socket) -> Channel | None:
 
 
 def remove(folder: Path) -> None:
-    """Take the socket away."""
+    """Remove the folder's socket file."""
     (folder / _NAME).unlink(missing_ok=True)

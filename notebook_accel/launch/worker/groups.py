@@ -52,8 +52,8 @@ def close_group() -> None:
 def close_group_within(seconds: float) -> None:
     """Destroy the process group at the end of the process; give a group of NCCL a time limit.
 
-    To destroy a group of NCCL takes for ever where this rank has queued an operation that another
-    rank has not. Others are closed without a limit.
+    Destroying a group of NCCL never ends if this rank has queued an operation that another rank has
+    not. Groups of other backends have no limit.
     """
     if not _waits_on_device():
         close_group()
@@ -126,7 +126,7 @@ def _sockets() -> dict[str, int]:
 def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
     """Yield (name, duplicate) of each TCP socket of this process, and close the duplicate.
 
-    By the descriptors, and not by the system's list of connections (``/proc/net/tcp``), which
+    Found by their descriptors, not by the system's list of connections (``/proc/net/tcp``), which
     leaves some out while others come and go: a rank that kept its connection to the store waited
     there for ever.
     """

@@ -33,7 +33,7 @@ __all__ = ["TensorPiece", "RankPart", "Rescued", "parts_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rescued:
-    """What was being trained, as far as it was prepared by the newest ``Accelerator``.
+    """Training state of a stopped run: what the newest ``Accelerator`` had prepared.
 
     After an Interrupt it is what rank 0 had at that instant, which may lie in the middle of a step.
     """
@@ -61,7 +61,8 @@ class Rescued:
     def write(self, file: IO[bytes]) -> str:
         """Write all but the models, so that ``torch.load(file, weights_only=True)`` reads it.
 
-        Gives what is left out, "" for nothing: a class of the user's cannot be read so.
+        Returns the names of the parts that are left out, "" for none: a state with the user's own
+        classes cannot be read that way.
 
         Raises:
             Exception: the weights hold such a class, or what their classes or the disk raise.
@@ -85,7 +86,7 @@ class Rescued:
 
     @classmethod
     def read(cls, file: IO[bytes]) -> Rescued:
-        """What :meth:`write` has written; whatever torch raises for a file of something else."""
+        """Return the state that :meth:`write` wrote; raises what torch raises for other files."""
         kept = torch.load(file, map_location="cpu", weights_only=True)
         kept["missing"].append(
             "models: the file has state dicts alone; make each model anew and load its weights"
@@ -116,7 +117,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """What one rank has of what is rescued.
+    """One rank's part of the training state of a stopped run.
 
     A model is sent with its weights, and then its entry in ``weights`` is None. Or it is a
     meta copy (meta_copy.py) or None, and ``weights`` has its state dict, with a
@@ -130,7 +131,7 @@ class RankPart:
     step: int
 
     def join(self, others: Sequence[RankPart]) -> Rescued:
-        """What was being trained, from this part of rank 0 and those of the others."""
+        """Return the whole training state, from this part of rank 0 and those of the others."""
         parts = [self, *others]
         missing: list[str] = []
         if len({part.step for part in parts}) > 1:
@@ -161,7 +162,7 @@ class RankPart:
 
 
 def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
-    """This rank's part: with the models first, and then without them, if they cannot be pickled.
+    """Yield this rank's part: first with the models, then without, if they do not pickle.
 
     Args:
         preparation: what was prepared.
@@ -197,7 +198,7 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
 
 
 def _save(state: dict[str, Any], file: IO[bytes]) -> str:
-    """Write over a file; gives the classes in it that nobody reads without trusting the file."""
+    """Write a state to a file; return the classes that nobody loads without trusting the file."""
     file.seek(0)
     file.truncate()
     torch.save(state, file)
@@ -206,12 +207,12 @@ def _save(state: dict[str, Any], file: IO[bytes]) -> str:
 
 
 def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
-    """What the lists have at ``index``, those left out that are shorter."""
+    """Return the items at ``index`` of all lists that are long enough."""
     return [one[index] for one in lists if index < len(one)]
 
 
 def _in_pieces(values: Any) -> Any:
-    """``values`` with a :class:`TensorPiece` in place of each tensor that is spread over ranks."""
+    """Return ``values`` with a :class:`TensorPiece` for each tensor that is spread over ranks."""
     from torch.distributed.tensor import DTensor
 
     return recursively_apply(_piece, values, test_type=lambda value: isinstance(value, DTensor))
@@ -226,7 +227,7 @@ def _piece(spread: Any) -> TensorPiece:
 def _whole_model(
     model: Module | None, own: list[dict[str, Any] | None], name: str, missing: list[str]
 ) -> tuple[Module | None, dict[str, Any] | None]:
-    """A model and its weights, from the model as rank 0 sent it and the weights of all ranks."""
+    """Return a model and its weights, from rank 0's model and the weights of all ranks."""
     if model is not None and own[0] is None:  # it came with its weights
         return model, model.state_dict()
     weights = _whole(own, name, missing)
@@ -252,8 +253,10 @@ def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """One value from what each rank sent of it: pieces become one tensor, and a dictionary has the
-    keys of all ranks."""
+    """Return one value from the parts of all ranks.
+
+    Pieces become one tensor; a dictionary gets the keys of all ranks.
+    """
     first = parts[0]
     if isinstance(first, TensorPiece):
         return _put_together(parts)

@@ -134,7 +134,7 @@ class ProcessInfo:
 
     @property
     def _data_group(self) -> DataGroup:
-        """The data group of the newest ``Accelerator``, else one share for each rank."""
+        """Return the data group of the newest ``Accelerator``, else one share for each rank."""
         shown = current_data_group()
         return shown or DataGroup.of_all_ranks(self.num_processes, self.process_index)
 

@@ -82,7 +82,7 @@ _HOST = torch.device("cpu")
 
 
 def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.device:
-    """The device of a rank, made the current one of its process.
+    """Return the device of a rank, after making it the current device of the process.
 
     The variable ACCELERATE_TORCH_DEVICE may name one ("cpu", "cuda:1"), which all ranks of this
     machine then share; without an index it names the kind alone.
@@ -127,7 +127,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
 
 
 def _named_device(accelerator: torch.device | None) -> torch.device | None:
-    """The device that a variable names; None where there is no such variable."""
+    """Return the device named by ACCELERATE_TORCH_DEVICE; None if it is unset."""
     text = environment.read("TORCH_DEVICE")
     if text is None:
         return None
@@ -144,7 +144,7 @@ def _named_device(accelerator: torch.device | None) -> torch.device | None:
 
 
 def device_module(kind: str) -> Any:
-    """The module with what belongs to a kind of devices, such as ``torch.cuda``.
+    """Return torch's module for a type of device, such as ``torch.cuda``.
 
     Raises:
         RuntimeError: there is none.
@@ -161,7 +161,7 @@ def connect(device: torch.device) -> Exchange | None:
 
 
 def batch_boundary(device: torch.device) -> Callable[[], None] | None:
-    """Return a function to call before each batch is moved to such a device, or None."""
+    """Return a function to call before each batch is moved to the device, or None."""
     driver = _DRIVERS.get(device.type)
     mark: Callable[[], None] | None = None
     if driver is not None:
@@ -211,7 +211,7 @@ class Inventory:
 
 
 def inventory() -> Inventory:
-    """Look at the accelerators that this process sees."""
+    """Return the accelerators that this process sees."""
     accelerator = torch.accelerator.current_accelerator()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -250,8 +250,10 @@ _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
 
 
 def needed_by_cuda(names: Sequence[str]) -> dict[str, str]:
-    """The variables that keep GeForce cards of the 40 series from speaking to each other directly,
-    which they cannot with drivers before 550.40.07."""
+    """Return variables that turn off direct transfers between GeForce cards of the 40 series.
+
+    These cards do not support them with drivers before 550.40.07.
+    """
     if len(names) < 2 or not any("RTX 40" in name for name in names):
         return {}
     try:  # asked only where it may be so: nvidia-smi takes a second
@@ -273,14 +275,16 @@ _NEEDED: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"cuda": needed_
 
 
 def default_backend(device: torch.device) -> str:
-    """The backends for a group of ranks on such devices: theirs, and gloo for host tensors."""
+    """Return the backends of a process group on such devices, with gloo for host tensors."""
     own = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 
 def with_host(backend: str, device: torch.device) -> str:
-    """A backend that was asked for by name, with gloo for host tensors beside it where it is the
-    device's own and knows none: checkpoints, offloaded weights and objects are on the host."""
+    """Return the backends for a named one; gloo is added for host tensors if it lacks them.
+
+    Checkpoints, offloaded weights and objects are on the host.
+    """
     host, _, both = default_backend(device).partition(",")
     return f"{host},{both}" if both == f"{device.type}:{backend}" else backend
 
@@ -303,13 +307,15 @@ def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
 
 
 def has_ring_attention(device: torch.device) -> bool:
-    """Whether torch can compute attention over parts of sequences on such devices: it needs
-    kernels that give the sums of exponentials along with the result."""
+    """Return whether torch supports ring attention on such devices.
+
+    That needs kernels that return the sums of exponentials along with the result.
+    """
     return device.type != "cpu"
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether a device is the host itself."""
+    """Return whether a device is the host itself."""
     return device.type == "cpu"
 
 
@@ -319,7 +325,7 @@ def is_only_device(device: torch.device) -> bool:
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a CUDA device; None for any other."""
+    """Return the compute capability of a CUDA device; None for any other."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
@@ -354,7 +360,7 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Keep this process on the cores that are nearest to its CUDA device.
+    """Bind this process to the CPU cores that are nearest to its CUDA device.
 
     Nothing happens where there is no such device, or the machine (or an older torch) does not say
     which cores.
@@ -383,7 +389,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def _parse_cores(text: str) -> set[int]:
-    """The numbers in a list such as "0-3,8"."""
+    """Return the numbers in a list such as "0-3,8"."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

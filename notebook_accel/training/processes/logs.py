@@ -51,13 +51,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Name the rank where there are several."""
+        """Return the message with a prefix that names the rank, if there are several ranks."""
         context = current()
         prefix = f"[RANK {context.rank}] " if context.world_size > 1 else ""
         return f"{prefix}{msg}", kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """``warning``, once for equal texts."""
+        """Log a warning once per text; repetitions are dropped."""
         text = str(msg) % args if args else str(msg)
         if text not in self._warned:
             self._warned.add(text)

@@ -167,7 +167,7 @@ def find_executable_batch_size(
 
 
 def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """What gives the next size from the last one, which ``reduce`` gets if it has to have it."""
+    """Return a function of the last batch size that returns the next; wraps ``reduce``."""
     if reduce is None:
         return lambda size: size * 9 // 10
     try:

@@ -1,4 +1,4 @@
-"""The process group of a training: made once a rank, reachable from this machine only.
+"""The process group of a training, made once per rank, on the loopback interface if possible.
 
 Torch's own ``env://`` store listens on all interfaces without a secret, whatever MASTER_ADDR
 says. Where all ranks are on one machine, they meet at the store of ``launch.group_store`` on the
@@ -58,7 +58,7 @@ def open_process_group(
     backend: str,
     options: InitProcessGroupKwargs,
 ) -> None:
-    """Make the default group of this rank, and wait until all ranks are there.
+    """Make the default process group of this rank, and wait until all ranks have joined.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet.
@@ -81,7 +81,7 @@ def open_process_group(
 
 
 def close_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Leave a group; None is the default one, where nothing happens unless it was made here.
+    """Destroy a group; None is the default group, if this package made it.
 
     A prepared model may keep the group. Whoever drops that model later joins gloo's threads with
     Python's lock held, and hangs where one of them still wants the lock: so they get it before.
@@ -94,7 +94,7 @@ def close_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _close_at_exit(pid: int) -> None:
-    """Leave the default group of a script that has come to its end.
+    """Destroy the default group when a script ends, in the process with this pid.
 
     Left to Python's own end, a thread of gloo that still holds a tensor then aborts the process
     ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
@@ -111,7 +111,7 @@ def _close_at_exit(pid: int) -> None:
 
 
 def _wait_until_gloo_is_idle() -> None:
-    """Wait until gloo's threads hold nothing any more: until none of them runs for a while.
+    """Wait until gloo's threads hold no tensor: until none of them has run for a while.
 
     One that has just ended an operation needs Python's lock to give up its tensor. While it waits
     for the lock it wakes every 5 ms, and while this function sleeps it gets it.
@@ -126,7 +126,7 @@ def _wait_until_gloo_is_idle() -> None:
 
 
 def _gloo_threads() -> list[dict[str, str]]:
-    """The state of each thread that works for gloo, and how often it fell asleep; Linux says it."""
+    """Return the state of each gloo thread and how often it slept, from /proc."""
     threads = []
     for status in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # it may have ended
@@ -138,7 +138,7 @@ def _gloo_threads() -> list[dict[str, str]]:
 
 
 def _meets_here() -> bool:
-    """Whether the ranks meet on this machine at a store that nobody else holds."""
+    """Return whether MASTER_ADDR is this machine, and no torchrun agent holds the store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
     host = _needed("MASTER_ADDR")
@@ -159,7 +159,7 @@ def _needed(variable: str) -> str:
 
 
 def _use_loopback_interface() -> None:
-    """Keep what gloo and NCCL listen on off the network, unless the user named an interface."""
+    """Have gloo and NCCL listen on the loopback interface, unless the user named another."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
     for variable in _INTERFACE_VARIABLES if loopback else ():
@@ -167,7 +167,7 @@ def _use_loopback_interface() -> None:
 
 
 def _address() -> StorePort:
-    """Where rank 0 serves the store."""
+    """Return the address at which rank 0 serves the store."""
     reserved = current().store_port
     if reserved is not None:
         return reserved

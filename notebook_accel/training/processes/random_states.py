@@ -42,7 +42,7 @@ def note_torch_states(device: torch.device) -> dict[str, Any]:
 
 
 def note_random_states() -> dict[str, Any]:
-    """Give those of the host in a form that costs little, since loaders note them in each pass."""
+    """Return the random states of the host cheaply; loaders call this in each pass."""
     return {
         "random_state": random.getstate(),
         "numpy_random_seed": _numpy_state(),
@@ -74,15 +74,15 @@ def _numpy_state() -> Any:
 
 
 def as_plain(states: Mapping[str, Any]) -> dict[str, Any]:
-    """States in plain values and tensors, as a file keeps them; they may be so already."""
+    """Convert random states to plain values and tensors, as files store them."""
     kind, keys, *rest = states["numpy_random_seed"]
     return {**states, "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest)}
 
 
 def random_states_unchanged_since(states: Mapping[str, Any]) -> bool:
-    """Whether the states of the host are still what :func:`note_random_states` gave.
+    """Return whether the host's random states equal those of :func:`note_random_states`.
 
-    The cheapest are compared first, since loaders ask it.
+    The cheapest states are compared first, since loaders call this in each pass.
     """
     if not torch.equal(torch.get_rng_state(), states["torch_manual_seed"]):
         return False

@@ -34,7 +34,7 @@ class _Wrapped(NamedTuple):
 
 
 def note_wrapped(model: Module, wrap_again: Callable[[Any], None]) -> None:
-    """Have ``wrap_again(model)`` called when the default group was made anew.
+    """Register ``wrap_again(model)`` to be called when the default group is made anew.
 
     Args:
         model: as the user has it; it is not kept alive.

@@ -20,7 +20,7 @@ __all__ = ["new_generator", "set_seed", "synchronize_rng_state", "synchronize_rn
 
 
 def new_generator(seed: int) -> torch.Generator:
-    """A generator for what torch draws without being told a device, such as the order of samples.
+    """Return a seeded generator for random numbers without a device, such as sample orders.
 
     It lies where torch makes tensors (``torch.set_default_device``): torch takes no other there.
     """

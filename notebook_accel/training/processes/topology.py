@@ -43,7 +43,7 @@ _listeners: list[Callable[[Topology], None]] = []
 
 @dataclass(frozen=True)
 class Topology:
-    """Which rank this process is, of how many, and the device on which it computes."""
+    """Rank, number of ranks and device of this process."""
 
     process_index: int
     """Rank of this process."""
@@ -73,9 +73,9 @@ def topology() -> Topology:
 
 
 def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
-    """Find out which rank this is, and make its process group where there is none.
+    """Return the topology of this rank, after making its process group if there is none.
 
-    What was found out stays: ``cpu`` and ``options`` have an effect in the first call alone.
+    The topology is kept: ``cpu`` and ``options`` have an effect in the first call alone.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet, or this machine has fewer
@@ -95,7 +95,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
 
 
 def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
-    """Number of ranks, and of those on this machine, asked without making a process group.
+    """Return (number of ranks, number on this machine), without making a process group.
 
     Args:
         cpu: whether they are asked to compute on the host.
@@ -109,7 +109,7 @@ def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
 
 
 def tell(listener: Callable[[Topology], None]) -> None:
-    """Call a function with the topology: now, where it is established, and whenever it is anew."""
+    """Call ``listener`` with the topology: now if it is known, and whenever it is found anew."""
     if listener not in _listeners:
         _listeners.append(listener)
     # A module that is imported asks, perhaps in a process that forks the ranks only later.
@@ -176,7 +176,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
 
 
 def _read_mpi_environment(*, cpu: bool) -> None:
-    """Say in torchrun's variables which rank this is, where ``mpirun`` started it.
+    """Set torchrun's variables from those of MPI, if ``mpirun`` started this rank.
 
     For ranks that are to compute on the host alone, as in Accelerate: on other machines the
     variables of MPI may be those of the job in which a kernel runs.
@@ -225,7 +225,7 @@ def _open(context: RankContext, device: torch.device, options: InitProcessGroupK
 
 
 def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
-    """What the code or the launch asks for; None leaves it to the device."""
+    """Return the backend that the code or the launch asks for; None to go by the device."""
     return options.backend or environment.read("BACKEND")
 
 
@@ -238,7 +238,7 @@ def _backend_of(device: torch.device) -> str | None:
 
 
 def _is_stale(found: Topology) -> bool:
-    """Whether this process is a rank of its own, forked from another rank."""
+    """Return whether a topology is that of the rank from which this one was forked."""
     if found.pid == os.getpid() or current().launched:
         return False
     said = RankContext.from_environment()

@@ -34,7 +34,7 @@ _HAS_BATCHES = "batches since the last step on XLA"
 
 
 def is_used() -> bool:
-    """Whether this rank is to compute on XLA: PJRT_DEVICE says so, or there is a TPU for it.
+    """Return whether this rank computes on XLA, by PJRT_DEVICE or since there is a TPU.
 
     Raises:
         ConfigError: PJRT_DEVICE says so, and torch_xla does not fit torch.
@@ -48,7 +48,7 @@ def is_used() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this rank, seeded as torch is."""
+    """Return the XLA device of this rank, seeded with the seed of torch."""
     import torch_xla
 
     found: torch.device = torch_xla.device()
@@ -64,10 +64,10 @@ def connect() -> Exchange:
 
 
 def begin_batch() -> None:
-    """Run what was recorded since the last batch: until then operations are only noted.
+    """Run the operations recorded since the last batch: XLA only records them until then.
 
-    So does torch_xla's MpDeviceLoader at each batch. That one reads two dozen ahead, in threads:
-    nobody knows then which one the loop has, so where to resume, or whether it is the last.
+    torch_xla's MpDeviceLoader does the same at each batch, but reads two dozen batches ahead in
+    threads: then the batch of the loop is unknown, and with it where to resume.
     """
     import torch_xla
 
@@ -76,7 +76,7 @@ def begin_batch() -> None:
 
 
 def end_step() -> None:
-    """Run what was recorded, where no prepared loader does so at its next batch."""
+    """Run the recorded operations, unless a prepared loader does so at its next batch."""
     if not current().shared.pop(_HAS_BATCHES, False):
         import torch_xla
 
@@ -84,14 +84,14 @@ def end_step() -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the device: ``torch.manual_seed`` leaves it as it is."""
+    """Seed the device, which ``torch.manual_seed`` does not."""
     import torch_xla
 
     torch_xla.manual_seed(seed % 2**32)
 
 
 def get_rng_state() -> torch.Tensor:
-    """The state of the device's random numbers."""
+    """Return the state of the device's random numbers."""
     import torch_xla.core.xla_model as xm
 
     # A number without a sign, of 64 bits, of which torch has no tensors everywhere.
@@ -107,7 +107,7 @@ def set_rng_state(state: torch.Tensor) -> None:
 
 
 def memory_allocated(device: torch.device) -> int | None:
-    """Bytes in use on the device; None where its runtime does not say."""
+    """Return the bytes in use on the device; None if its runtime does not say."""
     import torch_xla.core.xla_model as xm
 
     try:

@@ -48,12 +48,12 @@ AUTO = "auto"
 
 
 def is_open(value: Any) -> bool:
-    """Whether an entry has no value yet."""
+    """Return whether an entry has no value yet."""
     return value is None or value == AUTO
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration, to ask and to complete.
+    """A DeepSpeed configuration whose entries can be read and completed.
 
     Attributes:
         config: the dictionary: a copy of one that was given, or that of another such configuration,
@@ -74,7 +74,7 @@ class HfDeepSpeedConfig:
         self._filled: dict[str, Any] = {}
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The section in which an entry stands (None where there is no such one), and its name."""
+        """Return the section of an entry (None if there is none), and the entry's last name."""
         *sections, name = ds_key_long.split(".")
         node: Any = self.config
         for section in sections:
@@ -84,12 +84,12 @@ class HfDeepSpeedConfig:
         return node, name
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of an entry, or the default where it is not there."""
+        """Return the value of an entry, or the default if it is missing."""
         node, name = self.find_config_node(ds_key_long)
         return default if node is None else node.get(name, default)
 
     def set_value(self, ds_key_long: str, value: Any) -> None:
-        """Set an entry; its sections are made where they are not there."""
+        """Set an entry; missing sections are made."""
         *sections, name = ds_key_long.split(".")
         node = self.config
         for section in sections:
@@ -99,29 +99,29 @@ class HfDeepSpeedConfig:
         node[name] = value
 
     def del_config_sub_tree(self, ds_key_long: str) -> None:
-        """Remove an entry or a section, where it is there."""
+        """Remove an entry or a section, if it exists."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None:
             node.pop(name, None)
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether an entry is set, and not to False or 0."""
+        """Return whether an entry is set, and not to False or 0."""
         return bool(self.get_value(ds_key_long))
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether an entry is to be filled in."""
+        """Return whether an entry is "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def is_zero2(self) -> bool:
-        """Whether gradients and optimizer states are in parts."""
+        """Return whether ZeRO stage 2 is set: gradients and optimizer states are sharded."""
         return bool(self.get_value("zero_optimization.stage") == 2)
 
     def is_zero3(self) -> bool:
-        """Whether weights are in parts too."""
+        """Return whether ZeRO stage 3 is set: weights are sharded too."""
         return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
-        """Whether weights or optimizer states are kept on the host or on a disk."""
+        """Return whether weights or optimizer states are kept on the host or on a disk."""
         devices = (
             self.get_value(f"zero_optimization.offload_{what}.device")
             for what in ("optimizer", "param")
@@ -129,9 +129,9 @@ class HfDeepSpeedConfig:
         return any(device in ("cpu", "nvme") for device in devices)
 
     def reopen(self) -> None:
-        """Make "auto" again what :meth:`fill` put in, for another model to be prepared.
+        """Restore the "auto" entries that :meth:`fill` replaced, to prepare another model.
 
-        What was changed since stays.
+        Entries that were changed since keep their values.
         """
         for key, value in self._filled.items():
             if self.get_value(key) == value:
@@ -139,7 +139,7 @@ class HfDeepSpeedConfig:
         self._filled = {}
 
     def fill(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Put values in the place of "auto", in place; those that are not given are left out.
+        """Replace "auto" entries by values, in place; entries without a value are removed.
 
         Args:
             values: by the entries' names with dots; more than there are entries does no harm.
@@ -159,7 +159,7 @@ class HfDeepSpeedConfig:
 
 
 def _entries(section: Mapping[str, Any], wanted: Any, prefix: str = "") -> Iterator[str]:
-    """The names of the entries with a value."""
+    """Yield the dotted names of the entries whose value is ``wanted``."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _entries(value, wanted, f"{prefix}{name}.")
@@ -251,7 +251,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
 
     @classmethod
     def resolve(cls, argument: str, given: Any) -> DeepSpeedPlugin | None:
-        """As :meth:`StrategyPlugin.resolve`; also takes a dictionary of one plugin."""
+        """Return the plugin from an argument of ``Accelerator`` or the environment, else None."""
         if isinstance(given, dict):
             # Accelerate takes several by name; DeepSpeed trains one model an Accelerator.
             if len(given) > 1:
@@ -273,7 +273,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return plugin  # type: ignore[no-any-return]
 
     def _join_with_fields(self) -> None:
-        """Let fields and configuration say the same."""
+        """Make fields and configuration agree: each fills in what the other leaves open."""
         differing = []
         for name, option in _ENTRIES.items():
             asked, there = getattr(self, name), self.get_value(option.entry)
@@ -295,11 +295,11 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             )
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """An entry of the configuration, by its name with dots."""
+        """Return an entry of the configuration, by its dotted name."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether an entry is to be filled in by ``prepare``."""
+        """Return whether ``prepare`` fills in an entry."""
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -316,12 +316,12 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
                 self.hf_ds_config.set_value(f"{name}.enabled", name == mixed_precision)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether ``from_pretrained`` of Transformers puts weights in parts as it reads them."""
+        """Return whether ``from_pretrained`` of Transformers shards weights as it reads them."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """A block in which ``from_pretrained`` puts weights in parts, or does not."""
+        """Set within the block whether ``from_pretrained`` shards weights as it reads them."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         self.set_deepspeed_weakref()
         try:
@@ -331,10 +331,10 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell Transformers whether to put weights in parts as it reads them.
+        """Tell Transformers whether to shard weights as it reads them.
 
-        It is not imported for this alone, which takes seconds, unless the flag was asked for: a
-        training that uses it has imported it before.
+        Transformers is imported for this, which takes seconds, only if the flag was asked for: a
+        training that uses Transformers has imported it before.
         """
         if not (self._wants_init or "transformers" in sys.modules):
             return
@@ -382,7 +382,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         set_z3_leaf_modules(model, [*kinds])
 
     def resolve_precision(self, asked: str | None) -> str | None:
-        """The mixed precision: the configuration's where it says one, else as asked.
+        """Return the configuration's mixed precision if it has one, else ``asked``.
 
         Raises:
             ConfigError: both say one, and not the same.
@@ -399,7 +399,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return asked
 
     def resolve_steps(self, asked: int | None) -> int | None:
-        """The batches a step: the configuration's where it says them, else as asked."""
+        """Return the configuration's number of batches per step if set, else ``asked``."""
         own = self.gradient_accumulation_steps
         if own == AUTO:
             return asked

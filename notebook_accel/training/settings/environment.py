@@ -32,13 +32,13 @@ _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
 
 def read(name: str) -> str | None:
-    """The text of the setting, None where it is not given or empty."""
+    """Return the text of a setting; None if it is unset or empty."""
     found = _find(name)
     return None if found is None else os.environ[found].strip()
 
 
 def read_flag(name: str) -> bool:
-    """The setting as a flag, False where it is not given.
+    """Return a setting as a flag; False if it is unset.
 
     Raises:
         ConfigError: its text is no flag.
@@ -48,7 +48,7 @@ def read_flag(name: str) -> bool:
 
 
 def read_count(name: str) -> int | None:
-    """The setting as a whole number of at least 1, None where it is not given."""
+    """Return a setting as a whole number of at least 1; None if it is unset."""
     variable = _find(name)
     if variable is None:
         return None
@@ -59,13 +59,13 @@ def read_count(name: str) -> int | None:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of some variables that is a number of at least 0, or the default."""
+    """Return the first of some variables that is a number of at least 0, or the default."""
     texts = (os.environ.get(name, "").strip() for name in env_keys)
     return next((int(text) for text in texts if text.isdecimal()), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """A variable as a flag, or the default where it is not set.
+    """Return a variable as a flag, or the default if it is unset.
 
     Raises:
         ConfigError: its text is no flag.
@@ -79,7 +79,7 @@ def _find(name: str) -> str | None:
 
 
 class CPUInformation(NamedTuple):
-    """Which rank the environment says that this process is, of how many."""
+    """Rank and number of ranks of this process, from the environment."""
 
     rank: int = 0
     world_size: int = 1
@@ -88,7 +88,10 @@ class CPUInformation(NamedTuple):
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """What torchrun's variables say, or those of MPI (Intel's, Open MPI's, MVAPICH2's)."""
+    """Return ranks and sizes from torchrun's variables, or those of MPI.
+
+    MPI is Intel's, Open MPI's or MVAPICH2's.
+    """
     return CPUInformation(
         rank=get_int_from_env(_of_mpi("RANK", "PMI_RANK", "RANK"), 0),
         world_size=get_int_from_env(_of_mpi("WORLD_SIZE", "PMI_SIZE", "SIZE"), 1),
@@ -120,7 +123,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether there is such a library.
+    """Return whether a library is installed.
 
     A folder of its name does not count: wandb leaves one where it ran, and Python would import that
     as an empty package.

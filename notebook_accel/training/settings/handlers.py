@@ -40,7 +40,7 @@ __all__ = [
 
 
 class _Texts(EnumMeta):
-    """Answers ``"bf16" in PrecisionType`` with every Python; before 3.12 it is a TypeError."""
+    """Metaclass of enums for which ``"bf16" in PrecisionType`` works; before 3.12 it raises."""
 
     def __contains__(cls, value: object) -> bool:
         members: Mapping[str, Any] = cls.__members__
@@ -48,7 +48,7 @@ class _Texts(EnumMeta):
 
 
 class TextEnum(str, Enum, metaclass=_Texts):
-    """Members equal their text, so ``x == "bf16"`` and ``x == Kind.BF16`` are both right."""
+    """Base class of enums whose members equal their text: ``x == "bf16"`` works."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -239,14 +239,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """What the wrapper itself takes, by name: the fields without those of the hook."""
+        """Return the wrapper's own arguments by name: the fields without those of the hook."""
         ignored = set(ignore_keys)
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Let a wrapped model compress its gradients as ``comm_hook`` says; "no" changes nothing.
+        """Register ``comm_hook`` on a wrapped model to compress its gradients; "no" does nothing.
 
-        ``prepare`` does it for what it wraps.
+        ``prepare`` calls it for each model that it wraps.
         """
         kinds = DDPCommunicationHookType
         if self.comm_hook == kinds.NO:
@@ -321,7 +321,7 @@ class ProfileKwargs(KwargsHandler):
     """Folder for one ``profile_{rank}.json`` a rank, to open in a trace viewer."""
 
     def build(self) -> Profiler:
-        """A profiler of torch with these settings, to be entered.
+        """Return a profiler of torch with these settings, to be used in ``with``.
 
         Raises:
             ConfigError: torch knows no such activity.
@@ -414,14 +414,14 @@ class ProjectConfiguration:
             as_steps("ProjectConfiguration(total_limit=...)", self.total_limit)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Use ``project_dir`` from now on, for logs too where they had no folder."""
+        """Set ``project_dir``, and the folder of logs too if it was unset."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
 
 def as_steps(what: str, num_steps: Any, least: int = 1) -> int:
-    """The number of steps or batches that ``num_steps`` is; one of numpy's is a number, too.
+    """Return a number of steps or batches as an int; integers of numpy are accepted.
 
     Raises:
         ConfigError: it is none, or below ``least``; the message calls it ``what``.
@@ -448,5 +448,5 @@ _Handler = TypeVar("_Handler", bound=KwargsHandler)
 
 
 def pick_handler(handlers: Iterable[KwargsHandler], kind: type[_Handler]) -> _Handler:
-    """The one of this class among ``handlers``, or one with the defaults."""
+    """Return the handler of this class, or a new one with the defaults."""
     return next((handler for handler in handlers if isinstance(handler, kind)), kind())

@@ -36,7 +36,7 @@ _CURRENT = "accumulation"
 
 
 class _HearsLastBatch(Protocol):
-    """A prepared optimizer, as far as windows know it."""
+    """Protocol of a prepared optimizer: it hears when a window's last batch begins and ends."""
 
     def begin_last_batch(self) -> None: ...
 
@@ -77,7 +77,7 @@ class Accumulation:
 
     @property
     def num_steps(self) -> int:
-        """Batches a window; may be set at any time."""
+        """Number of batches per window; may be set at any time."""
         return self.plugin.num_steps
 
     @num_steps.setter
@@ -98,7 +98,7 @@ class Accumulation:
             self.random_states = note_torch_states(self._device)
 
     def show(self) -> None:
-        """Make :func:`current_accumulation` return these windows on this rank."""
+        """Make :func:`current_accumulation` return this object on this rank."""
         current().shared[_CURRENT] = self
 
     @property
@@ -117,7 +117,7 @@ class Accumulation:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def reset(self) -> None:
-        """Begin a new window."""
+        """Begin a new window, and drop the batch count and random states of the old one."""
         self.step = 0
         self.sync_gradients = True
         self.random_states = {}
@@ -128,7 +128,7 @@ class Accumulation:
 
 
 class Window:
-    """One block of ``accumulate``: a batch of the window."""
+    """Context manager of one ``accumulate`` block, which is one batch of a window."""
 
     __slots__ = ("_accumulation", "_is_last", "_models", "_outer", "_stack", "_sync")
 

@@ -44,7 +44,7 @@ class ShortRound(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Position:
-    """Where one pass over a prepared loader stands."""
+    """The state of one pass over a prepared loader: its batches and rounds so far."""
 
     epoch: int = 0
     """Number of the epoch."""
@@ -98,13 +98,13 @@ class Position:
     data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its place."""
 
     def note_step(self) -> None:
-        """Note where the pass is as an optimizer makes a step: an open window begins there."""
+        """Record the position of the pass at a step of an optimizer: a new window begins there."""
         self.at_step = self.num_given, list(self.ahead)
 
 
 @dataclass(eq=False)
 class LoaderProgress:
-    """How far a loader is. A loader and what ``skip_first_batches`` makes of it share one."""
+    """Epoch and position of a loader; shared with its loaders of ``skip_first_batches``."""
 
     iteration: int = 0
     """Number of the epoch."""
@@ -121,10 +121,10 @@ class LoaderProgress:
 
 
 class ActiveLoaders:
-    """The passes that are under way; the one that gave a batch last answers.
+    """The passes that are under way; properties describe the one that gave a batch last.
 
-    That is the innermost of nested loops. An iterator that was left in the middle, and is still
-    referenced somewhere, no longer answers as soon as another loop goes on.
+    That is the innermost of nested loops. An iterator that was left in the middle and is still
+    referenced stops counting as soon as another loop goes on.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class ActiveLoaders:
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last round of the active loader; see :class:`Position`."""
+        """Number of samples of all ranks in the last round of the active loader."""
         return self.stack[-1].remainder if self.stack else -1
 
     def put_on_top(self, position: Position) -> None:

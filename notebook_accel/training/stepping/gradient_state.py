@@ -120,7 +120,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The prepared loaders that are being iterated, after a None."""
+        """List of None and the prepared loaders that are being iterated."""
         return [None, *(position.loader for position in active_loaders().stack)]
 
     @property

@@ -160,7 +160,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Place in the accumulation window and in the loader."""
+        """The ``GradientState`` of the windows in which this optimizer steps."""
         return GradientState(accumulation=self._accumulation)
 
     @property
@@ -223,15 +223,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.scaling.forget(self.optimizer)
 
     def begin_last_batch(self) -> None:
-        """Note the gradients that there are before the last batch of a window.
+        """Note the gradients that exist before the last batch of a window.
 
-        Those of that batch are recognised by them.
+        Gradients that are not among them belong to that batch.
         """
         self._at_start = gradient_marks(self.optimizer)
         self._was_held_back = False
 
     def end_last_batch(self) -> None:
-        """Note that the last batch of a window has ended: a window that was dropped is cleared."""
+        """End the last batch of a window; clear the gradients if the loop dropped the window."""
         is_dropped = self._was_held_back and not self._used and not self._has_new_gradients()
         self._at_start = None
         if is_dropped:
@@ -242,11 +242,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._at_start is not None and gradient_marks(self.optimizer) != self._at_start
 
     def train(self) -> None:
-        """Let an optimizer that has two modes (schedule-free ones) train; others have none."""
+        """Set an optimizer with two modes (schedule-free) to training; others do nothing."""
         self._set_mode("train")
 
     def eval(self) -> None:
-        """Let an optimizer that has two modes give the weights to evaluate; others have none."""
+        """Set an optimizer with two modes (schedule-free) to evaluation; others do nothing."""
         self._set_mode("eval")
 
     def _set_mode(self, name: str) -> None:
@@ -316,7 +316,7 @@ class UnpreparedWatch:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def knows(self, optimizer: Optimizer) -> None:
-        """Note that this optimizer was prepared."""
+        """Note an optimizer that was prepared."""
         self._known.add(optimizer)
 
     def start(self, owner: object) -> None:

@@ -87,7 +87,7 @@ class AcceleratedScheduler:
 
     @property
     def gradient_state(self) -> GradientState:
-        """Place in the accumulation window and in the loader."""
+        """The ``GradientState`` of the windows with which this scheduler moves."""
         return GradientState(accumulation=self._accumulation)
 
     @property
@@ -137,7 +137,7 @@ class AcceleratedScheduler:
             self._watch_the_end()
 
     def _watch_the_end(self) -> None:
-        """Warn once of a rate that has been 0 for two moves: the length was counted too short."""
+        """Warn once if the rate was 0 for two moves: the schedule was made too short."""
         highest = max(float(rate) for rate in self.scheduler.get_last_lr())
         self._peak = max(self._peak, highest)
         if highest > _NOTHING * self._peak:

@@ -26,7 +26,7 @@ __all__ = ["join_uneven_inputs"]
 def join_uneven_inputs(
     joinables: Sequence[Any], loaders: Sequence[Any], even_batches: bool | None
 ) -> Iterator[None]:
-    """A block in which ranks may have different numbers of batches, where there are several ranks.
+    """Let ranks have different numbers of batches within the block, by torch's ``Join``.
 
     Args:
         joinables: the prepared models.
@@ -50,14 +50,14 @@ def join_uneven_inputs(
 
 
 def _innermost(joinable: Any) -> Any:
-    """The object inside a prepared optimizer or a compiled model, on which ``Join`` sets marks."""
+    """Return the object inside a prepared optimizer or compiled model that ``Join`` marks."""
     own: Any = inner_optimizer(joinable)
     return uncompiled(own)
 
 
 @contextmanager
 def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
-    """A block in which loaders fill their last round up, or do not; None changes nothing."""
+    """Set ``even_batches`` of loaders within the block; None changes nothing."""
     # Those of others may be among them, which a subclass's prepare_data_loader gives.
     asked: list[Any] = (
         [] if value is None else [getattr(loader, "_shard", None) for loader in loaders]
