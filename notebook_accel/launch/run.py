@@ -175,7 +175,7 @@ class Run:
 
     @property
     def rescued(self) -> Any:
-        """The training state kept when the run was stopped or interrupted, else None; waits for it.
+        """The training state of a stopped or interrupted run, else None; waits for the end.
 
         It has these attributes:
 

@@ -529,7 +529,7 @@ class Agent:
     def reap_ended(self) -> None:
         """Reap ended ranks: forward their last messages, end their children, tell the kernel.
 
-        It handles all ended ranks at once, since the search for their children reads every process of
+        It handles all ended ranks at once: the search for their children reads every process of
         the machine.
         """
         exits: list[tuple[RankProcess, bool, int]] = []
