@@ -107,7 +107,7 @@ def _begin_and_wait(
     world_size: int,
     session: RunFolder | None = None,
 ) -> Run:
-    """Begin a call, open its run, and wait for its end if the request blocks.
+    """Begin a call, open its run, and return the run; waits for its end if the request blocks.
 
     An interrupt that comes while the run begins goes to its ranks, as one that comes while the
     cell waits, and is raised once they have ended. One that comes before the run has begun leaves
@@ -145,7 +145,7 @@ def _begin_and_wait(
 
 
 class Session:
-    """Ranks that stay between calls: each call finds in them what the ones before it left.
+    """Ranks that stay alive between calls, with the state that earlier calls left in them.
 
     Its ranks end with :meth:`close`, or with this process. After a call that did not return on
     every rank the ranks destroy their process group; the next one makes it anew.
@@ -197,7 +197,7 @@ class Session:
             undo.pop_all()
 
     def call(self, request: LaunchRequest) -> Run:
-        """Call a function on every rank: :attr:`request` with the function in it.
+        """Call the function of ``request`` on every rank; return the run of the call.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.

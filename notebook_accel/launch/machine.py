@@ -40,13 +40,13 @@ class Machine:
     """The devices, cores, memory and versions of this machine.
 
     Attributes:
-        kind: torch's type of the accelerators, "cpu" for none.
+        kind: torch's device type of the accelerators; "cpu" if there are none.
         devices: the accelerators.
-        num_cores: that this process may use.
-        memory: bytes of the host in all.
+        num_cores: number of cores that this process may use.
+        memory: bytes of memory of the host in all.
         free_memory: bytes of it that are available.
-        versions: of torch and of what carries the accelerators.
-        problem: why torch can use none, where it says so.
+        versions: versions of torch and of the accelerators' library.
+        problem: why torch can use no accelerator; "" if torch does not say.
         error: why the accelerators could not be counted; "" where they could.
         tpu: one line on its TPU and the library for it; "" where there is none.
     """

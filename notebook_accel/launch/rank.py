@@ -57,7 +57,7 @@ class StorePort(NamedTuple):
 
     @classmethod
     def of(cls, bound: socket.socket, *, listens: bool) -> StorePort:
-        """The address of a bound socket, and the socket itself for the rank that listens."""
+        """Return the address of a bound socket, with the socket itself if ``listens``."""
         host, port = bound.getsockname()
         return cls(host, port, bound if listens else None)
 

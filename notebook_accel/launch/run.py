@@ -236,7 +236,7 @@ class Run:
         return self
 
     def _error(self) -> BaseException | None:
-        """The error of a run that has ended, with ``run`` set; None where there is none."""
+        """Return the error of a run that has ended, with ``run`` set; None if it has none."""
         failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))

@@ -115,7 +115,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
-    """A pickled value, in the message or in a memory segment beside it.
+    """A pickled value as a message carries it, inline or in a memory segment sent along.
 
     ``transport/segment.py`` converts values to packets and back.
 
@@ -185,7 +185,7 @@ class Bar(Message, frozen=True, kw_only=True):
 
 
 class Displayed(Message, frozen=True, kw_only=True):
-    """Something that the rank displayed, by MIME type; binary data in base64, as Jupyter has it.
+    """Rich output that a rank displayed, by MIME type; binary data in base64, as in Jupyter.
 
     Attributes:
         data: what is shown.
@@ -209,7 +209,7 @@ class Notice(Message, frozen=True, kw_only=True):
 
 
 class Returned(Message, frozen=True, kw_only=True):
-    """The function returned. A file descriptor goes along where the buffers are not inline.
+    """The function returned. A file descriptor comes along if the buffers are not inline.
 
     Attributes:
         value: what it returned.
@@ -225,7 +225,7 @@ class Returned(Message, frozen=True, kw_only=True):
 
 
 class Raised(Message, frozen=True, kw_only=True):
-    """The function raised.
+    """The function raised an exception on this rank.
 
     Attributes:
         kind: "exception", "exit" (SystemExit), "interrupted" (KeyboardInterrupt), "stopped"
@@ -258,7 +258,7 @@ class Raised(Message, frozen=True, kw_only=True):
 
 
 class AgentReady(Message, frozen=True, kw_only=True):
-    """The rank processes of an agent were forked; ``pids`` has each rank's, by its number."""
+    """The agent has forked its rank processes; ``pids`` maps each rank to its pid."""
 
     pids: dict[int, int]
 
@@ -385,15 +385,15 @@ class Launch(Message, frozen=True, kw_only=True):
 
     Attributes:
         world_size: number of ranks of the run.
-        ranks: those that this agent starts, in the order of their local ranks.
-        environment: of every rank, whole.
+        ranks: ranks that this agent starts, in the order of their local ranks.
+        environment: complete environment of every rank.
         directory: current directory of the ranks.
         path: ``sys.path`` of the ranks.
         log_dir: folder of the files with the ranks' output; None where the agent does not see the
             kernel's files: it keeps them in a folder of its own, and sends their bytes.
         num_threads: what each rank gives to ``torch.set_num_threads``.
         start_method: how the agent brings rank processes about (a name in agent.py's table).
-        notebook: what cells have set up beside variables (a pickle of payload/notebook_state.py).
+        notebook: state that cells set up beside variables (a pickle of payload/notebook_state.py).
     """
 
     world_size: int
@@ -408,7 +408,7 @@ class Launch(Message, frozen=True, kw_only=True):
 
 
 class BeginCall(Message, frozen=True, kw_only=True):
-    """Call a function on every rank. A file descriptor goes along where buffers are not inline.
+    """Request: call a function on every rank. A descriptor comes along for buffers in a segment.
 
     It is sent to ranks that have ended the call before, by the kernel to the agent and by the
     agent to its ranks.
@@ -436,18 +436,18 @@ class BeginCall(Message, frozen=True, kw_only=True):
 
 
 class MasterSocket(Message, frozen=True, kw_only=True):
-    """The socket bound to MASTER_PORT, as a file descriptor: stores of rank 0 listen on it.
+    """Gives rank 0 the socket bound to MASTER_PORT, as a file descriptor, for its stores.
 
     The agent sends it to rank 0 before the first call for which the port is new.
     """
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """No more calls come: the rank processes end, once the call that they are in has ended."""
+    """Request: end the rank processes after their current call; no more calls come."""
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Stop the call politely: all ranks are asked to leave it at the same step.
+    """Request: stop the call politely, with all ranks leaving at the same step.
 
     Ranks that are still in the call after ``grace`` seconds (None: the call's own), or after
     one second without progress, are interrupted. Where all have left their loop or have read
@@ -468,7 +468,7 @@ class LeaveAt(Message, frozen=True, kw_only=True):
 
 
 class CallEnded(Message, frozen=True, kw_only=True):
-    """Every rank's part of the call has ended, on all machines."""
+    """Tells agents that every rank's part of the call has ended, on all machines."""
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
@@ -498,7 +498,7 @@ class Detach(Message, frozen=True, kw_only=True):
     """Request to a keeper: launch this run. A descriptor comes along if buffers are not inline.
 
     Attributes:
-        request: what is asked for, pickled: it comes from the process that started the keeper.
+        request: the pickled launch request, from the process that started the keeper.
         payload: the function and its arguments.
     """
 
@@ -588,7 +588,7 @@ class StreamOpened(Message, frozen=True, kw_only=True):
 
 
 class Data(Message, frozen=True, kw_only=True):
-    """The next bytes of a stream; ``last`` where no more come."""
+    """The next bytes of a stream; ``last`` marks its end."""
 
     stream: int
     data: bytes
@@ -596,7 +596,7 @@ class Data(Message, frozen=True, kw_only=True):
 
 
 class Credit(Message, frozen=True, kw_only=True):
-    """The receiver has room for ``size`` more bytes of a stream."""
+    """Allows the sender of a stream to send ``size`` more bytes."""
 
     stream: int
     size: int
@@ -635,7 +635,7 @@ class MachineJoined(Message, frozen=True, kw_only=True):
 
 
 class MachineRefused(Message, frozen=True, kw_only=True):
-    """The notebook does not take the machine; ``text`` says why."""
+    """The notebook refuses the machine that joined; ``text`` says why."""
 
     text: str
 
@@ -661,7 +661,7 @@ class MachineAgentStarted(Message, frozen=True, kw_only=True):
 
 
 class MachineAgentEnded(Message, frozen=True, kw_only=True):
-    """How the agent of a machine ended: the fields of ``AgentEnd`` in control/agent_link.py."""
+    """The agent of a machine has ended: the fields of ``AgentEnd`` in control/agent_link.py."""
 
     how: str
     traceback: str = ""

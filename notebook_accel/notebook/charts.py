@@ -142,7 +142,7 @@ class _Drawn:
 
 
 def _polyline(places: Sequence[str]) -> str:
-    """Return the SVG path through points; of a single one, its round ends."""
+    """Return the SVG path through points; a single point becomes a dot."""
     return f"M{' '.join(places)}" if len(places) > 1 else f"M{places[0]}h0"
 
 
@@ -153,7 +153,7 @@ def _draw(
     is_log: bool = False,
     path_of: Callable[[Sequence[str]], str] = _polyline,
 ) -> _Drawn:
-    """Draw curves, which have points in the order of their steps, with ``limit`` points each.
+    """Draw curves, given in the order of their steps, with at most ``limit`` points each.
 
     A line has a gap where a value is not finite.
     """

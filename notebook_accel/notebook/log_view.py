@@ -84,7 +84,7 @@ class LogBlock:
 
 
 class LogWindow:
-    """The last :data:`MAX_LINES` lines of some ranks, in the order in which they were read.
+    """The last :data:`MAX_LINES` lines of some ranks, in order of reading, cut into blocks.
 
     Args:
         ranks: the ranks whose lines are shown. Of several, each line has its rank beside it.

@@ -166,7 +166,7 @@ def main(
 
 
 class Agent:
-    """The rank processes of one run on this machine, and the call that they are in.
+    """Supervises the rank processes of one run on this machine, and the call that they are in.
 
     Attributes:
         ranks: the rank processes.

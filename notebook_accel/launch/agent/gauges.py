@@ -63,7 +63,7 @@ class Gauges:
         cpu: percent of a core, since the reading before.
         device_memory: of the device that the process holds, in bytes, as far as NVML tells.
         device_use: percent of its time in which the device computed.
-        device: what a person calls it; "" while unknown.
+        device: name of the device for a person; "" while unknown.
         is_suspended: whether SIGSTOP or a debugger holds the process.
     """
 
@@ -73,7 +73,7 @@ class Gauges:
         """Set up the gauges; the first values come with :meth:`read`.
 
         Args:
-            pid: of the process.
+            pid: pid of the process.
             nvidia: what CUDA calls its device: its number among all of the machine, or its UUID.
             is_pci_order: whether CUDA numbers devices by their slots, as NVML does; by default it
                 has the fastest first.

@@ -76,14 +76,14 @@ class Shared:
     """Descriptors and memory that an agent shares with one rank, made before it starts.
 
     Attributes:
-        launch: what the kernel sent.
-        spec: which rank it is.
-        board: where it counts.
-        ours, theirs: the ends of the channel.
-        log: descriptor of the file for its output; this process needs none.
+        launch: the kernel's request to start the ranks.
+        spec: number, environment and device of the rank.
+        board: scoreboard with the rank's counters.
+        ours, theirs: the agent's and the rank's end of the channel.
+        log: descriptor of the rank's output file; only the rank writes to it.
         tail: reads that file.
         stacks: descriptor of the file for dumps of its stacks.
-        disconnect: eventfd by which it is told to shut down its connections.
+        disconnect: eventfd that asks the rank to shut down its connections.
     """
 
     launch: wire.Launch
@@ -142,14 +142,14 @@ class RankProcess:
     Attributes:
         rank: its number in the run.
         pid: of its process.
-        needed_pids: of this process, and of the one that brought it about, if it needs that.
-        channel: to it and from it.
-        row: its counters.
+        needed_pids: pids of this process, and of its parent if the rank needs the parent.
+        channel: connection to the rank.
+        row: counters of the rank.
         exit_fd: becomes readable when the process ends.
         alive: whether the process was not reaped yet.
         ended_by_agent: whether it got SIGTERM or SIGKILL from here.
         is_in_call: whether a call was sent to it that it has not reported the end of.
-        has_started: whether it has told that it calls the function of that call.
+        has_started: whether it has called the function of that call.
         has_returned: whether the newest call that was sent to it has returned.
         broken: what is wrong with its connection, so that nothing can be heard from it any more;
             "" while nothing is.

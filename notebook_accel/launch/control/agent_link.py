@@ -53,10 +53,10 @@ class AgentLink:
     """The connection to one agent of a run, its ranks, and the functions that end it.
 
     Attributes:
-        channel: to the agent.
-        ranks: those that it starts.
-        sees_files: whether it sees the kernel's files, and so the run's folder.
-        how_it_ended: says how the agent's process ended, for an error's text; None where unknown.
+        channel: connection to the agent.
+        ranks: ranks that the agent starts.
+        sees_files: whether the agent sees the kernel's files, and so the run's folder.
+        how_it_ended: returns how the agent's process ended, for an error's text; None if unknown.
         kill: ends the agent, and its ranks with it.
         launch_fields: fields of ``wire.Launch`` that are its machine's own.
     """

@@ -230,7 +230,7 @@ def _labelled(rank: int, text: str) -> str:
 
 
 class RankCall(Call):
-    """A call on the ranks of a pool.
+    """A call on the rank processes of a :class:`RankPool`.
 
     The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread, and ``finish``
     once, at the end. ``note_stop`` may come from any thread.
@@ -364,7 +364,7 @@ class RankCall(Call):
                     pool.start()
 
     def _send_again(self, start_again: Callable[[int], RankPool]) -> None:
-        """Send the call to new ranks.
+        """Send the call to newly started ranks, after a failure.
 
         Raises:
             NotebookAccelError, OSError: they could not be started; nothing is left of them.

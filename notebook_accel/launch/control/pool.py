@@ -160,7 +160,7 @@ class RankPool:
             ) from error
 
     def await_agents(self) -> None:
-        """Wait until the agents have ended, a few seconds at most, once all ranks have.
+        """Wait a few seconds at most until the agents have ended, once all ranks have.
 
         Each agent removes files of the run at its end, which another attempt would use.
         """
@@ -170,7 +170,7 @@ class RankPool:
     # ---- calls -----------------------------------------------------------------------------
 
     def send_call(self, call: RunningCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Send a call to all ranks; what they say about it goes to ``call``.
+        """Send a call to all ranks; ``call`` receives the ranks' messages about it.
 
         Args:
             call: takes what the ranks say.

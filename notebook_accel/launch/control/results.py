@@ -22,7 +22,7 @@ __all__ = ["Results"]
 
 
 class Results:
-    """The values that ranks returned.
+    """Store of the values that ranks returned, pickled until they are asked for.
 
     Args:
         registry: the notebook's own objects, which results and exceptions refer to.

@@ -51,8 +51,10 @@ _MAX_DISPLAY_BYTES = 8_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One progress bar of a rank. ``n`` and ``total`` in items, ``rate`` in items/s (None where it
-    is not known), ``elapsed`` in seconds."""
+    """One progress bar of a rank.
+
+    ``n`` and ``total`` in items, ``rate`` in items/s (None if unknown), ``elapsed`` in seconds.
+    """
 
     rank: int
     name: str
@@ -83,7 +85,7 @@ class BarState(Progress):
 
 @dataclass(frozen=True, kw_only=True)
 class Display:
-    """Something that a rank displayed.
+    """One rich output that a rank displayed.
 
     Attributes:
         number: how many things it had displayed before.
@@ -272,7 +274,7 @@ class RunState:
 
     @property
     def error(self) -> str:
-        """The text of the run's error; "" where it has none."""
+        """The text of the run's error; "" if it has none."""
         return self.failure.message if self.failure else ""
 
 

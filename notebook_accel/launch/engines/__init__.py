@@ -20,7 +20,7 @@ __all__ = ["engine_for"]
 
 
 def engine_for(config: LaunchConfig) -> Engine:
-    """Return a new engine of the name in the settings; "auto" is the one that fits."""
+    """Return a new engine by its name in the settings; "auto" picks one that fits."""
     on_tpu = config.engine == "auto" and config.devices is None and tpu.is_torch_xlas()
     module, _, name = ENGINES["xla" if on_tpu else config.engine].path.partition(":")
     engine: Engine = getattr(import_module(module, __name__), name)()

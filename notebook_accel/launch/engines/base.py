@@ -95,7 +95,7 @@ class Engine(ABC):
 
     Attributes:
         description: names the engine in a line for the person.
-        unused: arguments of ``notebook_launcher`` for which it has no use.
+        unused: arguments of ``notebook_launcher`` that it ignores.
         needs_payload: whether a call travels to its ranks, and so must be pickled.
         keeps_ranks: whether its ranks can stay for more calls, as those of a session do.
         can_detach: whether its runs can outlive the kernel.
@@ -148,7 +148,7 @@ class Engine(ABC):
     def begin(
         self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
     ) -> AbstractContextManager[Call]:
-        """Start ranks for this one call, and send it to them; the block opens its run.
+        """Start ranks for one call and send it; yields the call, whose run the block opens.
 
         Args:
             request: what is called.

@@ -126,7 +126,7 @@ class ElasticEngine(MachinesEngine):
     def _gather(
         self, server: MachineServer, request: LaunchRequest, wanted: int
     ) -> list[JoinedMachine]:
-        """Wait until the machines have joined; an interrupt ends the wait.
+        """Wait until the wanted machines have joined, and return them; an interrupt ends the wait.
 
         Raises:
             LaunchError: they do not come.
@@ -249,7 +249,7 @@ def join(
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``.
+    """Return host and port from ``HOST:PORT``.
 
     Raises:
         ConfigError: it is none.

@@ -70,7 +70,7 @@ _VARIABLES: dict[str, Callable[[Mapping[str, str], int], dict[str, str]]] = {
 
 
 class AgentEngine(Engine):
-    """An engine whose ranks are held by one or more agents."""
+    """Base class of engines whose ranks are started by one or more agents."""
 
     keeps_ranks = True
     start_method: ClassVar[str] = "fork"

@@ -99,7 +99,7 @@ class JoinedMachine:
 
     @property
     def own_address(self) -> str:
-        """The address of this machine by which the other one reaches it."""
+        """The address of this machine, as the other one sees it."""
         return self._link.own_address
 
     @property
@@ -205,7 +205,7 @@ class MachineServer:
     """
 
     def __init__(self, host: str, port: int, wanted: int) -> None:
-        """Listen.
+        """Start listening for machines.
 
         Args:
             host: the address to listen at; "" for all of this machine.
@@ -306,7 +306,7 @@ async def _awaited(coroutine: Any) -> Any:
 
 
 class MachinesEngine(AgentEngine):
-    """Ranks on machines that join. One engine serves one launch or session."""
+    """Base class of engines whose ranks are on machines that join; one per launch or session."""
 
     def __init__(self) -> None:
         self._server: MachineServer | None = None
@@ -334,7 +334,7 @@ class MachinesEngine(AgentEngine):
             self._server.close()
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """Start the plan's first agents, those of this machine, if it has any."""
+        """Start the plan's agents on this machine, if it has any; return their links."""
         return []
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
@@ -403,7 +403,7 @@ def _fields_of_launch(
 
 
 def _set_by_cells() -> dict[str, str]:
-    """The variables that this process has changed since it began."""
+    """Return the environment variables that this process has changed since it began."""
     before = psutil.Process().environ()
     return {name: text for name, text in kept_environment().items() if before.get(name) != text}
 
@@ -420,7 +420,7 @@ def notices_of(machines: Sequence[JoinedMachine]) -> tuple[str, ...]:
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this machine that has the address; "" where none has."""
+    """Return the network interface of this machine with that address; "" if none has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name

@@ -57,7 +57,7 @@ P = TypeVar("P", CallPickler, ResultPickler)
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickled value.
+    """A pickled value with its out-of-band buffers.
 
     Attributes:
         header: the cells that its functions were written in, pickled.

@@ -104,7 +104,7 @@ def _end_everything(runs: Mapping[int, str] | None = None) -> None:
 
 
 class Server:
-    """The template's loop: one thread, three kinds of descriptors."""
+    """The template's event loop: answers the kernel, and reports agents that have ended."""
 
     def __init__(self, channel: Channel, kernel: int) -> None:
         self._channel = channel

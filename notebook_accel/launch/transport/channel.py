@@ -53,7 +53,7 @@ def encode(message: wire.Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> wire.Message:
-    """The message in ``data``.
+    """Return the message that ``data`` encodes.
 
     Raises:
         msgspec.DecodeError: the bytes are no message of this version.
@@ -113,7 +113,7 @@ class _Frame:
 
 
 class Channel:
-    """Messages, and file descriptors beside them, over a connected unix socket.
+    """Sends and receives messages with file descriptors over a connected unix socket.
 
     Attributes:
         heard: when bytes came last, or the channel was made; monotonic seconds.
@@ -131,14 +131,14 @@ class Channel:
         self.closed = False
 
     def fileno(self) -> int:
-        """The socket's descriptor, which stays the channel's."""
+        """Return the socket's descriptor; the channel still owns it."""
         return self._socket.fileno()
 
     # ---- out -------------------------------------------------------------------------------
 
     @property
     def num_pending(self) -> int:
-        """Frames that wait to be written."""
+        """Number of frames that wait to be written."""
         return len(self._outgoing)
 
     @property
@@ -152,7 +152,7 @@ class Channel:
         return False
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message. Descriptors are duplicated: the caller's stay the caller's.
+        """Queue a message; its descriptors are duplicated, so the caller still owns them.
 
         Raises:
             ProtocolError: it is larger than any message may be.
@@ -162,7 +162,7 @@ class Channel:
         self._post(data, tuple(map(os.dup, fds)))
 
     def hand_over(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Queue a message; its descriptors are the channel's from now on, which closes them.
+        """Queue a message; the channel owns its descriptors from now on, and closes them.
 
         Unlike :meth:`post`, it duplicates no descriptor.
 
@@ -233,7 +233,7 @@ class Channel:
     # ---- in --------------------------------------------------------------------------------
 
     def receive(self) -> tuple[wire.Message, list[int]]:
-        """The next message and its descriptors, which are the caller's; blocks.
+        """Return the next message and its descriptors, which the caller owns; blocks.
 
         Raises:
             EOFError: the peer is gone.

@@ -90,7 +90,7 @@ class _ComingStream:
 
 @dataclass(kw_only=True)
 class _WaitingMessage:
-    """A message, and the streams of the segments that belong to it."""
+    """A received message, and the streams of its segments, which may still be incomplete."""
 
     message: wire.Message
     streams: list[_ComingStream] = field(default_factory=list)
@@ -101,7 +101,7 @@ class _WaitingMessage:
 
 
 class FramedChannel(Channel):
-    """Messages, and memory segments beside them, over a connected stream socket of any kind."""
+    """A channel that sends memory segments as bytes, over any connected stream socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)

@@ -123,7 +123,7 @@ class Token:
 
     @classmethod
     def new(cls, fingerprint: bytes) -> Token:
-        """A token with a fresh secret."""
+        """Return a token with a fresh secret."""
         return cls(secret=secrets.token_bytes(_SECRET), fingerprint=fingerprint)
 
     @classmethod

@@ -54,7 +54,7 @@ _NEVER = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class StopPoint:
-    """The highest points that ranks of one agent have passed.
+    """Counts of the furthest batch and read that ranks of one agent have passed.
 
     Attributes:
         batches, reads: how often a rank went on from such a point.
@@ -68,7 +68,7 @@ class StopPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LeavePoint:
-    """The counts at which all ranks leave; ``batches`` is None where they leave at a read."""
+    """The counts at which all ranks leave; ``batches`` is None if they leave at a read."""
 
     batches: int | None
     reads: int
@@ -88,8 +88,9 @@ def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
 
 
 class RankRow(ctypes.Structure):
-    """The counters of one rank. It writes them, and so does the agent: ``interrupted_call``,
-    ``disconnected_call``, and ``call_over`` for a rank that died.
+    """The shared counters of one rank, written by the rank.
+
+    The agent writes ``interrupted_call``, ``disconnected_call``, and ``call_over`` for a dead rank.
 
     Attributes:
         batches, steps, reads: how often it came to a batch, stepped, read ``should_stop``.
@@ -137,10 +138,10 @@ class RankRow(ctypes.Structure):
 
 
 class Scoreboard:
-    """One row for each rank of this machine, in an anonymous mapping that forks inherit."""
+    """Shared memory with a row of counters for each rank of this machine; forks inherit it."""
 
     def __init__(self, num_ranks: int, *, has_others: bool = False) -> None:
-        """Make a board of zeros.
+        """Create a scoreboard of zeros.
 
         Args:
             num_ranks: number of rows.
@@ -153,7 +154,7 @@ class Scoreboard:
         self.reset()
 
     def row(self, local_rank: int) -> RankRow:
-        """The row of one rank."""
+        """Return the row of one rank."""
         return RankRow.from_buffer(self._memory, 8 * _HEADER + local_rank * ctypes.sizeof(RankRow))
 
     # ---- what the agent does ---------------------------------------------------------------
@@ -203,7 +204,7 @@ class Scoreboard:
         )
 
     def leave_at(self, point: LeavePoint) -> None:
-        """Have the ranks that wait go on to ``point``, and leave there."""
+        """Release the waiting ranks to go on to ``point``, and leave there."""
         self._view[_LEAVE_READS] = point.reads
         self._view[_LEAVE_BATCHES] = _NEVER if point.batches is None else point.batches
 
@@ -217,7 +218,7 @@ class Scoreboard:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a rank has to wait at its next point; one look into memory."""
+        """Whether a stop was asked for, so that a rank waits at its next point."""
         return bool(self._view[_ASKED])
 
     def leaves(self, local_rank: int, counter: str) -> bool:

@@ -108,7 +108,7 @@ class Rescued:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A part of a tensor that is spread over ranks: its values, and where they lie in the whole."""
+    """One rank's part of a sharded tensor: its values, and their position in the whole."""
 
     values: torch.Tensor
     offset: tuple[int, ...]

@@ -154,7 +154,7 @@ def device_module(kind: str) -> Any:
 
 
 def connect(device: torch.device) -> Exchange | None:
-    """Return the collectives of ranks on such devices; None if a process group connects them."""
+    """Return the collectives of a device type such as XLA; None if a process group does them."""
     driver = _DRIVERS.get(device.type)
     exchange: Exchange | None = None if driver is None else import_module(driver).connect()
     return exchange
@@ -194,10 +194,10 @@ class Inventory:
     """The accelerators that a process sees.
 
     Attributes:
-        kind: torch's type of them, "cpu" for none.
-        names: of each.
-        memory: bytes of each; 0 where that is unknown.
-        versions: of torch and of what carries the devices.
+        kind: torch's device type of the accelerators; "cpu" if there are none.
+        names: name of each accelerator.
+        memory: bytes of memory of each; 0 if unknown.
+        versions: versions of torch and of the accelerators' library.
         environment: variables without which ranks on these devices cannot work together.
         problem: why there are none, where torch says so: a driver that is too old, or broken.
     """

@@ -17,7 +17,7 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger whose calls take ``main_process_only`` (True) and ``in_order`` (False)."""
+    """Logger whose calls also take ``main_process_only=True`` and ``in_order=False``."""
 
     @functools.cached_property
     def _warned(self) -> set[str]:

@@ -67,7 +67,7 @@ class Topology:
 
 
 def topology() -> Topology:
-    """Return the topology of this rank; the first call finds it."""
+    """Return the topology of this rank; the first call determines it."""
     found: Topology | None = current().shared.get(_KEY)
     return establish() if found is None else found
 

@@ -44,7 +44,7 @@ class _HearsLastBatch(Protocol):
 
 
 class Accumulation:
-    """The accumulation windows of one training: which batch of a window it is at.
+    """State of gradient accumulation: its settings, and the position in the current window.
 
     Attributes:
         plugin: the settings of the windows, as they are now.
@@ -85,7 +85,7 @@ class Accumulation:
         self.plugin.num_steps = value
 
     def note_step(self) -> None:
-        """Note that an optimizer made a real step, on batches of the loader that is read now."""
+        """Note a real step of an optimizer, on batches of the loader that is being read."""
         self.note_random_states()
         stack = self.loaders.stack
         if stack:

@@ -173,7 +173,7 @@ class ActiveLoaders:
             one.note_step()
 
     def stop(self, position: Position) -> None:
-        """Note that the run was stopped in this pass, and so in all those around it.
+        """Note that the run was stopped in this pass, and in the passes around it.
 
         Once optimizers have made steps, only passes over the loaders that they trained on keep
         their place: an evaluation that went on in its middle would give a metric of the rest alone.
