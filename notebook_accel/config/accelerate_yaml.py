@@ -1,4 +1,4 @@
-"""What a launch here makes of the YAML that ``accelerate config`` writes.
+"""Converts the YAML that ``accelerate config`` writes into settings of a launch.
 
     the file's names --settings_from--> settings by our names, and lines about what is not used
 

@@ -1,4 +1,4 @@
-"""Runs that outlive the kernel: the kernel's side. What conducts such a run is its keeper.
+"""Runs that outlive the kernel: the kernel's side. A keeper process conducts such a run.
 
     launch_detached: --exec, Detach--> keeper (keeper.py): ranks, folder, logs, results
     kernel: AttachedCall <--RunSnapshot---- keeper       over the socket pair of the launch

@@ -1,4 +1,4 @@
-"""What processes say to each other: the messages, and the version of them.
+"""The messages that the processes of a run exchange, and their version.
 
 A rank speaks with the agent of its machine, the agent with the kernel, the kernel with the
 template. Two lives are told apart: that of a rank process (``Launch``, ``RankReady``,

@@ -1,4 +1,4 @@
-"""How a call is brought to its end, by a person or since a rank failed or died: the stages.
+"""The stages by which a call is ended, on a person's request or after a rank failed.
 
 Pure: an :class:`Ending` says what is due at a time; the agent does it.
 

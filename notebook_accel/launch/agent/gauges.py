@@ -1,4 +1,4 @@
-"""What a rank takes of its machine: processor time and memory, and its NVIDIA device's.
+"""Resource use of a rank: processor time and memory, also of its NVIDIA device.
 
 psutil knows the process. NVML (the package nvidia-ml-py) knows the device without making a context
 on it, but of a device's memory torch's own count is taken first, where the rank has one. Without

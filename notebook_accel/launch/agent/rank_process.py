@@ -1,4 +1,4 @@
-"""What the agent shares with one rank, knows of it, and can do to it.
+"""The agent's handle of one rank: shared memory and descriptors, state, and signals.
 
 Shared: opened before the rank's process is started --inherited--> worker/main.py
 RankProcess: the rank from then on, as the agent sees it

@@ -1,4 +1,4 @@
-"""How an agent brings ranks about by ``xmp.spawn`` of torch_xla.
+"""Starts an agent's ranks by ``xmp.spawn`` of torch_xla.
 
     agent --fork--> leader: takes the notebook's environment, imports torch_xla
                       `-- xmp.spawn --fork--> a process for each chip, a thread of it for each rank

@@ -1,4 +1,4 @@
-"""What the ranks of a run gave back, or had when they were stopped.
+"""Results of the ranks of a run, and their training states if the run was stopped.
 
 Each value is kept as its pickle until somebody asks for it, and as the object from then on.
 

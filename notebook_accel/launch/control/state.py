@@ -1,4 +1,4 @@
-"""What is known of a run: small immutable values, and the functions that advance them.
+"""The state of a run: small immutable values, and the functions that apply messages to them.
 
 A :class:`RunState` is about one call, with a :class:`RankState` for each rank's part of it; every
 view draws it. It holds states, bars, last values and tails only; the whole logs and metrics lie in

@@ -1,4 +1,4 @@
-"""How the processes of a run come about: one file an engine.
+"""Engines, which start the processes of a run: one file per engine.
 
 A new engine is a new file here, with a class derived from :class:`AgentEngine` of ``local.py`` (or
 :class:`Engine` of ``base.py``), and its row in ``config/engines.py``, the one table of engines.

@@ -1,4 +1,4 @@
-"""What an engine must do: say which ranks a launch gets, and bring them about.
+"""Base class of engines: an engine plans the ranks of a launch and starts them.
 
     plan_ranks: LaunchRequest ---> RankPlan: the ranks of each agent
     start_ranks: RankPlan -------> RankPool, to which calls are sent (control/pool.py)

@@ -1,4 +1,4 @@
-"""Ranks on several machines: each lends itself to the run by one connection to the notebook.
+"""Engine for several machines, each of which joins the run by one connection to the notebook.
 
     notebook, machine 0                              machines 1, 2, ...
     MachineServer: address, token  <----- join ----  a template, ready to fork

@@ -1,4 +1,4 @@
-"""Ranks that agents hold, and those of this machine: template -> agent -> ranks.
+"""Engines whose ranks are started by agents, and the local one: template -> agent -> ranks.
 
 AgentEngine.begin
     start_ranks: start_agents -> an AgentLink each, which sends wire.Launch -> RankPool

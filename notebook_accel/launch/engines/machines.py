@@ -1,4 +1,4 @@
-"""Machines that have joined a run, as the notebook sees them: who is let in, what is started.
+"""The notebook's side of machines that join a run: admits them and starts their agents.
 
     MachineServer: address, token  <----- join (elastic.py) ----  a template, ready to fork
     JoinedMachine.start_agent     ----- StartMachineAgent ----->  template -> agent

@@ -1,4 +1,4 @@
-"""A function with its arguments on the way to the ranks, and what they return on the way back.
+"""Pickling of a function and its arguments for the ranks, and of results on the way back.
 
     notebook                                          rank
     pack_call -> Packed ------------------------> unpack_call -> UnpackedCall

@@ -1,4 +1,4 @@
-"""A channel to another machine: what would be a descriptor there travels as bytes here.
+"""A channel to another machine: files and memory segments travel as bytes, not as descriptors.
 
     sender                                               receiver
     post(message, [segment])

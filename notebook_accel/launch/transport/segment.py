@@ -1,4 +1,4 @@
-"""How a pickled value travels in a message: the one codec for calls, results and exceptions.
+"""Codec of pickled values in messages: for calls, results and exceptions.
 
     payload.Packed --pack--> (wire.Packet, descriptors) ==channel==> unpack --> payload.Packed
 

@@ -1,4 +1,4 @@
-"""What was being trained when a run was stopped or interrupted: from the ranks to the notebook.
+"""Training state of a stopped or interrupted run: from the ranks to the notebook.
 
     each rank:  parts_of(preparation) -> RankPart --pickled, with the rank's end of the call--+
     notebook:   RankPart.join(those of the other ranks) -> Rescued <--------------------------+

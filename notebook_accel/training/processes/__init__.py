@@ -1,4 +1,4 @@
-"""What a rank knows of its place and does with the others: the same for all that show it."""
+"""Base class with a rank's numbers and the methods that coordinate it with the other ranks."""
 
 from __future__ import annotations
 

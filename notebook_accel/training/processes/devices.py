@@ -1,4 +1,4 @@
-"""The one file that knows device types, and it asks torch.
+"""Everything that depends on the device type; the only file that does, and it asks torch.
 
 ``torch.accelerator`` tells the kind, the count and the current device;
 ``torch.distributed.get_default_backend_for_device`` the backend. What a kind needs beyond that is

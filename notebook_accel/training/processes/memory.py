@@ -1,4 +1,4 @@
-"""What fits into memory: smaller batches after an out-of-memory error, and freeing what is held."""
+"""Memory: smaller batches after an out-of-memory error, and freeing of objects and caches."""
 
 from __future__ import annotations
 

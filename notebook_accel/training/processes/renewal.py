@@ -1,4 +1,4 @@
-"""A process group that is made anew, and the models that were wrapped in the one before.
+"""Makes a process group anew, and wraps the models of the previous group again.
 
 In a session a call that fails on one rank leaves the others in a collective, so all ranks leave
 their group after it. What the person had prepared in earlier cells lives on:

@@ -1,4 +1,4 @@
-"""Where this rank stands among the others: found once, and the same for all who ask.
+"""The topology of this rank: its numbers, device and process group, found once.
 
 The launcher or the environment says which rank this is; a process group that the user made comes
 before both. Where there are several ranks and no group yet, it is made here.

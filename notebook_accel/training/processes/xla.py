@@ -1,4 +1,4 @@
-"""The device of torch_xla: what torch asks a module of its own for other kinds of devices.
+"""The device functions for torch_xla, which torch has in a module for other device types.
 
 Torch does not know the kind: ``torch.accelerator`` and ``torch.get_device_module`` have nothing of
 it. torch_xla is imported as soon as a rank computes on it, and not before.

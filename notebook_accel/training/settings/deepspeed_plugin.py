@@ -1,4 +1,4 @@
-"""How a user asks for DeepSpeed: ``DeepSpeedPlugin``.
+"""``DeepSpeedPlugin``, the settings with which a user asks for DeepSpeed.
 
 Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
 takes its entry of the configuration, then its variable, then its default. DeepSpeed itself is

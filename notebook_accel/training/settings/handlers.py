@@ -1,4 +1,4 @@
-"""What a user may hand to :class:`Accelerator` beside plain values: small checked dataclasses."""
+"""Settings objects for :class:`Accelerator`: small dataclasses that check their values."""
 
 from __future__ import annotations
 

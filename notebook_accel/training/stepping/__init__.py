@@ -1,1 +1,1 @@
-"""Optimizers, schedulers and windows of accumulation, as prepared."""
+"""Prepared optimizers and schedulers, and gradient accumulation."""

@@ -1,4 +1,4 @@
-"""``GradientState``: where the training stands in its window of batches, and in its loader."""
+"""``GradientState``: position of the training in its accumulation window and in its loader."""
 
 from __future__ import annotations
 
