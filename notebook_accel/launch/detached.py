@@ -96,7 +96,7 @@ def launch_detached(
 ) -> Run:
     """Have a new keeper process launch the run; return its handle.
 
-    Where this is interrupted, the keeper ends the run.
+    If the launch is interrupted, the keeper ends the run.
 
     Args:
         request: what is called.

@@ -35,8 +35,8 @@ _POLL_SECONDS = 0.001
 def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
     """Return an empty store for the next process group; all ranks get the same one.
 
-    Ranks count their groups call by call: one that failed in the call before, without having made
-    the group that the others made, still agrees with them in this one.
+    Ranks count their groups per call: a rank that failed to make a group in the call before still
+    agrees with the others in this call.
 
     Args:
         rank: of this process in the group; rank 0 serves the store, unless it does already.

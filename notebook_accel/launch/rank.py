@@ -346,7 +346,8 @@ _lock = threading.Lock()
 def current() -> RankContext:
     """Return the context of this rank.
 
-    A thread that the user's code started has no ContextVar of its rank: it gets the process's.
+    A thread that the user's code started has no ContextVar of its rank, and gets the context of the
+    process.
     """
     global _process_context
     context = _context.get()

@@ -79,7 +79,7 @@ def add(run: Run) -> None:
 def _newest() -> list[_ListedRun]:
     """Return the newest runs, and older ones that are still worth listing.
 
-    These go on, and can be stopped from the list, or the list keeps their rescued training.
+    Older runs are listed while they go on, or if the list keeps their rescued training state.
     """
     old = [
         known

@@ -219,7 +219,7 @@ def join(
         address: ``HOST:PORT``, as the notebook shows it.
         token: as the notebook shows it.
         tell: takes lines for the person; None writes them to ``sys.stderr``.
-        num_ranks: how many ranks it gets; 0 leaves that to the notebook.
+        num_ranks: number of ranks of this machine; 0 lets the notebook decide.
 
     Raises:
         ConfigError: the address or the token is none.

@@ -198,7 +198,7 @@ class Template:
     def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:
         """Return an agent's exit report; None if none arrives within ``timeout`` seconds.
 
-        A template that is gone says nothing: it is not waited for.
+        Returns at once if the template is gone.
         """
         deadline = time.monotonic() + timeout
         while pid not in self._exits:
@@ -364,7 +364,7 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
 def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
     """Return ``question(template)`` for the template of this environment.
 
-    It is asked once more, of a new template, where the first one did not answer.
+    If the template does not answer, ``question`` is called once more with a new one.
 
     Raises:
         LaunchError: as ``question`` does; of :class:`UnresponsiveTemplateError` the second.

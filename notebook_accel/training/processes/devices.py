@@ -199,7 +199,7 @@ class Inventory:
         memory: bytes of memory of each; 0 if unknown.
         versions: versions of torch and of the accelerators' library.
         environment: variables without which ranks on these devices cannot work together.
-        problem: why there are none, where torch says so: a driver that is too old, or broken.
+        problem: why there are none (an old or broken driver), as torch says; "" if it does not.
     """
 
     kind: str
