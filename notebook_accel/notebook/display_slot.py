@@ -27,7 +27,7 @@ def widget_view(widget: Any, text: str) -> dict[str, Any]:
 
 
 class DisplaySlot:
-    """A slot that the first :meth:`show` puts into the output of the cell that runs then.
+    """A place in a cell's output, made by the first :meth:`show`, whose contents can be replaced.
 
     Contents are mappings from MIME types, as Jupyter's messages have them.
 

@@ -39,7 +39,7 @@ _ANSWER_SECONDS = 4.0
 
 
 class HangWatch:
-    """Watches the ranks of one call.
+    """Notes in a call's state which ranks are quiet, and who waits for whom.
 
     Args:
         labels: what a person calls each cell, by the name of its file.

@@ -234,7 +234,7 @@ class Preparation:
         current().note_training(self)
 
     def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
-        """This rank's part of what is being trained in several forms, the best first.
+        """Yield this rank's part of the training in one form after another, the best first.
 
         Whoever rescues it takes the first form that can be pickled.
 
