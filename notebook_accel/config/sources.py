@@ -164,7 +164,7 @@ def _given(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of :func:`given_settings`, and lines about unused entries of a file."""
+    """Return the settings given (arguments before ``config``), and lines about unused entries."""
     given: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, LaunchConfig):

@@ -5,24 +5,24 @@ The way of a launch, from ``notebook_launcher(f)`` to ``f`` and back. Each line 
 
     out, in the kernel
         notebook/launcher.py           notebook_launcher: the arguments -> one LaunchRequest
-        launch/launcher.py             launch: checks, packs, plans; _begin_and_wait
-        launch/engines/local.py        AgentEngine.begin: agents, ranks (wire.Launch), the call
-        launch/control/call.py         RankCall.sent: the call (wire.BeginCall)
-        launch/control/pool.py         RankPool.send_call: the one who talks with agents
+        launch/launcher.py             launch: checks, packs; launch_packed: plans; _begin_and_wait
+        launch/engines/local.py        AgentEngine.begin: agents and a RankPool on them; the call
+        launch/control/call.py         RankCall.sent: the call; inside of it the run is opened
+        launch/control/pool.py         RankPool: sends each agent wire.Launch, then wire.BeginCall
     in the agent
         launch/agent/agent.py          main: forks the ranks; _begin_call: sends each the call
     in each rank
-        launch/worker/main.py          main, serve_calls: unpacks the call, and calls  f
+        launch/worker/main.py          main, serve_calls: reads the call; _run: calls  f
     back, through the same files: the agent relays what its ranks say (wire.Returned, ...)
         launch/control/pool.py         _take: hears it, in a thread of its own
         launch/control/call.py         take: a RunState; finish: the verdict, the view's end
-        launch/launcher.py             _wait_in_cell: raises the run's error, or returns
+        launch/launcher.py             _wait_in_cell: waits for that, raises the run's error
         launch/run.py                  Run: the results
 
 What they call on the way gives its answer and hands nothing over: ``template/`` is the clean
-process that forks an agent, ``payload/`` packs and unpacks, ``transport/`` carries bytes,
-``agent/rank_process.py`` is a rank as its agent sees it, ``control/state.py`` and
-``control/verdict.py`` are pure functions.
+process that forks an agent, ``payload/`` packs and unpacks, ``transport/`` and
+``control/agent_link.py`` carry messages, ``agent/rank_process.py`` is a rank as its agent sees it,
+``control/state.py`` and ``control/verdict.py`` are pure functions.
 
 Four records go this way: ``LaunchRequest`` (what was asked), ``payload.PackedCall`` (what travels),
 ``control.call.Call`` (the kernel's side, with its ``RunState``) and ``Run`` (the person's handle).

@@ -458,7 +458,7 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class LeaveAt(Message, frozen=True, kw_only=True):
-    """Sent once all agents have answered a ``Stop``: each rank leaves at this count.
+    """Tells each rank at which count to leave, once all agents have answered a ``Stop``.
 
     The fields of ``LeavePoint`` in transport/scoreboard.py.
     """

@@ -133,7 +133,7 @@ def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
 
 
 def _shown_at_the_end(text: str) -> str:
-    """Return the text, with a last expression printed, as the cell shows it."""
+    """Return a cell's source, its last expression put into ``print(...)``, as a cell shows it."""
     body = ast.parse(text).body
     last = body[-1] if body else None
     if not isinstance(last, ast.Expr) or last.col_offset or text.rstrip().endswith(";"):

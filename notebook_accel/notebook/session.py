@@ -505,7 +505,7 @@ class NotebookSession:
                 slot.clear()
 
     def _await_turn(self) -> None:
-        """Wait until the ranks are free, and update what is known of their names.
+        """Wait until the ranks are free, and learn which variables they have.
 
         Raises:
             LaunchError: a rank has ended.

@@ -109,7 +109,9 @@ def _replace(
 
 
 def forget_half_made_groups() -> bool:
-    """Set ``_world.group_count`` to 0: torch names the next default group by it.
+    """Have torch number its next default group from 0 (``_world.group_count``), if none is open.
+
+    It gives False where this torch has no such number.
 
     Without it ranks wait for each other under different names, for ever, after one of them failed
     to make a group.

@@ -18,6 +18,7 @@ It ends in this order, in the pool's thread up to ``ended``::
 
     the last rank's Returned, Raised or RankEnded -> is_over
     CallEnded to the agents; all output of the call is here
+    of a call that is its ranks' last one: their processes have ended
     finish: final state (verdict, metrics file closed, state saved) -> view.close -> ended is set
     the thread that waits: view.print_end, then the run's error is raised (run.py)
 

@@ -92,7 +92,7 @@ class RankPool:
     def __init__(
         self, links: Sequence[AgentLink], *, run: str, grace: float, log_dir: Path
     ) -> None:
-        """Take over the rank processes behind ``links``, launched already or to be launched.
+        """Take over the rank processes behind ``links``, which :meth:`send_launch` starts.
 
         Args:
             links: to their agents; the first has rank 0.

@@ -78,7 +78,7 @@ def _nearness(lines: Sequence[str]) -> int:
 
 
 def _without_callers(lines: Sequence[str]) -> list[str]:
-    """Return the lines above the frame that calls the user's function, which is the launcher's."""
+    """Return the user's lines of a stack, newest first: those above the launcher's frames."""
     callers = (index for index, line in enumerate(lines) if _CALLER.match(line))
     return list(lines[: next(callers, len(lines))])
 

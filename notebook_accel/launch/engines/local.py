@@ -1,7 +1,7 @@
 """Engines whose ranks are started by agents, and the local one: template -> agent -> ranks.
 
 AgentEngine.begin
-    start_ranks: start_agents -> an AgentLink each, which sends wire.Launch -> RankPool
+    start_ranks: start_agents -> an AgentLink each -> RankPool, which sends wire.Launch
     RankCall.sent: sends wire.BeginCall
 """
 

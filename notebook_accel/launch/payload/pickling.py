@@ -379,7 +379,7 @@ def _goes_by_value(reduced: Any) -> bool:
 
 
 def _is_made_anew(value: Any, reduced: Any) -> bool:
-    """Return whether the rank makes this definition anew instead of importing it.
+    """Return whether a rank rebuilds ``value`` from its pickle instead of importing it.
 
     That holds for a TypeVar of the notebook, and for all reduce tuples except those of classes.
     """

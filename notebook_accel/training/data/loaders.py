@@ -474,8 +474,11 @@ class PreparedLoader(LoaderWrapper):
     def _note_reader_states(
         self, reader: Iterator[Any], position: Position, start: int
     ) -> Iterator[Any]:
-        """Keep the dataset's state after the newest batches: the loader reads ahead of the loop,
-        and a checkpoint takes the state after the batch that the loop has."""
+        """Yield the batches of ``reader``, and keep the dataset's state after the newest ones.
+
+        The loader reads ahead of the loop; a checkpoint takes the state after the batch that the
+        loop has. ``start`` is the number of batches before the first.
+        """
         base: Any = self.base_dataloader
         for number, batch in enumerate(reader, start + 1):
             position.reader_states[number] = base.state_dict()

@@ -311,7 +311,7 @@ def fit_sizes(
     num_processes: int,
     local_num_processes: int,
 ) -> ParallelismConfig:
-    """Return sizes of a mesh whose product is the number of all ranks.
+    """Return the sizes of the mesh: all ranks together, or all 1 where nothing asks for one.
 
     Args:
         asked: the user's sizes. Where they leave the data to one rank, an FSDP plugin takes all
