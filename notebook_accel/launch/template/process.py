@@ -141,6 +141,7 @@ class Server:
                 self._count_devices(message)
 
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
+        refused = ""
         try:
             with contextlib.ExitStack() as undo:
                 errors = os.memfd_create("agent-errors")
@@ -150,11 +151,13 @@ class Server:
                 exit_fd = processes.watch_exit(pid)
                 undo.pop_all()
         except OSError as error:  # no room for one more process, or for a descriptor
-            self._tell(wire.Forked(run=message.run, error=str(error)))
-            return
+            refused = str(error)
         finally:
             for fd in fds:
                 os.close(fd)
+        if refused:
+            self._tell(wire.Forked(run=message.run, error=refused))
+            return
         self._agents[pid] = exit_fd
         self._runs[pid] = message.run
         self._errors[pid] = errors
