@@ -100,7 +100,7 @@ define on_top
 	$(BIN)/python -m venv build/$(1)
 	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	  >"$$(build/$(1)/bin/python -c 'import site; print(*site.getsitepackages())')/below.pth"
-	build/$(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(2)
+	build/$(1)/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check $(2)
 endef
 
 # Warnings are errors, links that lead nowhere among them.
@@ -237,7 +237,8 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
 	  { echo 'python3 cannot make a virtual environment (Debian: apt-get install python3-venv)'; exit 1; }
 	@echo 'Installing into $(VENV); the first time takes some minutes.'
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+	@# Most of its modules are never imported: Python compiles those that are.
+	$(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
