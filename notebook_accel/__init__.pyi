@@ -29,10 +29,10 @@ from .notebook.runs import runs as runs
 from .training.accelerator import Accelerator as Accelerator
 from .training.collectives import broadcast as broadcast
 from .training.collectives.operations import gather_object as gather_object
-from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
-from .training.data import DataLoaderShard as DataLoaderShard
-from .training.data import skip_first_batches as skip_first_batches
 from .training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
+from .training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from .training.data.loaders import DataLoaderShard as DataLoaderShard
+from .training.data.skipping import skip_first_batches as skip_first_batches
 from .training.processes.memory import find_executable_batch_size as find_executable_batch_size
 from .training.processes.seeding import set_seed as set_seed
 from .training.processes.seeding import synchronize_rng_states as synchronize_rng_states

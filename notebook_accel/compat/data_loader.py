@@ -1,7 +1,6 @@
 """Door: ``accelerate.data_loader`` under our name, with what it has imported there."""
 
 from notebook_accel.compat import _accelerate
-from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.distribute import prepare_data_loader
 from notebook_accel.training.data.iterable_datasets import IterableDatasetShard
@@ -13,7 +12,7 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
     get_sampler,
 )
-from notebook_accel.training.data.skipping import SkipDataLoader
+from notebook_accel.training.data.skipping import SkipDataLoader, skip_first_batches
 
 from .logging import *
 from .state import *

@@ -21,8 +21,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import collectives
 from notebook_accel.training.checkpoint import Checkpoints
-from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
+from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.files.weights import save_object
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (

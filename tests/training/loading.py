@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.training.collectives.data_group import DataGroup
-from notebook_accel.training.data import active_loaders, prepare_loader
 from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.data.distribute import prepare_loader
+from notebook_accel.training.stepping.active_loaders import active_loaders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ def no_pass_is_left() -> Iterator[None]:
     """Each test ends every pass over a loader that it began."""
     active_loaders().clear()
     yield
-    assert not active_loaders().in_dataloader, "a pass was left behind"
+    assert not active_loaders().stack, "a pass was left behind"
 
 
 def numbers(count: int, size: int | None = 3, **options: Any) -> DataLoader[Any]:

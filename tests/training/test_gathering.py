@@ -13,14 +13,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from notebook_accel import PartialState
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import gather_object, num_ranks, this_rank
-from notebook_accel.training.data import (
-    DataLoaderDispatcher,
-    active_loaders,
-    skip_first_batches,
-)
+from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.rounds import RoundDivider
+from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.processes.seeding import set_seed
+from notebook_accel.training.stepping.active_loaders import active_loaders
+from notebook_accel.training.stepping.gradient_state import GradientState
 from tests.training import loading
 from tests.training.harness import run_ranks
 from tests.training.loading import Sharded, SizedStream, Stream, numbers
@@ -428,7 +427,7 @@ def dispatches() -> dict[str, Any]:
     results["of one share"] = batches(
         DataLoaderDispatcher(range(5), torch_device_mesh=mesh, batch_size=2)
     )
-    active = active_loaders()
+    active = GradientState()
     loader = prepare(stream(10))
     results["ends"] = [(active.end_of_dataloader, active.remainder) for _ in loader]
     try:
@@ -532,7 +531,7 @@ def test_rows_of_one_sample_stay_together() -> None:
 
     def divide(divider: RoundDivider, batches: list[list[int]]) -> list[Any]:
         rounds = divider.divide(iter([torch.tensor(batch) for batch in batches]))
-        return [[part.batch.tolist() for part in each.parts] for each in rounds]
+        return [[part.batch.tolist() for part in each] for each in rounds]
 
     batches = [rows(0, 1, 2, 3), rows(4, 5, 6, 7), rows(8, 9, 10)]
     divider = RoundDivider(2, batches_a_round=2, batch_size=4)

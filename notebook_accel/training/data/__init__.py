@@ -9,23 +9,3 @@ Three words are used throughout. A *round* is the samples on which all ranks wor
 a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data
 that one rank reads. Ranks that hold one model together read the same share (``DataGroup``).
 """
-
-from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.data.dispatch import DataLoaderDispatcher
-from notebook_accel.training.data.distribute import prepare_data_loader, prepare_loader
-from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
-from notebook_accel.training.data.skipping import SkipDataLoader, skip_first_batches
-from notebook_accel.training.stepping.active_loaders import ActiveLoaders, active_loaders
-
-__all__ = [
-    "ActiveLoaders",
-    "DataLoaderConfiguration",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "PreparedLoader",
-    "SkipDataLoader",
-    "active_loaders",
-    "prepare_data_loader",
-    "prepare_loader",
-    "skip_first_batches",
-]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from notebook_accel.errors import ConfigError
 
@@ -53,23 +53,7 @@ class DataLoaderConfiguration:
     Without it, prepared loaders have a ``state_dict`` too, which counts batches."""
 
     def __post_init__(self) -> None:
-        for name in _FLAGS:
-            _expect(name, getattr(self, name), bool)
-        if self.dispatch_batches is not None:
-            _expect("dispatch_batches", self.dispatch_batches, bool)
-        if self.data_seed is not None:
-            _expect("data_seed", self.data_seed, int)
-
-
-_FLAGS = (
-    "split_batches",
-    "even_batches",
-    "use_seedable_sampler",
-    "non_blocking",
-    "use_stateful_dataloader",
-)
-
-
-def _expect(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name}={value!r}: expected {kind.__name__}")
+        for field in fields(self):
+            value, kind = getattr(self, field.name), int if field.name == "data_seed" else bool
+            if value is not field.default and not isinstance(value, kind):
+                raise ConfigError(f"{field.name}={value!r}: expected {kind.__name__}")

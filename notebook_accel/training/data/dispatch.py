@@ -30,7 +30,7 @@ from notebook_accel.training.collectives import (
 )
 from notebook_accel.training.collectives.nested import recursively_apply
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.data.rounds import RankShare, Round, RoundDivider
+from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
 from notebook_accel.training.processes import topology
 from notebook_accel.training.processes.seeding import synchronize_rng_state
@@ -110,21 +110,13 @@ class DataLoaderDispatcher(PreparedLoader):
             slice_fn=slice_fn,
         )
 
-    @property
-    def _marks_last_round(self) -> bool:
-        return True
-
-    @property
-    def _shard(self) -> Any:
-        return None
+    _marks_last_round = True
+    _shard = None
+    _num_readers = 1
 
     @property
     def _batches_a_step(self) -> int:
         return self._batches_a_round
-
-    @property
-    def _num_readers(self) -> int:
-        return 1
 
     @property
     def _keeps_batches(self) -> bool:
@@ -158,7 +150,7 @@ class DataLoaderDispatcher(PreparedLoader):
         is_counted = start > 0 and start not in position.reader_states
         keeps_first = is_counted and not self._drops_last
         divider = RoundDivider(
-            num_parts=self._options.num_processes,
+            num_parts=self._options.data_group.size,
             batches_a_round=self._batches_a_round,
             batch_size=None if self._keeps_batches else self.given_batch_size,
             drop_last=self._drops_last,
@@ -173,47 +165,37 @@ class DataLoaderDispatcher(PreparedLoader):
                 header, buffers = _pack(divided, self._options.data_group.index_of_rank)
             except Exception as error:
                 # The others wait for a header, and without one they would wait for ever.
-                broadcast_object_list([pickle.dumps(_Failure(type(error).__name__, str(error)))])
+                broadcast_object_list([pickle.dumps(f"{type(error).__name__}: {error}")])
                 raise
             broadcast_object_list([header])
             if divided is None:
                 return
             if buffers:
                 scatter(buffers, buffers[0].nbytes)
-            yield RoundBatch(*divided.parts[0], divided.is_uneven)
+            yield divided[0]
 
     def _follow(self) -> Iterator[RoundBatch]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
         # much as that rank's code is.
         while True:
             (packed,) = broadcast_object_list([None])
-            header = pickle.loads(packed)
+            header = pickle.loads(packed)  # None at the end, the text of an error, or a round's
             if header is None:
                 return
-            if isinstance(header, _Failure):
-                raise RuntimeError(
-                    f"rank 0 could not read the next batch: {header.kind}: {header.text}"
-                )
+            if isinstance(header, str):
+                raise RuntimeError(f"rank 0 could not read the next batch: {header}")
             # Nothing is sent where no rank's batch holds a tensor.
             num_bytes = header.num_bytes
             buffer = scatter(None, num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-            part = header.parts[self._options.process_index]
+            part = header.parts[self._options.data_group.index]
             assert part is not None, "rank 0 sends the others theirs"
-            yield RoundBatch(*_fill_slots(part, buffer), header.is_uneven)
-
-
-class _Failure(NamedTuple):
-    """The error by which rank 0 could not read the next round."""
-
-    kind: str
-    text: str
+            yield _fill_slots(part, buffer)
 
 
 class _Header(NamedTuple):
     """A round with slots in place of its tensors."""
 
-    parts: list[RankShare | None]
-    is_uneven: bool
+    parts: list[RoundBatch | None]
     num_bytes: int
 
 
@@ -226,26 +208,28 @@ class _Slot(NamedTuple):
     dtype: torch.dtype
 
 
-def _pack(divided: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, list[torch.Tensor]]:
+def _pack(
+    divided: list[RoundBatch] | None, index_of_rank: Sequence[int]
+) -> tuple[bytes, list[torch.Tensor]]:
     """The header of a round, and a buffer for each rank; none where there is nothing to send."""
     if divided is None:
         return pickle.dumps(None), []
-    parts: list[RankShare | None] = []
+    parts: list[RoundBatch | None] = []
     contents: list[list[tuple[_Slot, torch.Tensor]]] = []
     others = set(index_of_rank[1:])  # rank 0 has its own part already
-    for index, part in enumerate(divided.parts):
+    for index, part in enumerate(divided):
         held: list[tuple[_Slot, torch.Tensor]] = []
         parts.append(_empty_slots(part, held) if index in others else None)
         contents.append(held)
     num_bytes = max((held[-1][0].stop for held in contents if held), default=0)
-    header = pickle.dumps(_Header(parts, divided.is_uneven, num_bytes))
+    header = pickle.dumps(_Header(parts, num_bytes))
     if not num_bytes:
         return header, []
     buffers = [_lay_out(held, num_bytes) for held in contents]
     return header, [buffers[index] for index in index_of_rank]
 
 
-def _empty_slots(part: RankShare, held: list[tuple[_Slot, torch.Tensor]]) -> RankShare:
+def _empty_slots(part: RoundBatch, held: list[tuple[_Slot, torch.Tensor]]) -> RoundBatch:
     """``part`` with slots for its tensors, which are put into ``held``."""
 
     def take_out(tensor: torch.Tensor) -> _Slot:
@@ -267,7 +251,7 @@ def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Te
     return buffer
 
 
-def _fill_slots(part: RankShare, buffer: torch.Tensor) -> RankShare:
+def _fill_slots(part: RoundBatch, buffer: torch.Tensor) -> RoundBatch:
     def put_in(slot: _Slot) -> torch.Tensor:
         return buffer[slot.start : slot.stop].view(slot.dtype).reshape(slot.shape)
 

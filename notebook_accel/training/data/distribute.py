@@ -227,8 +227,8 @@ def _share_out(
     name = "sampler" if draft.batch_sampler is None else "batch_sampler"
     vars(draft)[name] = BatchSamplerShard(
         getattr(draft, name),
-        options.num_processes,
-        options.process_index,
+        options.data_group.size,
+        options.data_group.index,
         split_batches=config.split_batches,
         even_batches=config.even_batches,
     )
@@ -239,7 +239,7 @@ def _share_iterable(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
     dataset: Any = draft.dataset
-    num_processes, index = options.num_processes, options.process_index
+    num_processes, index = options.data_group.size, options.data_group.index
     if not config.split_batches and _divides_itself(
         dataset, num_processes, evenly=config.even_batches
     ):

@@ -67,7 +67,7 @@ def gather_for_metrics(
     return _gather(input_data, position, group)
 
 
-def _gather(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
+def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
     """Gather tensors as tensors and everything else as objects.
 
     Every rank must come to the same collectives here. A list that is empty on this rank may hold
@@ -76,7 +76,7 @@ def _gather(data: Any, position: Position | None, group: dist.ProcessGroup | Non
     found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
     are_tensors = bool(found) and all(found)
     if are_tensors and not _holds_empty(data):
-        if position is None or (position.short_round is None and not position.is_uneven):
+        if position.short_round is None and not position.is_uneven:
             return gather(data, group=group)
         return _gather_own_rows(data, position, group)
     if isinstance(data, Mapping):
@@ -97,10 +97,10 @@ def _holds_empty(data: Any) -> bool:
     return False
 
 
-def _cut_objects(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
+def _cut_objects(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
     """Return this rank's objects without those of repeated samples."""
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
-    if position is None or position.short_round is None or not is_column:
+    if position.short_round is None or not is_column:
         return data
     return data[: _num_own_rows(len(data), position, num_ranks(group))]
 

@@ -22,7 +22,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import (
     RoundBatch,
     fill_up,
-    length_of,
     length_or_none,
     share_of,
 )
@@ -86,7 +85,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         *,
         marks_last_round: bool = False,
     ) -> None:
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_processes = num_processes
@@ -131,7 +130,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        whole, rest = divmod(length_of(self.dataset), self._samples_a_round)
+        whole, rest = divmod(len(self.dataset), self._samples_a_round)
         share = self._samples_a_round // self.num_processes
         if self.drop_last or not rest:
             return whole * share

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["LoaderWrapper", "as_stateful", "copied", "is_stateful", "new_loader"]
+__all__ = ["LoaderWrapper", "as_stateful", "copied", "new_loader"]
 
 
 class LoaderWrapper(DataLoader[Any]):
@@ -34,18 +34,12 @@ class LoaderWrapper(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether the loader inside is torchdata's."""
-        return is_stateful(self)
+        """Whether the loader inside is torchdata's; asked without importing it."""
+        kinds = type(self.base_dataloader).__mro__
+        return any(kind.__name__ == "StatefulDataLoader" for kind in kinds)
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
-
-
-def is_stateful(loader: object) -> bool:
-    """Whether a loader, or the one that it keeps inside, is torchdata's; asked without importing
-    it."""
-    kinds = type(getattr(loader, "base_dataloader", loader)).__mro__
-    return any(kind.__name__ == "StatefulDataLoader" for kind in kinds)
 
 
 def new_loader(dataset: Any, use_stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:

@@ -50,7 +50,6 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
     get_sampler,
     has_own_batches,
-    length_of,
     length_or_none,
     samplers_of,
 )
@@ -114,16 +113,6 @@ class LoaderOptions:
 
     skip_batches: int | None = None
     """The batch to begin each epoch with; None is the first, or that of a restored state."""
-
-    @property
-    def num_processes(self) -> int:
-        """Number of shares into which the data is divided."""
-        return self.data_group.size
-
-    @property
-    def process_index(self) -> int:
-        """Which of the shares this rank reads."""
-        return self.data_group.index
 
 
 class PreparedLoader(LoaderWrapper):
@@ -225,13 +214,13 @@ class PreparedLoader(LoaderWrapper):
         size = self.given_batch_size
         if size is None or self._options.split_batches:
             return size
-        return size * self._options.num_processes
+        return size * self._options.data_group.size
 
     @property
     def own_batch_size(self) -> int | None:
         """Samples of this rank a step; None where it is not known."""
         size = self.total_batch_size
-        return None if size is None else size // self._options.num_processes
+        return None if size is None else size // self._options.data_group.size
 
     @property
     def given_batch_size(self) -> int | None:
@@ -243,7 +232,7 @@ class PreparedLoader(LoaderWrapper):
     def total_dataset_length(self) -> int:
         """Number of samples of the dataset that the loader was made with."""
         dataset: Any = self.dataset
-        return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -307,7 +296,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _batches_a_round(self) -> int:
-        return 1 if self._options.split_batches else self._options.num_processes
+        return 1 if self._options.split_batches else self._options.data_group.size
 
     @property
     def _batches_a_step(self) -> int:
@@ -322,7 +311,7 @@ class PreparedLoader(LoaderWrapper):
     @property
     def _num_readers(self) -> int:
         """How many ranks read samples of their own."""
-        return self._options.num_processes
+        return self._options.data_group.size
 
     @property
     def _marks_last_round(self) -> bool:
@@ -336,7 +325,7 @@ class PreparedLoader(LoaderWrapper):
         if self._skips_complete_epoch():
             return
         position, source, receive = self._begin_pass()
-        progress, ahead, context = self._progress, position.ahead, current()
+        progress, context = self._progress, current()
         count, active, total = context.count_batch, active_loaders(context), self._count_total()
         stack = active.stack
         position.loader = self
@@ -346,30 +335,26 @@ class PreparedLoader(LoaderWrapper):
             position.shard_pass = getattr(self._index.sampler, "newest_pass", None)
             if batch is not _NO_BATCH and receive is not None:
                 batch = receive(batch)
-            # One ahead of the loop: where none follows, `batch` is the last one, which closes a
-            # window of accumulation and may have repeated samples.
-            for following in source:
-                progress.position = position  # another pass over this loader may have begun
-                # Before the batch is given: where the run is to stop this raises RunStopped, on
-                # all ranks at the same count.
+            while batch is not _NO_BATCH:
+                # Before the batch is given, and before the next is read: where the run is to stop
+                # this raises RunStopped, on all ranks at the same count.
                 count(total, position.num_given + 1)
+                # One ahead of the loop: where none follows, `batch` is the last one, which closes
+                # a window of accumulation and may have repeated samples.
+                following = next(source, _NO_BATCH)
+                progress.position = position  # another pass over this loader may have begun
+                if following is _NO_BATCH:
+                    self._reach_end(position)
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
-                if ahead:
-                    del ahead[0]
                 yield batch
-                batch = following if receive is None else receive(following)
-            progress.position = position
-            if batch is not _NO_BATCH:
-                # Before the end is noted: a loop that is stopped here has not had the last batch.
-                count(total, position.num_given + 1)
-            self._reach_end(position)
-            if batch is not _NO_BATCH:
-                active.put_on_top(position)
-                position.num_given += 1
-                del ahead[:1]
-                yield batch
+                batch = following
+                if receive is not None and batch is not _NO_BATCH:
+                    batch = receive(batch)
+            if not position.end_of_dataloader:  # there was no batch at all
+                progress.position = position
+                self._reach_end(position)
         except RunStopped:
             active.stop(position)
             raise
@@ -377,7 +362,6 @@ class PreparedLoader(LoaderWrapper):
             # Also where the loop is left by `break`: a pass that nobody goes on with must not
             # answer for a loader that another loop reads.
             active.drop(position)
-            position.is_over = True
             position.loader = None
 
     def _begin_pass(self) -> tuple[Position, Iterator[Any], Callable[[Any], Any] | None]:
@@ -404,7 +388,7 @@ class PreparedLoader(LoaderWrapper):
             restored.get("random"),
             reads_here=not self.num_workers,
         )
-        return position, source, self._receiver(position, self._mover())
+        return position, source, self._receiver(position)
 
     def _synchronize(self) -> None:
         """Give every rank rank 0's random states, so that all run through the same order.
@@ -432,7 +416,7 @@ class PreparedLoader(LoaderWrapper):
         read the same ones (of one model that they hold together) get the same.
         """
         drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
-        seed = (drawn + self._options.process_index * _SEED_STEP) % 2**64
+        seed = (drawn + self._options.data_group.index * _SEED_STEP) % 2**64
         self.base_dataloader.generator.manual_seed(seed)
         is_ours = self.num_workers and self.worker_init_fn is None
         self._index.seed = seed if is_ours else None
@@ -485,19 +469,15 @@ class PreparedLoader(LoaderWrapper):
             position.reader_states.pop(number - 2 * self._batches_a_step - 1, None)
             yield batch
 
-    def _mover(self) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch to the device; None if batches stay."""
+    def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
+        """Return a function that moves a batch to the device and notes its sample counts in
+        ``position``; None if batches stay, and come without counts."""
         device, non_blocking = self._options.device, self._options.non_blocking
-        if device is None or devices.is_only_device(device):
-            return None
-        move = partial(send_to_device, device=device, non_blocking=non_blocking)
-        mark = devices.batch_boundary(device)
-        return move if mark is None else lambda batch: (mark(), move(batch))[1]
-
-    def _receiver(
-        self, position: Position, move: Callable[[Any], Any] | None
-    ) -> Callable[[Any], Any] | None:
-        """Return ``move``, extended to note the sample counts of a batch in ``position``."""
+        move: Callable[[Any], Any] | None = None
+        if device is not None and not devices.is_only_device(device):
+            to_device = partial(send_to_device, device=device, non_blocking=non_blocking)
+            mark = devices.batch_boundary(device)
+            move = to_device if mark is None else lambda batch: (mark(), to_device(batch))[1]
         if not self._marks_last_round:
             return move
 
@@ -523,7 +503,7 @@ class PreparedLoader(LoaderWrapper):
             position.short_round = found.last_round
         if position.short_round is not None:
             position.remainder = position.short_round.num_samples
-        elif self._options.num_processes == 1:
+        elif self._options.data_group.size == 1:
             rest = (self._num_samples or 0) % (self.total_batch_size or 1)
             position.remainder = rest
             position.short_round = ShortRound(rest, rest, rest) if rest else None
@@ -559,20 +539,17 @@ class PreparedLoader(LoaderWrapper):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch that the newest pass gave is its last."""
-        position = self._progress.position
-        return position is not None and position.end_of_dataloader
+        return self._progress.position.end_of_dataloader
 
     @property
     def remainder(self) -> int:
         """Samples of all ranks in the last round, as :class:`Position` has it."""
-        position = self._progress.position
-        return -1 if position is None else position.remainder
+        return self._progress.position.remainder
 
     @property
     def is_iterated(self) -> bool:
         """Whether a loop over this loader is under way."""
-        position = self._progress.position
-        return position is not None and position.loader is not None and not position.is_over
+        return self._progress.position.loader is not None
 
     # Its state, and going on from one.
 
@@ -602,15 +579,13 @@ class PreparedLoader(LoaderWrapper):
         }
         if progress.restored is not None:
             state |= {name: progress.restored[name] for name in state if name != "iteration"}
-        elif (
-            position is None
-            or (position.end_of_dataloader and not at_step)
-            or (position.is_over and not position.is_stopped)
+        elif (position.end_of_dataloader and not at_step) or (
+            position.loader is None and not position.is_stopped
         ):
             state["generators"] = self._generator_states()
         else:
-            now = position.num_given, position.ahead
-            given, ahead = position.at_step if at_step else now
+            now = position.num_given, position.before_read
+            given, before_read = position.at_step if at_step else now
             num_read = given * self._batches_a_step
             reader = None if at_step else position.reader_states.get(num_read)
             state |= {
@@ -619,9 +594,9 @@ class PreparedLoader(LoaderWrapper):
                 "generators": position.generators,
                 "reader": reader and {num_read: reader},
             }
-            if position.begin is not None and ahead is not None:
-                begin = as_plain(position.begin)
-                state["random"] = {"begin": begin, "ahead": [*map(as_plain, ahead)]}
+            if position.begin is not None and before_read is not None:
+                begin, ahead = as_plain(position.begin), before_read and as_plain(before_read)
+                state["random"] = {"begin": begin, "ahead": ahead}
         return {
             **state,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
@@ -702,7 +677,7 @@ class PreparedLoader(LoaderWrapper):
             return given, restored
         # `ahead` has the states before batch `given` was read; this pass begins with another one.
         drawn = restored["random"]
-        return asked, {**restored, "random": drawn and {**drawn, "ahead": []}}
+        return asked, {**restored, "random": drawn and {**drawn, "ahead": {}}}
 
     def _seedable_samplers(self) -> list[SeedableRandomSampler]:
         return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]

@@ -9,13 +9,13 @@ again:
 - Reads in the rank's own process draw from the global random numbers, between the draws of the
   steps (dropout). The loader reads one batch ahead of its loop, so that a batch may be read before
   the states of a checkpoint are taken, and read again after they are restored. So the states before
-  each read are kept until the loop has the batch (``Position.ahead``)::
+  the newest read are kept (``Position.before_read``)::
 
     read 0   read 1   step 0   read 2   step 1   | saved while the loop has batch 1
-             ^                 ^                    batch 2 is read already: `ahead` keeps the
+                               ^                    batch 2 is read already: `before_read` has the
                                                     states before that read
 
-    resumed  [states of the save]   back to `ahead`: read 2   forth again   read 3   step 2   ...
+    resumed  [states of the save]   back to `before_read`: read 2   forth again   read 3   step 2
 
 Keeping them costs more than reading a small tensor. So it ends for the rest of a pass with the
 second read in a row that drew nothing.
@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from notebook_accel.training.data.samplers import length_of
 from notebook_accel.training.processes.random_states import (
     note_random_states,
     random_states_unchanged_since,
@@ -86,7 +85,7 @@ class IndexSource:
         return (_Seeding(indices, _digest(seed, number)) for number, indices in numbered)
 
     def __len__(self) -> int:
-        return length_of(self.sampler)
+        return len(self.sampler)
 
 
 def skip(
@@ -143,56 +142,52 @@ def replayed(
     Args:
         make: begins to read; it is given what :class:`IndexSource` calls ``at_start``.
         position: of the pass, which keeps the states.
-        restored: "begin" and "ahead" of the pass that this one goes on with, if it does.
+        restored: "begin" of the pass that this one goes on with, if it does, and as "ahead" its
+            ``before_read``.
         reads_here: whether samples are read in this process.
     """
     now = position.begin = note_random_states()
-    known: list[Mapping[str, Any]] = []
+    known: Mapping[str, Any] = {}
     if restored is not None:
         position.begin, known = restored["begin"], restored["ahead"]
-        position.at_step = position.num_given, list(known)
+        position.at_step = position.num_given, known
         set_random_states(position.begin, _HOST)
-    if not reads_here:
-        source = make(None)
-        if restored is not None:
-            set_random_states(now, _HOST)
-        return source
 
     def reach_start() -> None:
         if known:
-            set_random_states(known[0], _HOST)
-        position.ahead[-1] = note_random_states()
+            set_random_states(known, _HOST)
+        position.before_read = note_random_states()
 
-    source = make(reach_start)
-    again = None if restored is None else [position.begin, *known[1:]]
-    # Once the states need not be kept, batches come from the source itself: a generator between
-    # the two would take its time for each.
-    return itertools.chain(_first_reads(source, position.ahead, again, now), source)
+    source = make(reach_start if reads_here else None)
+    if reads_here:
+        # Once the states need not be kept, batches come from the source itself: a generator
+        # between the two would take its time for each.
+        again = None if restored is None else now
+        return itertools.chain(_first_reads(source, position, again), source)
+    if restored is not None:
+        set_random_states(now, _HOST)
+    return source
 
 
 def _first_reads(
-    source: Iterator[Any],
-    ahead: list[Mapping[str, Any]],
-    again: list[Mapping[str, Any]] | None,
-    now: Mapping[str, Any],
+    source: Iterator[Any], position: Position, again: Mapping[str, Any] | None
 ) -> Iterator[Any]:
-    """Yield batches whose random states are kept, first those that are read ``again``."""
-    for number, before in enumerate(again or ()):
-        if number:  # before the first, the states are those from which the order is drawn
-            set_random_states(before, _HOST)
-        ahead.append(before)
-        batch = next(source, _NO_BATCH)
-        set_random_states(now, _HOST)
-        if batch is _NO_BATCH:
-            return
-        yield batch
+    """Yield batches before whose reads the random states are kept.
+
+    Args:
+        source: all batches.
+        position: keeps the states.
+        again: the states to set after the first read, where the pass is resumed.
+    """
     num_quiet = 0
     while num_quiet < _QUIET_READS:
-        before = note_random_states()
-        ahead.append(before)
+        before = position.before_read = note_random_states()
         batch = next(source, _NO_BATCH)
+        if again is not None:
+            set_random_states(again, _HOST)
         if batch is _NO_BATCH:
             return
-        num_quiet = num_quiet + 1 if random_states_unchanged_since(before) else 0
+        is_quiet = again is None and random_states_unchanged_since(before)
+        num_quiet, again = num_quiet + 1 if is_quiet else 0, None
         yield batch
-    ahead.clear()
+    position.before_read = {}

@@ -21,33 +21,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import find_batch_size, honor_type, leaves, rebuild
+from notebook_accel.training.data.samplers import RoundBatch
 from notebook_accel.training.stepping.active_loaders import ShortRound
 
-__all__ = ["RankShare", "Round", "RoundDivider", "count_rows", "join_rows", "slice_rows"]
-
-
-class RankShare(NamedTuple):
-    """The batch of one rank in a round."""
-
-    batch: Any
-    short_round: ShortRound | None
-    """The sample counts of a round that lacks samples or repeats some; None for any other."""
-
-
-class Round(NamedTuple):
-    """The batches of all ranks at one step."""
-
-    parts: list[RankShare]
-    """For each rank."""
-
-    is_uneven: bool
-    """Whether the parts may differ in size."""
+__all__ = ["RoundDivider", "count_rows", "join_rows", "slice_rows"]
 
 
 @dataclass
@@ -75,8 +58,8 @@ class RoundDivider:
     first: Any = field(default=None, init=False)
     _most_rows: int = field(default=0, init=False)
 
-    def divide(self, raw: Iterator[Any], has_first: bool = False) -> Iterator[Round]:
-        """Yield the rounds of a pass.
+    def divide(self, raw: Iterator[Any], has_first: bool = False) -> Iterator[list[RoundBatch]]:
+        """Yield the rounds of a pass, each with a batch for every rank.
 
         Args:
             raw: its batches.
@@ -95,17 +78,17 @@ class RoundDivider:
             yield self._divide_round(batches)
             batches = [*itertools.islice(raw, self.batches_a_round)]
 
-    def _divide_round(self, batches: list[Any]) -> Round:
+    def _divide_round(self, batches: list[Any]) -> list[RoundBatch]:
         sizes = {count_rows(batch) for batch in batches}
         self._most_rows = max(self._most_rows, *(size or 0 for size in sizes))
         if self.slice_fn is None and len(batches) == self.num_parts and len(sizes) == 1:
-            return Round([RankShare(batch, None) for batch in batches], sizes == {None})
+            return [RoundBatch(batch, None, sizes == {None}) for batch in batches]
         is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
         joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
         if not rows or self._has_several_rows_a_sample():
             return self._keep_whole(batches)
-        return Round(self._divide_evenly(joined, rows), False)
+        return self._divide_evenly(joined, rows)
 
     def _has_several_rows_a_sample(self) -> bool:
         """Whether a batch of the pass had more rows than samples: its collate function makes
@@ -116,7 +99,7 @@ class RoundDivider:
         self._most_rows = max(self._most_rows, count_rows(self.first) or 0)
         return self._most_rows > self.batch_size
 
-    def _divide_evenly(self, joined: Any, rows: int) -> list[RankShare]:
+    def _divide_evenly(self, joined: Any, rows: int) -> list[RoundBatch]:
         """Parts of one size, the last ones filled up with repeated samples."""
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
@@ -130,10 +113,11 @@ class RoundDivider:
             filled = _try_to_join([joined, *_repeat_rows(source, missing)])
             if filled is None:
                 filled = join_rows([joined, *_repeat_rows(joined, missing)])
-        parts: list[RankShare] = []
+        parts: list[RoundBatch] = []
         for start in range(0, share * self.num_parts, share):
             last = ShortRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
-            parts.append(RankShare(self._slice(filled, start, start + share, len(parts)), last))
+            part = self._slice(filled, start, start + share, len(parts))
+            parts.append(RoundBatch(part, last, False))
         return parts
 
     def _slice(self, batch: Any, start: int, stop: int, index: int) -> Any:
@@ -143,7 +127,7 @@ class RoundDivider:
             batch, slice(start, stop), process_index=index, num_processes=self.num_parts
         )
 
-    def _keep_whole(self, batches: list[Any]) -> Round:
+    def _keep_whole(self, batches: list[Any]) -> list[RoundBatch]:
         """A batch for each rank; those for which none is left get the first of the pass again."""
         is_divided = self.slice_fn is not None or self.batches_a_round == 1
         if is_divided and self._has_several_rows_a_sample():
@@ -172,8 +156,8 @@ class RoundDivider:
                 "with the same first dimension; use split_batches=False"
             )
         missing = self.num_parts - len(batches)
-        repeated = RankShare(self.first, ShortRound(-1, count_rows(self.first), 0))
-        return Round([*(RankShare(batch, None) for batch in batches), *[repeated] * missing], True)
+        repeated = RoundBatch(self.first, ShortRound(-1, count_rows(self.first), 0), True)
+        return [*(RoundBatch(batch, None, True) for batch in batches), *[repeated] * missing]
 
 
 def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:

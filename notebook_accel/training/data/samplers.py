@@ -50,7 +50,6 @@ __all__ = [
     "fill_up",
     "get_sampler",
     "has_own_batches",
-    "length_of",
     "length_or_none",
     "samplers_of",
     "share_of",
@@ -189,7 +188,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def total_length(self) -> int:
         """Batches that the batch sampler gives in an epoch, for all ranks together."""
-        return length_of(self.batch_sampler)
+        return len(self.batch_sampler)
 
     @property
     def remainder(self) -> int:
@@ -211,7 +210,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def _num_samples(self) -> int:
-        return max(0, length_of(self.sampler) - self._num_skipped)
+        return max(0, len(self.sampler) - self._num_skipped)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers inside which epoch comes."""
@@ -222,14 +221,14 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         if self.num_processes == 1:
-            return length_of(self.batch_sampler)
+            return len(self.batch_sampler)
         if self._shares_samples:
             whole, rest = divmod(self._num_samples, self._samples_a_round)
             # Where the last round is given out as it is, this rank gets something of it only if
             # there is more than the ranks before it take.
             needed = self._own_part.start
         else:
-            whole, rest = divmod(length_of(self.batch_sampler), self.num_processes)
+            whole, rest = divmod(len(self.batch_sampler), self.num_processes)
             needed = self.process_index
         return whole + (not self.drop_last and rest > (0 if self.even_batches else needed))
 
@@ -293,11 +292,6 @@ def _num_left_out(batch_sampler: Any) -> int:
     return number
 
 
-def length_of(sized: Any) -> int:
-    """``len(sized)``; torch's types do not say that samplers and datasets may have a length."""
-    return len(sized)
-
-
 def length_or_none(sized: Any) -> int | None:
     """``len(sized)``; None where it has none or cannot say it.
 
@@ -354,7 +348,7 @@ class SkipBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
+        self.batch_sampler: Any = batch_sampler
         self.skip_batches = skip_batches
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.sampler = getattr(batch_sampler, "sampler", batch_sampler)
@@ -370,7 +364,7 @@ class SkipBatchSampler(BatchSampler):
         return itertools.islice(iter(self.batch_sampler), self.skip_batches, None)
 
     def __len__(self) -> int:
-        return max(0, length_of(self.batch_sampler) - self.skip_batches)
+        return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
 class SeedableRandomSampler(RandomSampler):

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.data import PreparedLoader, prepare_loader
+from notebook_accel.training.data.distribute import prepare_loader
+from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
 from notebook_accel.training.models.meta_copy import copy_on_meta

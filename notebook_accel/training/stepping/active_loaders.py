@@ -66,9 +66,9 @@ class Position:
     begin: Mapping[str, Any] | None = None
     """The states of the global random numbers as the pass began."""
 
-    ahead: list[Mapping[str, Any]] = field(default_factory=list)
-    """For each batch that is read and not yet given, the states of the global random numbers before
-    its read; empty where reads draw nothing (``replay``)."""
+    before_read: Mapping[str, Any] = field(default_factory=dict)
+    """The states of the global random numbers before the newest read; empty where reads draw
+    nothing (``replay``)."""
 
     reader_states: dict[int, Any] = field(default_factory=dict)
     """Of a dataset that says itself how far it is (``stateful``), its states after the last few
@@ -86,12 +86,9 @@ class Position:
     end_of_dataloader: bool = False
     """Whether the batch that the loop has now is the last."""
 
-    at_step: tuple[int, list[Mapping[str, Any]] | None] = (0, None)
-    """``num_given`` and ``ahead`` as an optimizer made its last step in this pass,
-    or as the pass began; no such list where it began anew."""
-
-    is_over: bool = False
-    """Whether the pass has ended, or was left."""
+    at_step: tuple[int, Mapping[str, Any] | None] = (0, None)
+    """``num_given`` and ``before_read`` as an optimizer made its last step in this pass,
+    or as the pass began; no such states where it began anew."""
 
     is_stopped: bool = False
     """Whether a stop of the run (``RunStopped``) ended the pass, and the pass was over training
@@ -99,7 +96,7 @@ class Position:
 
     def note_step(self) -> None:
         """Record the position of the pass at a step of an optimizer: a new window begins there."""
-        self.at_step = self.num_given, list(self.ahead)
+        self.at_step = self.num_given, self.before_read
 
 
 @dataclass(eq=False)
@@ -112,7 +109,7 @@ class LoaderProgress:
     restored: Mapping[str, Any] | None = None
     """What the next pass has to go on from."""
 
-    position: Position | None = None
+    position: Position = field(default_factory=Position)
     """Of the pass that began or gave a batch last."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,10 +118,10 @@ class LoaderProgress:
 
 
 class ActiveLoaders:
-    """The passes that are under way; properties describe the one that gave a batch last.
+    """The passes that are under way.
 
-    That is the innermost of nested loops. An iterator that was left in the middle and is still
-    referenced stops counting as soon as another loop goes on.
+    The active one is that which gave a batch last: the innermost of nested loops. An iterator that
+    was left in the middle and is still referenced stops counting as soon as another loop goes on.
     """
 
     def __init__(self) -> None:
@@ -132,29 +129,14 @@ class ActiveLoaders:
         self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
 
     @property
-    def position(self) -> Position | None:
-        """The pass that gave a batch last; None outside of loops."""
-        return self.stack[-1] if self.stack else None
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
-        return bool(self.stack)
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The loader that gave a batch last; None outside of loops."""
-        return self.stack[-1].loader if self.stack else None
+    def position(self) -> Position:
+        """The pass that gave a batch last; outside of loops one that has not begun."""
+        return self.stack[-1] if self.stack else Position()
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch of the active loader is its last; False outside of loops."""
         return self.stack[-1].end_of_dataloader if self.stack else False
-
-    @property
-    def remainder(self) -> int:
-        """Number of samples of all ranks in the last round of the active loader."""
-        return self.stack[-1].remainder if self.stack else -1
 
     def put_on_top(self, position: Position) -> None:
         """Make this pass the active one."""

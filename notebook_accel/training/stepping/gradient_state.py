@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.rank import current
-from notebook_accel.training.settings import environment
 from notebook_accel.training.stepping.accumulation import (
     Accumulation,
     current_accumulation,
@@ -19,9 +17,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["GradientState"]
-
-
-_XLA_SYNCED = "gradients were reduced on XLA"
 
 
 class GradientState:
@@ -90,20 +85,6 @@ class GradientState:
         return vars(self._accumulation.plugin)
 
     @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients were reduced since the last step, on XLA; may be set.
-
-        Code that reduces them itself sets it. It is always True if ``ACCELERATE_USE_FSDP`` asks for
-        sharded weights.
-        """
-        found: bool = current().shared.get(_XLA_SYNCED, False)
-        return found or environment.parse_flag_from_env("ACCELERATE_USE_FSDP")
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, is_synced: bool) -> None:
-        current().shared[_XLA_SYNCED] = is_synced
-
-    @property
     def initialized(self) -> bool:
         """Always True."""
         return True
@@ -111,12 +92,12 @@ class GradientState:
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated."""
-        return active_loaders().in_dataloader
+        return bool(active_loaders().stack)
 
     @property
     def active_dataloader(self) -> Any:
         """The prepared loader that gave the last batch; None outside of loops."""
-        return active_loaders().active_dataloader
+        return active_loaders().position.loader
 
     @property
     def dataloader_references(self) -> list[Any]:
@@ -134,7 +115,7 @@ class GradientState:
 
         0 means that the round is full, -1 that the number is not known.
         """
-        return active_loaders().remainder
+        return active_loaders().position.remainder
 
     def __repr__(self) -> str:
         return (
@@ -147,4 +128,3 @@ class GradientState:
     def _reset_state() -> None:
         forget_accumulation()
         active_loaders().clear()
-        current().shared.pop(_XLA_SYNCED, None)
