@@ -47,18 +47,22 @@ _SETTINGS = "accelerator settings"
 
 
 class _SharedState:
-    """What Accelerate has in ``_shared_state`` and ``state.__dict__``. Scripts read it to record in
-    what a run trained, and to ask whether the state was made: it is empty before."""
+    """What Accelerate has in ``_shared_state`` and ``state.__dict__``: the properties by name.
 
-    def __init__(self, is_made: Callable[[], bool], *names: str) -> None:
+    Scripts read it to record in what a run trained, and to ask whether the state was made: it is
+    empty before.
+    """
+
+    def __init__(self, is_made: Callable[[], bool]) -> None:
         self._is_made = is_made
-        self.names = names
 
     def __get__(self, instance: object, owner: type) -> dict[str, Any]:
         if not self._is_made():
             return {}
         state: Any = object.__new__(owner)  # states hold nothing, so that any of them tells it
-        return {name: getattr(state, name) for name in self.names}
+        members = {name: kind for each in owner.__mro__ for name, kind in vars(each).items()}
+        properties = [name for name, kind in members.items() if isinstance(kind, property)]
+        return {name: getattr(state, name) for name in properties if name[0] != "_"}
 
 
 class PartialState(ProcessInfo):
@@ -73,17 +77,7 @@ class PartialState(ProcessInfo):
         (0, 1)
     """
 
-    _shared_state = _SharedState(
-        topology.is_established,
-        "backend",
-        "device",
-        "debug",
-        "distributed_type",
-        "num_processes",
-        "process_index",
-        "local_process_index",
-        "fork_launched",
-    )
+    _shared_state = _SharedState(topology.is_established)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         """Make the process group if there are several ranks and none has been made.
@@ -205,54 +199,29 @@ class AcceleratorState(PartialState):
         'bf16'
     """
 
-    _shared_state = _SharedState(
-        lambda: _SETTINGS in current().shared,
-        *vars(PartialState)["_shared_state"].names,
-        "deepspeed_plugins",
-        "fsdp_plugin",
-        "parallelism_config",
-        "device_mesh",
-        "dynamo_plugin",
-        "_mixed_precision",
-    )
+    _shared_state = _SharedState(lambda: _SETTINGS in current().shared)
+
+    torch_tp_plugin: None = None  # ``parallelism_config`` asks for tensor parallelism
+    megatron_lm_plugin: None = None  # Megatron-LM is not supported
 
     def __init__(
-        self,
-        mixed_precision: str | None = None,
-        cpu: bool = False,
-        dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        parallelism_config: ParallelismConfig | None = None,
-        **kwargs: Any,
+        self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
     ) -> None:
         """Show the settings of the newest ``Accelerator``; make the process group of several ranks.
 
         Args:
             mixed_precision: "no", "bf16", "fp16" or "fp8", shown in place of the Accelerator's own.
             cpu: compute on the CPU even if there is an accelerator.
-            dynamo_plugin: a plugin that the ``Accelerator`` has, and so are the following ones.
-            deepspeed_plugin: as ``dynamo_plugin``.
-            fsdp_plugin: as ``dynamo_plugin``.
-            torch_tp_plugin: as ``dynamo_plugin``.
-            megatron_lm_plugin: as ``dynamo_plugin``.
-            parallelism_config: as ``dynamo_plugin``.
-            **kwargs: fields of :class:`InitProcessGroupKwargs`.
+            **kwargs: plugins that the ``Accelerator`` has (``dynamo_plugin``, ``fsdp_plugin``,
+                ``deepspeed_plugin``, ``torch_tp_plugin``, ``megatron_lm_plugin``,
+                ``parallelism_config``), and fields of :class:`InitProcessGroupKwargs`.
 
         Raises:
             ConfigError: no ``Accelerator`` was made with the plugin.
         """
         shown = self if is_initialized() else None
-        for name, plugin in {
-            "dynamo_plugin": dynamo_plugin,
-            "deepspeed_plugin": deepspeed_plugin,
-            "fsdp_plugin": fsdp_plugin,
-            "torch_tp_plugin": torch_tp_plugin,
-            "megatron_lm_plugin": megatron_lm_plugin,
-            "parallelism_config": parallelism_config,
-        }.items():
+        for name in [name for name in kwargs if name.endswith(("_plugin", "_config"))]:
+            plugin = kwargs.pop(name)
             if plugin is not None and plugin is not getattr(shown, name, None):
                 raise ConfigError(
                     f"AcceleratorState({name}=...) shows what an Accelerator trains by, and there "
@@ -268,10 +237,6 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """Name of the newest Accelerator's precision: "no", "bf16", "fp16" or "fp8"."""
         return self._settings.mixed_precision
-
-    @property
-    def _mixed_precision(self) -> str:
-        return self.mixed_precision
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -302,14 +267,6 @@ class AcceleratorState(PartialState):
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """Settings of compiling; the backend is "NO" if models are not compiled."""
         return self._settings.dynamo
-
-    @property
-    def torch_tp_plugin(self) -> None:
-        """Always None: ``parallelism_config`` asks for tensor parallelism."""
-
-    @property
-    def megatron_lm_plugin(self) -> None:
-        """Always None: Megatron-LM is not supported."""
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

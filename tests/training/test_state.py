@@ -254,7 +254,7 @@ def test_states_made_twice_show_the_same() -> None:
     assert third.gradient_accumulation_steps == 8
     assert plugin.num_steps == 2
     told = {name: str(value) for name, value in third.state.__dict__.items()}
-    assert told.items() >= {"device": "cpu", "num_processes": "1", "_mixed_precision": "no"}.items()
+    assert told.items() >= {"device": "cpu", "num_processes": "1", "mixed_precision": "no"}.items()
     assert pickle.loads(pickle.dumps(third.state)).device == third.device
     forget_states()
     assert [kind._shared_state for kind in (PartialState, AcceleratorState)] == [{}, {}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.training.collectives import split_between
 from notebook_accel.training.collectives.data_group import DataGroup, current_data_group
@@ -186,12 +186,6 @@ class ProcessInfo:
         """
         return self._only(function, lambda: self.is_last_process)
 
-    @overload
-    def on_process(self, function: _Function, process_index: int) -> _Function: ...
-    @overload
-    def on_process(
-        self, function: None = None, *, process_index: int
-    ) -> Callable[[_Function], _Function]: ...
     def on_process(self, function: Any = None, process_index: int = 0) -> Any:
         """Decorate a function so that it runs on one rank only.
 
@@ -215,12 +209,6 @@ class ProcessInfo:
             function, lambda: not self.use_distributed or self.process_index == process_index
         )
 
-    @overload
-    def on_local_process(self, function: _Function, local_process_index: int) -> _Function: ...
-    @overload
-    def on_local_process(
-        self, function: None = None, *, local_process_index: int
-    ) -> Callable[[_Function], _Function]: ...
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
         """Decorate a function so that it runs on one rank of each machine only.
 

@@ -191,20 +191,15 @@ def _read_mpi_environment(*, cpu: bool) -> None:
 
 
 def _find_context() -> RankContext:
-    if has_process_group():
-        return _of_group()
     context = current()
     # Outside our launcher the environment may have been set after the context was first asked.
-    return context if context.launched else RankContext.from_environment()
-
-
-def _of_group() -> RankContext:
     said = RankContext.from_environment()
+    if not has_process_group():
+        return context if context.launched else said
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    named = "LOCAL_RANK" in os.environ
     return RankContext(
         rank=rank,
-        local_rank=said.local_rank if named else rank,
+        local_rank=said.local_rank if "LOCAL_RANK" in os.environ else rank,
         world_size=world_size,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
     )

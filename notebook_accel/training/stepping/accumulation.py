@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,6 @@ from notebook_accel.training.stepping.active_loaders import active_loaders
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
     Models = torch.nn.Module | Sequence[torch.nn.Module]
@@ -33,14 +32,6 @@ __all__ = [
 ]
 
 _CURRENT = "accumulation"
-
-
-class _HearsLastBatch(Protocol):
-    """Protocol of a prepared optimizer: it hears when a window's last batch begins and ends."""
-
-    def begin_last_batch(self) -> None: ...
-
-    def end_last_batch(self) -> None: ...
 
 
 class Accumulation:
@@ -68,7 +59,7 @@ class Accumulation:
         self.sync_gradients = True
         self.step = 0
         self.inside = False
-        self.optimizers: weakref.WeakSet[_HearsLastBatch] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_stepping = False
         self.loaders = active_loaders()
         self.trained_on: Any = None
@@ -158,18 +149,13 @@ class Window:
             for model in (each,) if isinstance(each, torch.nn.Module) else each:
                 self._stack.enter_context(self._sync(model, False))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._accumulation.inside = self._outer
         if self._is_last:
             for optimizer in self._accumulation.optimizers:
                 optimizer.end_last_batch()
         if self._stack is not None:
-            self._stack.__exit__(kind, error, traceback)
+            self._stack.__exit__(*exception)  # type: ignore[arg-type]
 
 
 def current_accumulation() -> Accumulation:

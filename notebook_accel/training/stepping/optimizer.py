@@ -38,6 +38,18 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares_parameters"]
 
 
+def _of_inner(name: str, doc: str) -> property:
+    """Return a property that reads and sets an attribute of the optimizer inside."""
+
+    def read(prepared: AcceleratedOptimizer) -> Any:
+        return getattr(prepared.optimizer, name)
+
+    def write(prepared: AcceleratedOptimizer, value: Any) -> None:
+        setattr(prepared.optimizer, name, value)
+
+    return property(read, write, doc=doc)
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer so that it steps at the end of an accumulation window.
 
@@ -115,32 +127,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             handle = optimizer.register_step_post_hook(note_used)
             weakref.finalize(self, handle.remove)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer inside."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """State of the optimizer inside."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Defaults of the optimizer inside."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    param_groups: Any = _of_inner("param_groups", "Parameter groups of the optimizer inside.")
+    state: Any = _of_inner("state", "State of the optimizer inside.")
+    defaults: Any = _of_inner("defaults", "Defaults of the optimizer inside.")
 
     @property
     def step_was_skipped(self) -> bool:
@@ -149,14 +138,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16, else None; may be set."""
+        """The loss scaler of fp16, else None; ``Accelerator.scaler`` may be set."""
         return None if self.scaling is None else self.scaling.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        # The one that scales the losses is set at the Accelerator, and knows what is unscaled.
-        if scaler is not self.scaler:
-            self.scaling = None if scaler is None else LossScaling(scaler)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -243,16 +226,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Set an optimizer with two modes (schedule-free) to training; others do nothing."""
-        self._set_mode("train")
+        getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
         """Set an optimizer with two modes (schedule-free) to evaluation; others do nothing."""
-        self._set_mode("eval")
-
-    def _set_mode(self, name: str) -> None:
-        set_mode = getattr(self.optimizer, name, None)
-        if callable(set_mode):
-            set_mode()
+        getattr(self.optimizer, "eval", lambda: None)()
 
     def drop_gradients(self) -> None:
         """Clear all gradients, those of a window that is open too."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from notebook_accel.training.collectives.data_group import current_data_group
 from notebook_accel.training.processes import topology
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.accumulation import current_accumulation
@@ -41,7 +40,7 @@ class AcceleratedScheduler:
         split_batches: True moves one step per step of the optimizer.
         accumulation: for ``prepare``: the windows.
         num_steps: for ``prepare``: steps of the schedule per step of the optimizer.
-        num_shares: for ``prepare``: into how many shares the data is divided.
+        num_shares: for ``prepare``: into how many shares the data is divided; None: one a rank.
 
     Attributes:
         scheduler: the scheduler inside.
@@ -73,13 +72,13 @@ class AcceleratedScheduler:
         num_steps: int | None = None,
         num_shares: int | None = None,
     ) -> None:
+        self._num_shares = num_shares or topology.topology().num_processes
         if num_steps is None:
-            num_steps = 1 if split_batches else topology.topology().num_processes
+            num_steps = 1 if split_batches else self._num_shares
         self.scheduler = scheduler
         several: Any = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.optimizers: list[AcceleratedOptimizer] = list(several)
         self.num_steps = num_steps
-        self._num_shares = num_shares  # into which the data is divided; None: as by the newest
         self.step_with_optimizer = step_with_optimizer
         self._peak = 0.0
         self._ran_out = False
@@ -100,13 +99,7 @@ class AcceleratedScheduler:
 
     @split_batches.setter
     def split_batches(self, value: bool) -> None:
-        if value:
-            self.num_steps = 1
-        elif self._num_shares is not None:
-            self.num_steps = self._num_shares
-        else:
-            shown = current_data_group()
-            self.num_steps = topology.topology().num_processes if shown is None else shown.size
+        self.num_steps = 1 if value else self._num_shares
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move the schedule, if the optimizers made a step.

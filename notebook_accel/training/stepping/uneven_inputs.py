@@ -34,7 +34,9 @@ def join_uneven_inputs(
         even_batches: whether they fill their last round up within the block; None leaves them as
             they are.
     """
-    able = [one for one in map(_innermost, joinables) if hasattr(one, "join_hook")]
+    # The object inside a prepared optimizer or compiled model is the one that ``Join`` marks.
+    inner: list[Any] = [inner_optimizer(one) for one in joinables]
+    able: list[Any] = [one for one in map(uncompiled, inner) if hasattr(one, "join_hook")]
     if not able:
         kinds = ", ".join(sorted({type(one).__name__ for one in joinables})) or "nothing"
         notice_once(
@@ -47,12 +49,6 @@ def join_uneven_inputs(
         return
     with _filling_up(loaders, even_batches), Join(able):
         yield
-
-
-def _innermost(joinable: Any) -> Any:
-    """Return the object inside a prepared optimizer or compiled model that ``Join`` marks."""
-    own: Any = inner_optimizer(joinable)
-    return uncompiled(own)
 
 
 @contextmanager
