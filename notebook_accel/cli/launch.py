@@ -229,7 +229,7 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     of_engine = {}
     if on_cpu:
         of_engine = {**ON_CPU, **(WITHOUT_DEVICES if chosen == "cpu" else {})}
-    environment = rank_environment(config, of_engine={**found.environment, **of_engine})
+    environment = rank_environment(config, of_engine=of_engine)
     for name in _LOOPBACK_INTERFACES if num_nodes > 1 else ():
         if name not in os.environ and name not in (config.env or {}):
             del environment[name]

@@ -565,7 +565,6 @@ class Devices(Message, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()
     versions: dict[str, str] = {}
-    environment: dict[str, str] = {}
     problem: str = ""
     error: str = ""
 
@@ -617,7 +616,6 @@ class MachineJoined(Message, frozen=True, kw_only=True):
         num_cores: that it may use.
         interface: the network interface by which it reaches the notebook; "" where unknown.
         devices: its accelerators, by their names.
-        device_environment: variables that ranks need for them.
         num_ranks: how many ranks whoever had it join gives it; 0 where the notebook decides.
     """
 
@@ -630,7 +628,6 @@ class MachineJoined(Message, frozen=True, kw_only=True):
     num_cores: int
     interface: str
     devices: tuple[str, ...] = ()
-    device_environment: dict[str, str] = {}
     num_ranks: int = 0
 
 

@@ -391,16 +391,6 @@ def test_a_rank_stays_near_its_device_if_it_is_asked_to(
     assert near == [1] * (asked == "true")
 
 
-@pytest.mark.parametrize(("driver", "is_old"), [("535.10", True), ("560.28", False)])
-def test_cards_that_cannot_speak_to_each_other_do_not(
-    driver: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_ask_driver_version", lambda: driver)
-    assert bool(devices.needed_by_cuda(["NVIDIA GeForce RTX 4090"] * 2)) is is_old
-    assert not devices.needed_by_cuda(["NVIDIA GeForce RTX 4090"])
-    assert not devices.needed_by_cuda(["NVIDIA H100"] * 2)
-
-
 @pytest.mark.gpu
 def test_one_process_takes_the_first_gpu() -> None:
     accelerator = Accelerator()

@@ -242,7 +242,6 @@ def join(
         num_cores=num_cores(),
         interface="",
         devices=found.names,
-        device_environment=found.environment,
         num_ranks=num_ranks,
     )
     await_from_thread(_Guest(environment, say).serve(host, port, given, info))

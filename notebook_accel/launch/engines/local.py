@@ -193,7 +193,7 @@ class LocalEngine(AgentEngine):
         # What the person has set stays.
         number = wanted or available
         ask = _VARIABLES.get(found.kind)
-        needed = {**found.environment, **(ask(environment, number) if ask is not None else {})}
+        needed = {} if ask is None else ask(environment, number)
         needed = {name: text for name, text in needed.items() if name not in environment}
         return RankPlan.of_sizes(number, environment=needed)
 

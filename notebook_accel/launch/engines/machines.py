@@ -389,7 +389,6 @@ def _fields_of_launch(
         **interface_variables(info.interface, of_machine),
         "OMP_NUM_THREADS": str(num_threads),
         **of_plan,
-        **info.device_environment,
     }
     # The notebook's own folders first, as far as they are there; then what the machine has itself.
     installed = (sys.prefix, sys.base_prefix)

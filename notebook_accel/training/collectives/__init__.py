@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from notebook_accel.launch.rank import has_process_group
+from notebook_accel.launch.rank import current, has_process_group
 from notebook_accel.training.collectives.debug_mode import (
-    ask_to_debug,
+    ASKED,
     is_debugging,
     objects_of_ranks,
     require_agreement,
@@ -96,7 +96,7 @@ def set_debugging(asked: bool | None) -> None:
     Args:
         asked: None leaves it to the environment, which is read again when a group is next used.
     """
-    ask_to_debug(asked)
+    current().shared[ASKED] = asked
     _facts_of.clear()
 
 
@@ -139,11 +139,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         require_agreement("gather", tensor, group)
     if type(tensor) is torch.Tensor:
         return _gather(tensor, group, facts)
-
-    def gather(leaf: torch.Tensor) -> torch.Tensor:
-        return _gather(leaf, group, facts)
-
-    return recursively_apply(gather, tensor, error_on_other_type=True)
+    return recursively_apply(_gather, tensor, group, facts, error_on_other_type=True)
 
 
 def _gather(
@@ -228,20 +224,15 @@ def gather_ragged(
             "gather joins tensors along their first dimension, and the others differ: "
             f"{by_rank}; use pad_across_processes on them first"
         )
-    return [
-        _gather_rows(tensor, [shape[index][0] for shape in shapes], group)
-        for index, tensor in enumerate(tensors)
-    ]
-
-
-def _gather_rows(
-    tensor: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    longest = max(sizes)
-    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor.detach()
-    gathered = torch.split(_gather(padded, group, _facts(group)), longest or 1)
-    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=False)])
+    joined: list[torch.Tensor] = []
+    for index, tensor in enumerate(tensors):
+        sizes = [of_rank[index][0] for of_rank in shapes]
+        longest = max(sizes)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor.detach()
+        gathered = torch.split(_gather(padded, group, _facts(group)), longest or 1)
+        joined.append(torch.cat([part[:n] for part, n in zip(gathered, sizes, strict=False)]))
+    return joined
 
 
 def compares(group: dist.ProcessGroup | None = None) -> bool:
@@ -293,11 +284,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
         tensor([1., 2.])
     """
     _require_agreement("broadcast", tensor, group)
-
-    def broadcast(leaf: torch.Tensor) -> torch.Tensor:
-        return _broadcast(leaf, from_process, group)
-
-    return recursively_apply(broadcast, tensor, error_on_other_type=True)
+    return recursively_apply(_broadcast, tensor, from_process, group, error_on_other_type=True)
 
 
 def _broadcast(leaf: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -384,11 +371,7 @@ def reduce(
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {[*_REDUCTIONS, 'none']}")
     _require_agreement("reduce", tensor, group)
-
-    def reduce(leaf: torch.Tensor) -> torch.Tensor:
-        return _reduce(leaf, reduction, group)
-
-    return recursively_apply(reduce, tensor, error_on_other_type=True)
+    return recursively_apply(_reduce, tensor, reduction, group, error_on_other_type=True)
 
 
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN"}
@@ -432,10 +415,9 @@ def pad_across_processes(
     Raises:
         TypeError: a leaf is not a tensor.
     """
-
     _require_agreement("pad_across_processes", tensor, group, dim)
 
-    def pad(leaf: torch.Tensor) -> torch.Tensor:
+    def pad_across_processes(leaf: torch.Tensor) -> torch.Tensor:
         if leaf.is_nested:
             warnings.warn(
                 "pad_across_processes leaves a tensor of torch's nested layout as it is: pad its "
@@ -446,25 +428,17 @@ def pad_across_processes(
             return leaf
         if not -leaf.ndim <= dim < leaf.ndim:
             return leaf
-        return _pad(leaf, dim % leaf.ndim, pad_index, pad_first, group)
+        size = leaf.shape[dim]
+        missing = int(_reduce(torch.tensor([size]), "max", group)) - size
+        if not missing:
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] += missing
+        padded = leaf.new_full(shape, pad_index)
+        padded.narrow(dim, missing if pad_first else 0, size).copy_(leaf)
+        return padded
 
-    return recursively_apply(pad, tensor, error_on_other_type=True)
-
-
-def _pad(
-    leaf: torch.Tensor,
-    dim: int,
-    pad_index: float,
-    pad_first: bool,
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    size = leaf.shape[dim]
-    largest = int(_reduce(torch.tensor([size]), "max", group))
-    if largest == size:
-        return leaf
-    padded = leaf.new_full((*leaf.shape[:dim], largest, *leaf.shape[dim + 1 :]), pad_index)
-    padded.narrow(dim, largest - size if pad_first else 0, size).copy_(leaf)
-    return padded
+    return recursively_apply(pad_across_processes, tensor, error_on_other_type=True)
 
 
 def split_between(

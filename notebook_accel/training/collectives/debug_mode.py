@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedOperationException",
-    "ask_to_debug",
+    "ASKED",
     "is_debugging",
     "objects_of_ranks",
     "require_agreement",
 ]
 
-_ASKED = "debug mode"
+# Where a rank keeps whether its code asked for debug mode.
+ASKED = "debug mode"
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 (Accelerate's name)
@@ -39,15 +40,10 @@ class DistributedOperationException(ValueError):  # noqa: N818 (Accelerate's nam
 
 def is_debugging() -> bool:
     """Whether collectives compare what they are given, as the code or else the environment asks."""
-    asked: bool | None = current().shared.get(_ASKED)
+    asked: bool | None = current().shared.get(ASKED)
     if asked is not None:
         return asked
     return environment.read_flag("DEBUG") or environment.read_flag("DEBUG_MODE")
-
-
-def ask_to_debug(asked: bool | None) -> None:
-    """Turn debug mode on or off; None leaves it to the environment."""
-    current().shared[_ASKED] = asked
 
 
 def require_agreement(

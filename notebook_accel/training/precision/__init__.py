@@ -9,7 +9,7 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import AutocastForward, strip_forward
-from notebook_accel.training.precision.float8 import AORecipeKwargs
+from notebook_accel.training.precision.float8 import AORecipeKwargs, convert_model_to_fp8_ao
 from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.settings import environment
 
@@ -105,7 +105,7 @@ class Float8(BFloat16):
         self.recipe.check_device(device)
 
     def wrap(self, model: torch.nn.Module) -> None:
-        self.recipe.convert(model)
+        convert_model_to_fp8_ao(model, self.recipe.config, self.recipe.module_filter_func)
         super().wrap(model)
 
 
@@ -157,17 +157,10 @@ def refuse_divided_layers(name: str) -> None:
         )
 
 
-def make_precision(
-    name: str,
-    device: torch.device,
-    *,
-    autocast: AutocastKwargs,
-    scaler: GradScalerKwargs,
-    recipe: AORecipeKwargs | None = None,
-) -> Precision:
+def make_precision(name: str, device: torch.device, **options: Any) -> Precision:
     """The precision of this name on this device.
 
     Raises:
         ConfigError: the device, or what is installed, does not have it.
     """
-    return _PRECISIONS[name](device, autocast=autocast, scaler=scaler, recipe=recipe)
+    return _PRECISIONS[name](device, **options)

@@ -101,10 +101,6 @@ class AORecipeKwargs(KwargsHandler):
                 "emulate=True))]"
             )
 
-    def convert(self, model: Module) -> None:
-        """Convert the layers of a model, in place."""
-        convert_model_to_fp8_ao(model, self.config, self.module_filter_func)
-
 
 def convert_model_to_fp8_ao(
     model: Module,

@@ -10,23 +10,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from notebook_accel.training.collectives.exchange import Exchange
 
@@ -49,7 +47,6 @@ __all__ = [
     "is_only_device",
     "manual_seed",
     "memory_reader",
-    "needed_by_cuda",
     "set_numa_affinity",
     "set_rng_state",
     "with_host",
@@ -143,30 +140,30 @@ def _named_device(accelerator: torch.device | None) -> torch.device | None:
     return torch.device(text)
 
 
+def _driver(kind: str) -> Any:
+    """Return our module for a kind that torch does not know; None for the others."""
+    return import_module(_DRIVERS[kind]) if kind in _DRIVERS else None
+
+
 def device_module(kind: str) -> Any:
     """Return torch's module for a type of device, such as ``torch.cuda``.
 
     Raises:
         RuntimeError: there is none.
     """
-    driver = _DRIVERS.get(kind)
-    return torch.get_device_module(kind) if driver is None else import_module(driver)
+    return _driver(kind) or torch.get_device_module(kind)
 
 
 def connect(device: torch.device) -> Exchange | None:
     """Return the collectives of a device type such as XLA; None if a process group does them."""
-    driver = _DRIVERS.get(device.type)
-    exchange: Exchange | None = None if driver is None else import_module(driver).connect()
-    return exchange
+    driver = _driver(device.type)
+    return driver and driver.connect()  # type: ignore[no-any-return]
 
 
 def batch_boundary(device: torch.device) -> Callable[[], None] | None:
     """Return a function to call before each batch is moved to the device, or None."""
-    driver = _DRIVERS.get(device.type)
-    mark: Callable[[], None] | None = None
-    if driver is not None:
-        mark = import_module(driver).begin_batch
-    return mark
+    driver = _driver(device.type)
+    return driver and driver.begin_batch  # type: ignore[no-any-return]
 
 
 def manual_seed(device: torch.device, seed: int) -> None:
@@ -198,7 +195,6 @@ class Inventory:
         names: name of each accelerator.
         memory: bytes of memory of each; 0 if unknown.
         versions: versions of torch and of the accelerators' library.
-        environment: variables without which ranks on these devices cannot work together.
         problem: why there are none (an old or broken driver), as torch says; "" if it does not.
     """
 
@@ -206,7 +202,6 @@ class Inventory:
     names: tuple[str, ...]
     memory: tuple[int, ...]
     versions: dict[str, str]
-    environment: dict[str, str] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -227,13 +222,11 @@ def inventory() -> Inventory:
     properties = getattr(module, "get_device_properties", lambda _: None)
     indices = range(torch.accelerator.device_count())
     names = tuple(str(name(index)) for index in indices)
-    needed: Callable[[Sequence[str]], dict[str, str]] = _NEEDED.get(kind, lambda _: {})
     return Inventory(
         kind=kind,
         names=names,
         memory=tuple(int(getattr(properties(index), "total_memory", 0)) for index in indices),
         versions={"torch": str(torch.__version__), **_VERSIONS.get(kind, dict)()},
-        environment=needed(names),
     )
 
 
@@ -247,31 +240,6 @@ def _cuda_versions() -> dict[str, str]:
 
 # What carries the devices of a kind, for people who look for a mismatch.
 _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
-
-
-def needed_by_cuda(names: Sequence[str]) -> dict[str, str]:
-    """Return variables that turn off direct transfers between GeForce cards of the 40 series.
-
-    These cards do not support them with drivers before 550.40.07.
-    """
-    if len(names) < 2 or not any("RTX 40" in name for name in names):
-        return {}
-    try:  # asked only where it may be so: nvidia-smi takes a second
-        driver = _ask_driver_version()
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    is_old = TorchVersion(driver) < "550.40.07"  # compares any versions, not only torch's
-    return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if is_old else {}
-
-
-def _ask_driver_version() -> str:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=30).stdout
-    return answer.split()[0]
-
-
-# What ranks on several devices of a kind need in their environment, by the names of the devices.
-_NEEDED: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"cuda": needed_by_cuda}
 
 
 def default_backend(device: torch.device) -> str:

@@ -114,7 +114,9 @@ def test_what_the_machine_says_goes_to_the_person_and_to_the_ranks(
     devices(0, problem="the driver is too old")
     plan = LocalEngine().plan_ranks(request(num_processes=2))
     assert plan.notices == ("torch can use no accelerator: the driver is too old",)
-    devices(2, environment={"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"})
+    devices(2)
+    needed = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    monkeypatch.setattr(local, "_VARIABLES", {"cuda": lambda *_: needed})
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
     assert LocalEngine().plan_ranks(request()).environment == {"NCCL_P2P_DISABLE": "1"}
 
