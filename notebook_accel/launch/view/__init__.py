@@ -12,6 +12,7 @@ a view with a bug costs the person a picture and not the training.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,41 +84,12 @@ class GuardedView(View):
     """
 
     def __init__(self, view: View) -> None:
-        self._view = view
         self._logged: set[str] = set()
-
-    def launch_is_slow(self, name: str) -> None:
-        self.guard(self._view.launch_is_slow, name)
-
-    def waits_for_machines(self, text: str) -> None:
-        self.guard(self._view.waits_for_machines, text)
-
-    def launch_failed(self) -> None:
-        self.guard(self._view.launch_failed)
-
-    def open(self, run: Run) -> None:
-        self.guard(self._view.open, run)
-
-    def update(self, state: RunState) -> None:
-        self.guard(self._view.update, state)
-
-    def poll(self) -> None:
-        self.guard(self._view.poll)
-
-    def stop_waiting(self) -> None:
-        self.guard(self._view.stop_waiting)
-
-    def close(self, state: RunState) -> None:
-        self.guard(self._view.close, state)
-
-    def print_end(self) -> None:
-        self.guard(self._view.print_end)
-
-    def reopen(self, run: Run) -> None:
-        self._view.reopen(run)
-
-    def show_displays(self, run: Run, rank: int) -> None:
-        self._view.show_displays(run, rank)
+        for name in vars(View):
+            if not name.startswith("_"):
+                method = getattr(view, name)
+                is_asked_for = name in ("reopen", "show_displays")
+                setattr(self, name, method if is_asked_for else partial(self.guard, method))
 
     def guard(self, method: Callable[..., None], *args: Any) -> None:
         """Call a method of the view; its first error is logged."""

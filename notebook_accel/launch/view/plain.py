@@ -41,13 +41,8 @@ class NewLines:
 
     def newest(self, number: int) -> NewLines:
         """At most ``number`` of the lines, the newest; the others count as missing."""
-        lines = self.lines[-number:] if number else ()
+        lines = self.lines[-number:]
         return NewLines(lines, self.num_missing + len(self.lines) - len(lines))
-
-    def followed_by(self, later: NewLines) -> NewLines:
-        """These lines and later ones; only the later ones, where some between them are missing."""
-        kept = self.newest(0) if later.num_missing else self
-        return NewLines((*kept.lines, *later.lines), kept.num_missing + later.num_missing)
 
 
 class LineReader:
@@ -57,11 +52,18 @@ class LineReader:
         self._num_read = 0
         self._has_read_open_line = False
 
+    def has_news(self, rank: RankState, *, last: bool = False) -> bool:
+        """Return whether :meth:`read` would find anything."""
+        has_open_line = last and rank.open_line and not self._has_read_open_line
+        return has_open_line or rank.num_lines != self._num_read
+
     def read(self, rank: RankState, *, last: bool = False) -> NewLines:
         """The lines since the last read.
 
         A line that has no end yet is left for later, unless this is the ``last`` read.
         """
+        if rank.num_lines < self._num_read:  # the rank was started again
+            self._num_read = 0
         ended = rank.tail[:-1] if rank.open_line else rank.tail
         num_new = rank.num_lines - self._num_read
         lines = ended[-num_new:] if num_new else ()
@@ -79,8 +81,6 @@ _MAX_RANKS_WITH_PROGRESS = 16
 _MAX_METRICS = 8
 # Different stacks of a hang: beyond these, run.stacks() has them all.
 _MAX_STACKS = 8
-# Lines of a rank that wait for their turn to be printed; of more, the newest wait.
-_MAX_WAITING = 100
 # Characters of a line; of a longer one the start is shown, and the log has it whole.
 _MAX_WIDTH = 2000
 # A cell that ends within this time gets one line, and no table.
@@ -116,7 +116,6 @@ class PlainView(View):
         self._is_cell = is_cell
         self._run: Run | None = None
         self._readers: dict[int, LineReader] = {}
-        self._waiting: dict[int, NewLines] = {}
         self._last_progress: dict[int, str] = {}
         self._num_notices = 0
         self._hang_text = ""
@@ -171,22 +170,27 @@ class PlainView(View):
             stream.flush()
 
     def print_output(self, run: Run, state: RunState) -> None:
-        """Print what ranks have printed since the last call, as far as the line budget allows."""
+        """Print what ranks have printed since the last call, as far as the line budget allows.
+
+        The others wait in the state, which holds the newest lines of each rank.
+        """
+        news: list[tuple[RankState, LineReader]] = []
         for rank in state.ranks:
             reader = self._readers.setdefault(rank.rank, LineReader())
-            found = reader.read(rank, last=state.has_ended)
-            if found.lines or found.num_missing:
-                before = self._waiting.get(rank.rank, NewLines())
-                self._waiting[rank.rank] = before.followed_by(found)
-        if self._waiting:
-            # What may be printed now is shared by the ranks that have something to say.
-            share = self._budget.available() // len(self._waiting)
-            if share > 0 or state.has_ended:
-                self._print_waiting(run, max(1, share))
-            else:
-                self._waiting = {
-                    number: found.newest(_MAX_WAITING) for number, found in self._waiting.items()
-                }
+            if reader.has_news(rank, last=state.has_ended):
+                news.append((rank, reader))
+        # What may be printed now is shared by the ranks that have something to say.
+        share = self._budget.available() // max(1, len(news))
+        if share <= 0 and not state.has_ended:
+            return
+        for rank, reader in news:
+            found = reader.read(rank, last=state.has_ended).newest(max(1, share))
+            lines = [_printable(line) for line in found.lines]
+            if found.num_missing:
+                noun = "line" if found.num_missing == 1 else "lines"
+                lines.insert(0, f"… {found.num_missing:,} {noun} not shown, whole in {run.log_dir}")
+            self.write([f"[rank {rank.rank}] {line}" for line in lines])
+            self._budget.take(len(lines))
 
     def print_progress(self, state: RunState) -> None:
         """Print a progress line for each rank; called every ``progress_seconds``."""
@@ -217,18 +221,6 @@ class PlainView(View):
         self._num_notices = len(state.notices)
         self._print_hang(state)
         self.print_output(run, state)
-
-    def _print_waiting(self, run: Run, share: int) -> None:
-        """Print the newest ``share`` lines of each rank that wait, and how many there were more."""
-        for number, waiting in self._waiting.items():
-            found = waiting.newest(share)
-            lines = [_printable(line) for line in found.lines]
-            if found.num_missing:
-                noun = "line" if found.num_missing == 1 else "lines"
-                lines.insert(0, f"… {found.num_missing:,} {noun} not shown, whole in {run.log_dir}")
-            self.write([f"[rank {number}] {line}" for line in lines])
-            self._budget.take(len(lines))
-        self._waiting.clear()
 
     def _print_hang(self, state: RunState) -> None:
         """Print the sentence about a new hang, and the stacks of the ranks if it is certain."""

@@ -22,3 +22,13 @@ def test_lines_that_only_the_file_has_are_counted() -> None:
     reader.read(state.ranks[0])
     state = after(state, wire.Output(rank=0, text="x\ny\n", skipped=1000))
     assert reader.read(state.ranks[0]) == NewLines(("x", "y"), 1000)
+
+
+def test_a_rank_that_was_started_again_is_read_from_its_first_line_on() -> None:
+    reader = LineReader()
+    first = after(running(1), wire.Output(rank=0, text="a\nb\nc\n"))
+    reader.read(first.ranks[0])
+    again = after(running(1), wire.Output(rank=0, text="d\ne\n"))
+    assert reader.has_news(again.ranks[0])
+    assert reader.read(again.ranks[0]) == NewLines(("d", "e"))
+    assert not reader.has_news(again.ranks[0])
