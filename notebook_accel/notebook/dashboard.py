@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
-from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.live_panel import LivePanel
 from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
@@ -118,11 +117,7 @@ class Dashboard(View):
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True
         self._slot.show(render_slim(self._state, now=self._state.now()).bundle)
-        # ipykernel 7.0 finds the cell of a thread by its context alone.
-        context = contextvars.copy_context()
-        threading.Thread(
-            target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
-        ).start()
+        start_thread(self._keep_drawing, name="notebook-accel-panel")
 
     def update(self, state: RunState) -> None:
         with self._lock:

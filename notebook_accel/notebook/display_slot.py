@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from IPython.display import display, update_display
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-__all__ = ["DisplaySlot", "widget_view"]
+__all__ = ["DisplaySlot", "start_thread", "widget_view"]
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # It takes no room in the pages of JupyterLab and Notebook 7.
@@ -24,6 +24,18 @@ def widget_view(widget: Any, text: str) -> dict[str, Any]:
     """Return the MIME bundle of a widget; ``text`` is its fallback in a saved notebook."""
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {_WIDGET_VIEW: view, "text/plain": text}
+
+
+def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
+    """Start a thread that may change widgets and slots, and return it.
+
+    ipykernel 7.0 finds the cell or the click to which their messages belong by the thread's context
+    alone.
+    """
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(act,), name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 class DisplaySlot:

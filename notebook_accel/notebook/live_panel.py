@@ -23,7 +23,7 @@ import ipywidgets
 from notebook_accel.launch import run_list
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
-from notebook_accel.notebook.display_slot import widget_view
+from notebook_accel.notebook.display_slot import start_thread, widget_view
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.markup import Markup, copyable, element, style_element
 from notebook_accel.notebook.metrics_view import MetricsView
@@ -66,11 +66,22 @@ class PanelWidgets:
         self._styles: dict[Callable[..., Any], Any] = {}
         self._made: list[Any] = []
 
-    def make(self, kind: Callable[..., Any], *content: Any, **traits: Any) -> Any:
-        """A new widget; ``traits`` may have a layout of its own, which is closed with the rest."""
+    def make(
+        self, kind: Callable[..., Any], *content: Any, classes: str = "", **traits: Any
+    ) -> Any:
+        """A new widget; ``traits`` may have a layout of its own, which is closed with the rest.
+
+        Args:
+            kind: class of the widget.
+            content: its positional arguments.
+            classes: of CSS.
+            traits: of the widget.
+        """
         if kind in self._styles:
             traits["style"] = self._styles[kind]
         widget = kind(*content, **{"layout": self._layout, **traits})
+        for name in classes.split():
+            widget.add_class(name)
         if hasattr(widget, "style"):
             self._styles[kind] = widget.style
         self._made.append(widget)
@@ -88,6 +99,8 @@ _STOP_TOOLTIP = (
     "Stop all ranks at the same step. What is being trained is kept (last_run().rescued), or what "
     "the function returns, if it reads should_stop. The kernel's own Interrupt ends them as well."
 )
+_KILL_TOOLTIP = "End all ranks at once, with the processes that they started. Results are lost."
+_FOLDER_TOOLTIP = "Show the folder that has the whole output of each rank"
 _TITLE_SECONDS = 1.0
 # So long after a click on Kill another one is part of it, since many people click twice; from then
 # on the button asks whether one is sure, and so long it waits for the answer.
@@ -149,31 +162,27 @@ class LivePanel:
         # These outlive the others, since they have the summary in the end.
         self._lasting = PanelWidgets()
         self._widgets = widgets = PanelWidgets()
-        self._body = self._lasting.make(ipywidgets.HTML)
-        self._title, self._note = (widgets.make(ipywidgets.HTML) for _ in range(2))
-        self._alert, self._displays = (widgets.make(ipywidgets.HTML) for _ in range(2))
-        tooltip = f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip()
-        self._stop = widgets.make(ipywidgets.Button, description="Stop", tooltip=tooltip)
-        self._stop.on_click(lambda _: stop())
-        self._stop.add_class("na-stop")
-        self._kill = self._small_button(
-            "Kill", "End all ranks at once, with the processes that they started. Results are lost."
+        self._body = self._lasting.make(ipywidgets.HTML, classes="na-body")
+        self._title, self._note, self._alert, self._displays = (
+            widgets.make(ipywidgets.HTML, classes=classes)
+            for classes in ("na-head", "na-note", "na-alert", "")
         )
-        self._kill.add_class("na-kill")
-        self._kill.on_click(self._on_kill)
-        self._ask_stacks = self._small_button("Stacks", "Show which line each rank executes now")
-        self._ask_stacks.on_click(self._on_stacks)
-        self._folder = self._small_button(
-            "Log folder", "Show the folder that has the whole output of each rank"
-        )
-        self._folder.on_click(self._on_folder)
+        buttons = [
+            widgets.make(ipywidgets.Button, description=name, tooltip=tooltip, classes=classes)
+            for name, tooltip, classes in (
+                ("Stop", f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip(), "na-stop"),
+                ("Kill", _KILL_TOOLTIP, "na-small-button na-kill"),
+                ("Stacks", "Show which line each rank executes now", "na-small-button"),
+                ("Log folder", _FOLDER_TOOLTIP, "na-small-button"),
+            )
+        ]
+        acts = lambda _: stop(), self._on_kill, self._on_stacks, self._on_folder
+        for button, act in zip(buttons, acts, strict=True):
+            button.on_click(act)
+            clicks.let_through(button)
+        self._stop, self._kill = buttons[:2]
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
-        self._buttons = widgets.make(
-            ipywidgets.HBox, [self._stop, self._kill, self._ask_stacks, self._folder]
-        )
-        for widget in (self._stop, self._kill, self._ask_stacks, self._folder):
-            clicks.let_through(widget)
         self._metrics = MetricsView(clicks, widgets)
         self._log = LogView(run.state, clicks, widgets, saved=self._saved_log)
         # Text that the style sheet shows once the kernel is gone, which can send none then.
@@ -183,22 +192,12 @@ class LivePanel:
             copyable("code", f"{run_list.expression(run.id)}.show()"),
             class_="na",
         )
-        self._style = widgets.make(ipywidgets.HTML, f"{style_element()}{gone}")
-        for widget, name in (
-            (self._style, "na-gone"),
-            (self._title, "na-head"),
-            (self._buttons, "na-buttons"),
-            (self._note, "na-note"),
-            (self._alert, "na-alert"),
-            (self._body, "na-body"),
-        ):
-            widget.add_class(name)
         # Stop comes first for the keyboard.
         self.box = self._lasting.make(
             ipywidgets.VBox,
             [
-                self._style,
-                self._buttons,
+                widgets.make(ipywidgets.HTML, f"{style_element()}{gone}", classes="na-gone"),
+                widgets.make(ipywidgets.HBox, buttons, classes="na-buttons"),
                 self._title,
                 *self._advice,
                 self._body,
@@ -208,13 +207,8 @@ class LivePanel:
                 self._displays,
                 self._alert,
             ],
+            classes="na-panel",
         )
-        self.box.add_class("na-panel")
-
-    def _small_button(self, description: str, tooltip: str) -> Any:
-        button = self._widgets.make(ipywidgets.Button, description=description, tooltip=tooltip)
-        button.add_class("na-small-button")
-        return button
 
     def show(self, text: str) -> None:
         """Display the panel; ``text`` is what a saved file has of it, should it come to no end."""
@@ -332,9 +326,7 @@ class LivePanel:
 
     def _on_stacks(self, _button: Any) -> None:
         # It takes up to some seconds, in which the panel goes on.
-        threading.Thread(
-            target=self._fetch_stacks, name="notebook-accel-stacks", daemon=True
-        ).start()
+        start_thread(self._fetch_stacks, name="notebook-accel-stacks")
 
     def _fetch_stacks(self) -> None:
         text, state = self._run.stacks(), self._run.state
@@ -372,17 +364,12 @@ class LivePanel:
 
 def _alike(stacks: str) -> list[tuple[str, str]]:
     """Split the text of ``run.stacks()`` into pairs of ranks and stack, equal stacks once."""
-    texts: dict[int, str] = {}
-    for line in stacks.splitlines():
-        if line.startswith("rank ") and line[5:].isdigit():
-            texts[int(line[5:])] = ""
-        elif texts:
-            texts[[*texts][-1]] += f"{line}\n"
+    _, *parts = re.split(r"^rank (\d+)\n", stacks, flags=re.MULTILINE)
     ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
+    for rank, text in zip(parts[::2], parts[1::2], strict=True):
         # The number of a thread is another one in each process.
-        ranks.setdefault(re.sub("0x[0-9a-f]+", "", text), []).append(rank)
-    found = [(wording.rank_list(alike), texts[alike[0]]) for alike in ranks.values()]
+        ranks.setdefault(re.sub(" 0x[0-9a-f]+", "", text.strip()), []).append(int(rank))
+    found = [(wording.rank_list(alike), text) for text, alike in ranks.items()]
     return found or [("all ranks", stacks)]
 
 

@@ -30,7 +30,7 @@ import ipywidgets
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.plain import LineReader
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
-from notebook_accel.notebook.markup import Markup, element, join, join_lines, shorten
+from notebook_accel.notebook.markup import Markup, element, join, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +48,8 @@ __all__ = ["LogBlock", "LogView", "LogWindow", "MAX_LINES"]
 
 # A page scrolls through so many without a pause; the rank's file has all.
 MAX_LINES = 2000
+# For 2,000 lines of 200 characters; where lines are longer than that, fewer of them are shown.
+_MAX_BLOCKS = 40
 # A block is one message at most, and a panel may send 20 KB at a time.
 _BLOCK_LINES = 100
 _BLOCK_BYTES = 12_000
@@ -126,7 +128,9 @@ class LogWindow:
         if newest != self._open_lines:
             self._open_lines = newest
             self._newest_block().is_sent = False
-        while self._blocks and self._num_lines - len(self._blocks[0].lines) >= MAX_LINES:
+        while len(self._blocks) > _MAX_BLOCKS or (
+            self._blocks and self._num_lines - len(self._blocks[0].lines) >= MAX_LINES
+        ):
             dropped = self._blocks.popleft()
             self._num_lines -= len(dropped.lines)
             self._has_dropped_unsent = not dropped.is_sent
@@ -152,9 +156,9 @@ class LogWindow:
         return not self._blocks
 
     @property
-    def block_numbers(self) -> range:
-        """The numbers of the blocks that the page should show."""
-        return range(self._num_blocks - len(self._blocks), self._num_blocks)
+    def first_number(self) -> int:
+        """The number of the oldest block that the page should show."""
+        return self._num_blocks - len(self._blocks)
 
     def next_block(self, *, older: bool = False) -> LogBlock | None:
         """Return the newest unsent block and mark it as sent; None if all were sent.
@@ -162,20 +166,18 @@ class LogWindow:
         Args:
             older: leave the very newest block for later where the page lacks another one.
         """
-        after: LogBlock | None = None
-        is_left = older and not all(block.is_sent for block in list(self._blocks)[:-1])
-        for block in reversed(self._blocks):
-            if not block.is_sent and not (is_left and block is self._blocks[-1]):
-                index = block.number - self.block_numbers.start
-                before = self._blocks[index - 1] if index else None
-                block.follows_gap = not before.is_sent if before else self._has_dropped_unsent
-                block.is_sent = True
-                if after is not None and after.follows_gap:
-                    # The page has what comes before that one from now on.
-                    after.is_sent = False
-                return block
-            after = block
-        return None
+        unsent = [index for index, block in enumerate(self._blocks) if not block.is_sent]
+        if not unsent:
+            return None
+        is_left = older and len(unsent) > 1 and unsent[-1] == len(self._blocks) - 1
+        index = unsent[-2] if is_left else unsent[-1]
+        block, before = self._blocks[index], self._blocks[index - 1]
+        block.is_sent = True
+        block.follows_gap = not before.is_sent if index else self._has_dropped_unsent
+        if block is not self._blocks[-1] and self._blocks[index + 1].follows_gap:
+            # The page has what comes before that one from now on.
+            self._blocks[index + 1].is_sent = False
+        return block
 
     def forget_sent(self) -> None:
         """Mark all blocks as unsent, for a page that showed another window."""
@@ -189,7 +191,8 @@ class LogWindow:
             lines += [(rank, second, text) for rank, (second, text) in self._open_lines.items()]
         groups = [element("div", "…", class_="na-gap")] if block.follows_gap else []
         for (rank, second), group in groupby(lines, key=itemgetter(0, 1)):
-            text = _as_markup([_cut(line) for _, _, line in group])
+            # All at once: a colour goes on in the next line, until the program ends it.
+            text = ansi_to_markup("\n".join(_cut(line) for _, _, line in group))
             # A parser drops a newline right after the tag, so an empty first line needs one more.
             text = Markup("\n") + text if text.startswith("\n") else text
             has_label = rank is not None and len(self._readers) > 1
@@ -256,12 +259,6 @@ def _open_line(rank: RankState) -> _Timed:
     return next(seconds, None), rank.tail[-1]
 
 
-def _as_markup(lines: list[str]) -> Markup:
-    text = join_lines(lines)
-    # All at once: a colour goes on in the next line, until the program ends it.
-    return ansi_to_markup("\n".join(lines)) if text is None else text
-
-
 def _markup_bytes(line: str) -> int:
     """Return an estimate of the bytes that a line takes as HTML in a message."""
     num_special = sum(map(line.count, "<>&'\""))
@@ -277,16 +274,11 @@ def _cut(line: str) -> str:
 
 # ---- The widgets.
 
-# For 2,000 lines of 200 characters; where lines are longer than that, fewer of them are shown.
-_MAX_WIDGETS = 40
 _ALL_RANKS = -1
 
 
 class LogView:
     """The log of one panel: the ranks shown, and the blocks that its page has.
-
-    Attributes:
-        chosen: the rank whose output is shown; None for all.
 
     Args:
         state: the run's state.
@@ -305,18 +297,14 @@ class LogView:
     ) -> None:
         self._all_ranks = LogWindow(range(state.world_size))
         self._window = self._all_ranks
-        self.chosen: int | None = None
-        self._words = ""
         self._is_follow_asked = False
         self._is_save_asked = False
         self._saved = saved
         # The number of the block that each widget shows.
         self._shown: dict[int, int] = {}
-        self._has_output = False
         self._is_turn_of_older = False
         self._widgets = widgets
-        self._blocks = widgets.make(ipywidgets.VBox)
-        self._blocks.add_class("na-blocks")
+        self._blocks = widgets.make(ipywidgets.VBox, classes="na-blocks")
         self._scroll = self._make_scroll_box()
         options = [("all ranks", _ALL_RANKS)]
         options += [(f"rank {rank}", rank) for rank in range(state.world_size)]
@@ -325,47 +313,44 @@ class LogView:
             options=options,
             description="Output of",
             tooltip="Whose output is shown",
+            classes="na-filter na-rank-filter",
         )
-        self._filter.add_class("na-filter")
-        self._filter.add_class("na-rank-filter")
-        self._filter.observe(self._on_choice, names="value")
         self._search = widgets.make(
             ipywidgets.Text,
             placeholder="search",
             description="Search the output",
             tooltip="Show only lines with these words, of the newest 2,000 of each rank",
+            classes="na-search",
         )
-        self._search.add_class("na-search")
-        self._search.observe(self._on_search, names="value")
         self._follow = widgets.make(
             ipywidgets.Button,
             description="↓ newest",
             tooltip="Go to the newest line and follow the output",
+            classes="na-small-button na-follow",
         )
         self._save = widgets.make(
             ipywidgets.Button,
             description="Save",
             tooltip="Give a link that saves the output of these ranks as a file",
+            classes="na-small-button",
         )
-        for button, act in ((self._follow, self._on_follow), (self._save, self._on_save)):
-            button.add_class("na-small-button")
-            button.on_click(act)
-        self._follow.add_class("na-follow")
-        self._link = widgets.make(ipywidgets.HTML)
-        self._link.add_class("na-link")
-        self._title = widgets.make(ipywidgets.HTML, "output")
-        self._title.add_class("na-log-title")
-        self._title.add_class("na-optional")
+        self._follow.on_click(self._on_follow)
+        self._save.on_click(self._on_save)
+        self._link = widgets.make(ipywidgets.HTML, classes="na-link")
+        self._title = widgets.make(ipywidgets.HTML, "output", classes="na-log-title na-optional")
         parts = [self._title, self._filter, self._search, self._link, self._save, self._follow]
         if state.world_size == 1:
             parts.remove(self._filter)
         for widget in (self._filter, self._search, self._follow, self._save):
             clicks.let_through(widget)
-        self._bar = widgets.make(ipywidgets.HBox, parts)
-        self._bar.add_class("na-log-bar")
-        self.box = widgets.make(ipywidgets.VBox, [self._bar, self._scroll])
-        self.box.add_class("na-log")
-        self.box.add_class("na-hidden")
+        self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar")
+        content = [self._bar, self._scroll]
+        self.box = widgets.make(ipywidgets.VBox, content, classes="na-log na-hidden")
+
+    @property
+    def chosen(self) -> int | None:
+        """The rank whose output is shown; None for all."""
+        return None if self._filter.value == _ALL_RANKS else self._filter.value
 
     def read(self, state: RunState) -> None:
         """Add the lines that ranks printed since the last call."""
@@ -375,31 +360,26 @@ class LogView:
 
     def draw(self, state: RunState) -> bool:
         """Send one block to the page; return True if more may be unsent."""
-        ranks = tuple(range(state.world_size)) if self.chosen is None else (self.chosen,)
-        if (self._window.ranks, self._window.words) != (ranks, self._words):
-            is_all = self.chosen is None and not self._words
-            self._switch_to(self._all_ranks if is_all else LogWindow(ranks, self._words), state)
+        # A click may change what is chosen meanwhile.
+        chosen, words = self.chosen, self._search.value.strip()
+        ranks = tuple(range(state.world_size)) if chosen is None else (chosen,)
+        if (self._window.ranks, self._window.words) != (ranks, words):
+            is_all = chosen is None and not words
+            self._switch_to(self._all_ranks if is_all else LogWindow(ranks, words), state)
         if self._is_save_asked:
             self._is_save_asked = False
-            self._link.value = str(self._saved(self.chosen))
+            self._link.value = str(self._saved(chosen))
         if self._is_follow_asked:
             self._is_follow_asked = False
             old, self._scroll = self._scroll, self._make_scroll_box()
             self.box.children = (self._bar, self._scroll)
             old.close()
         self._say_what_was_found()
-        if not self._has_output and not self._window.is_empty:
-            self._has_output = True
+        if not self._window.is_empty:
             self.box.remove_class("na-hidden")
         return self._send_block()
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
-
-    def _on_choice(self, change: dict[str, Any]) -> None:
-        self.chosen = None if change["new"] == _ALL_RANKS else change["new"]
-
-    def _on_search(self, change: dict[str, Any]) -> None:
-        self._words = change["new"].strip()
 
     def _on_save(self, _button: Any) -> None:
         self._is_save_asked = True
@@ -419,32 +399,30 @@ class LogView:
 
     def _say_what_was_found(self) -> None:
         """Show the number of lines found by the search, also for an empty box."""
-        found = self._window.num_found
+        found, words = self._window.num_found, self._window.words
         hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
-        self._title.value = hits if self._words else "output"
+        self._title.value = hits if words else "output"
         # On a narrow page only a title that says something has room.
-        (self._title.remove_class if self._words else self._title.add_class)("na-optional")
+        (self._title.remove_class if words else self._title.add_class)("na-optional")
 
     def _send_block(self) -> bool:
-        numbers = self._window.block_numbers
         # The newest block and those before it take turns: where lines keep coming, the newest one
         # alone would take every message.
         self._is_turn_of_older = not self._is_turn_of_older
-        while (block := self._window.next_block(older=self._is_turn_of_older)) is not None:
-            # There may be more blocks than widgets, where lines are long: the newest are shown.
-            if block.number >= numbers.stop - _MAX_WIDGETS:
-                self._show(block)
-                return True
+        block = self._window.next_block(older=self._is_turn_of_older)
+        if block is not None:
+            self._show(block)
+            return True
         # Blocks that the window has dropped; in a flood their widgets are used again instead.
         for index, number in list(self._shown.items()):
-            if number < numbers.start:
+            if number < self._window.first_number:
                 self._clear(index)
         return False
 
     def _show(self, block: LogBlock) -> None:
         # Blocks stand in the page's own order too, for screen readers and for copied text, but
         # for the seam between the oldest and the newest one.
-        index = block.number % _MAX_WIDGETS
+        index = block.number % _MAX_BLOCKS
         if index >= len(self._blocks.children):
             self._add_widgets(index + 1 - len(self._blocks.children))
         lines = self._window.render(block)
@@ -463,6 +441,4 @@ class LogView:
         self._blocks.children = [*self._blocks.children, *added]
 
     def _make_scroll_box(self) -> Any:
-        box = self._widgets.make(ipywidgets.Box, [self._blocks])
-        box.add_class("na-scroll")
-        return box
+        return self._widgets.make(ipywidgets.Box, [self._blocks], classes="na-scroll")

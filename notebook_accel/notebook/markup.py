@@ -16,7 +16,7 @@ from markupsafe import Markup
 from notebook_accel.launch.text.terminal_text import plain_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 __all__ = [
     "Markup",
@@ -24,7 +24,6 @@ __all__ = [
     "element",
     "escape",
     "join",
-    "join_lines",
     "message_bytes",
     "shorten",
     "style_element",
@@ -51,14 +50,6 @@ def join(parts: Iterable[str]) -> Markup:
     """The parts after each other, each escaped where it is plain text."""
     # Markup's own join would escape each part once more.
     return Markup("".join(map(escape, parts)))
-
-
-def join_lines(lines: Sequence[str]) -> Markup | None:
-    """Lines of plain text as HTML, all at once; None where one needs a closer look."""
-    # Five times as fast as line by line, and thousands a second come here.
-    if all(map(str.isprintable, lines)):
-        return markupsafe.escape("\n".join(lines))
-    return None
 
 
 def element(tag: str, /, *children: str, **attributes: str | float | bool | None) -> Markup:
@@ -94,10 +85,6 @@ def shorten(text: str, max_bytes: int) -> str:
     # Most texts are far shorter, and thousands a second come here.
     if len(text) * 5 <= max_bytes:
         return text
-    if text.isascii():
-        more = sum((size - 1) * text.count(letter) for letter, size in _ESCAPED_BYTES.items())
-        if len(text) + more <= max_bytes:
-            return text
     used = 0
     for index, letter in enumerate(text):
         used += _ESCAPED_BYTES.get(letter, 1 if letter.isascii() else 3)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import contextvars
 import json
 import math
 import re
@@ -44,7 +43,7 @@ from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
-from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
+from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
 from notebook_accel.notebook.markup import Markup, copyable, element, join, style_element
 
@@ -217,19 +216,14 @@ def devices_line(machine: Machine | None) -> Markup:
         f"{machine.num_cores} CPU cores, {machine.memory / _GIB:.0f} GB of memory, "
         f"{machine.free_memory / _GIB:.0f} GB of it free"
     )
+    named: list[str] = [
+        join([element("b", str(device.index)), f" {device.name}{_memory(device.memory)}"])
+        for device in machine.devices
+    ]
     if machine.error:
-        lines: list[str] = [element("span", machine.error, class_="na-wrong"), host]
-    elif not machine.devices:
-        lines = [f"No accelerator: ranks train on the CPU ({host})"]
-        if machine.tpu:
-            lines = [machine.tpu, host]
-    else:
-        named = [
-            join([element("b", str(device.index)), f" {device.name}{_memory(device.memory)}"])
-            for device in machine.devices
-        ]
-        lines = [*named, host]
-    rows = join(element("div", line) for line in lines)
+        named = [element("span", machine.error, class_="na-wrong")]
+    without = machine.tpu or "No accelerator: ranks train on the CPU"
+    rows = join(element("div", line) for line in (*(named or [without]), host))
     return element("div", rows, class_="na-devices", role="status", aria_label="Devices")
 
 
@@ -372,14 +366,15 @@ class ConfigPicker:
         self._arguments = ipywidgets.Text(
             description="Arguments", placeholder="3e-4, epochs=2", continuous_update=True
         )
-        self._buttons = {
-            name: ipywidgets.Button(description=name, tooltip=tooltip)
-            for name, tooltip in (
-                ("Save", _SAVE_TOOLTIP),
-                ("Load", "Take the settings of the file"),
-                ("Launch", "Call the function with these settings, in the background"),
-            )
-        }
+        self._buttons: dict[str, Any] = {}
+        for name, tooltip, call in (
+            ("Save", _SAVE_TOOLTIP, self._save),
+            ("Load", "Take the settings of the file", self._load),
+            ("Launch", "Call the function with these settings, in the background", self._launch),
+        ):
+            button = ipywidgets.Button(description=name, tooltip=tooltip)
+            button.on_click(partial(self._on_click, call))
+            self._buttons[name] = button
         self._buttons["Launch"].button_style = "primary"
         self.box = self._lay_out()
         self._listen()
@@ -429,7 +424,7 @@ class ConfigPicker:
         shell.events.register("post_run_cell", self._after_cell)
         self._draws_between_cells = clicks.draws_between_cells
         if self._draws_between_cells:
-            _start_thread(self._look, name="notebook-accel-devices")
+            start_thread(self._look, name="notebook-accel-devices")
         else:
             self._look()
 
@@ -499,13 +494,6 @@ class ConfigPicker:
         fields = [row.widget for row in (*self._rows.values(), self._strategy)]
         for widget in (*fields, self._function, self._arguments):
             widget.observe(self._on_change, names="value")
-        calls: dict[str, Callable[[], None]] = {
-            "Save": self._save,
-            "Load": self._load,
-            "Launch": self._launch,
-        }
-        for name, button in self._buttons.items():
-            button.on_click(partial(self._on_click, calls[name]))
 
     # ---- what a person does ----------------------------------------------------------------
 
@@ -624,7 +612,7 @@ class ConfigPicker:
         )
         self._show_state()
         # Another launch would take the place of this one's panel.
-        _start_thread(partial(self._await_end, self.run), name="notebook-accel-picker")
+        start_thread(partial(self._await_end, self.run), name="notebook-accel-picker")
 
     def _await_end(self, run: Run) -> None:
         while not call_of(run).ended.wait(1.0):
@@ -646,13 +634,6 @@ class ConfigPicker:
 
     def _say(self, text: str, kind: str) -> None:
         self._message.value = str(element("span", text, class_=kind, role="status"))
-
-
-def _start_thread(act: Callable[[], None], *, name: str) -> None:
-    """Start a thread that may change widgets: ipykernel 7.0 finds the cell or the click to which
-    their messages belong by the thread's context alone."""
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(act,), name=name, daemon=True).start()
 
 
 def config_picker(

@@ -10,9 +10,7 @@ last expressions. Ranks, calls and their ends are ``launch``'s.
 
 from __future__ import annotations
 
-import contextvars
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
+from notebook_accel.launch.control.call import labelled
 from notebook_accel.launch.launcher import Session, check_ranks
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.request import LaunchRequest
@@ -31,7 +30,7 @@ from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.debugger import debug
-from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import show_values
@@ -56,6 +55,7 @@ from notebook_accel.notebook.worker.calls import (
 
 if TYPE_CHECKING:
     import os
+    import threading
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
@@ -144,25 +144,22 @@ class StartingLine(View):
     def __init__(self) -> None:
         self._slot = DisplaySlot()
         self._began = time.monotonic()
-        self._is_shown = False
 
     def launch_is_slow(self, name: str) -> None:
-        self._is_shown = True
         self._show(f"{name} starts, which takes some seconds")
 
     def waits_for_machines(self, text: str) -> None:
-        self._is_shown = True
         self._show(text)
 
     def launch_failed(self) -> None:
-        if self._is_shown:
+        if self._slot.is_placed:
             self._show("the session was not started")
 
     def conclude(self, world_size: int) -> None:
         """Say that the session has started, with how many ranks and in how long."""
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         seconds = wording.span(time.monotonic() - self._began)
-        self._show(f"session of {ranks} started in {seconds}; %accelerate stop ends it")
+        started = f"session of {num_ranks(world_size)} started in {seconds}"
+        self._show(f"{started}; %accelerate stop ends it")
 
     def _show(self, text: str) -> None:
         html = element("span", text, style="opacity:.65;font-size:13px;padding:0 7px")
@@ -357,10 +354,7 @@ class NotebookSession:
             if lines:
                 below.show({_PLAIN: "\n".join(lines)})
 
-        # ipykernel 7.0 finds the cell of a thread by its context alone.
-        context = contextvars.copy_context()
-        self._background = threading.Thread(target=context.run, args=(follow,), daemon=True)
-        self._background.start()
+        self._background = start_thread(follow, name="notebook-accel-cell")
 
     def call(self, request: LaunchRequest) -> Run:
         """Call a function on the ranks. Its globals are the variables of the session.
@@ -640,13 +634,8 @@ class NotebookSession:
         if rank is not None:
             self._check_ranks([rank])
             return self.session.read_log(rank)
-        texts = [self.session.read_log(number) for number in range(self.world_size)]
-        return "".join(
-            f"[rank {number}] {line}\n"
-            for number, text in enumerate(texts)
-            # Not splitlines(): a form feed ends no line.
-            for line in (text.removesuffix("\n").split("\n") if text else ())
-        )
+        ranks = range(self.world_size)
+        return "".join(labelled(number, self.session.read_log(number)) for number in ranks)
 
     def stacks(self, rank: int | None = None) -> str:
         """Return the current Python stacks of all ranks, or of one, as text.

@@ -9,7 +9,6 @@ from notebook_accel.notebook.markup import (
     element,
     escape,
     join,
-    join_lines,
     message_bytes,
     shorten,
 )
@@ -60,11 +59,6 @@ def test_attributes_have_their_html_names() -> None:
 )
 def test_shorten(text: str, short: str) -> None:
     assert shorten(text, 4) == short
-
-
-def test_lines_that_need_no_closer_look_are_joined_at_once() -> None:
-    assert join_lines(["a<b", "", "é & c"]) == "a&lt;b\n\né &amp; c"
-    assert join_lines(["fine", "\x1b[31mred\x1b[0m"]) is None
 
 
 def test_message_bytes_counts_bytes_and_what_json_escapes() -> None:

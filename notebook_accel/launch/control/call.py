@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import CellSource, PackedCall
     from notebook_accel.launch.system.interrupts import Presses
 
-__all__ = ["Call", "CallView", "NewCall", "RankCall"]
+__all__ = ["Call", "CallView", "NewCall", "RankCall", "labelled"]
 
 _log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Call:
             return self._log(rank, max_bytes)
         ranks = range(self.state.world_size)
         share = None if max_bytes is None else max_bytes // len(ranks)
-        return "".join(_labelled(one, self._log(one, share)) for one in ranks)
+        return "".join(labelled(one, self._log(one, share)) for one in ranks)
 
     def _log(self, rank: int, max_bytes: int | None) -> str:
         part = self.state.ranks[rank]
@@ -223,7 +223,7 @@ class Call:
         return text if start == first else text.partition("\n")[2] or text
 
 
-def _labelled(rank: int, text: str) -> str:
+def labelled(rank: int, text: str) -> str:
     """Return a rank's output with the rank's number on each line."""
     # Not splitlines(): a form feed ends no line.
     lines = text.removesuffix("\n").split("\n") if text else []
