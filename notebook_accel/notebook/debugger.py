@@ -11,7 +11,7 @@ launch or cell of ``%%accelerate``, with `%accelerate stop`, and with the kernel
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import StdinNotImplementedError
@@ -40,26 +40,23 @@ _HINT = (
 _held: HeldLaunch | None = None
 
 
+@dataclass(frozen=True)
 class HeldLaunch:
     """The ranks of a launch that failed.
 
     Attributes:
+        session: the ranks.
         name: what the person calls the launch.
         rank_at_fault: the rank whose error ended it; None where no rank's did.
     """
 
-    def __init__(self, session: Session, name: str, rank_at_fault: int | None) -> None:
-        self.name = name
-        self.rank_at_fault = rank_at_fault
-        self._session = session
+    session: Session
+    name: str
+    rank_at_fault: int | None
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
         """Send a command to the ranks' debuggers; return their answers, None for no answer."""
-        return self._session.ask(request)
-
-    def end(self) -> None:
-        """End the ranks."""
-        self._session.close()
+        return self.session.ask(request)
 
 
 def held_launch() -> HeldLaunch | None:
@@ -72,7 +69,7 @@ def end_held_launch() -> bool:
     global _held
     held, _held = _held, None
     if held is not None:
-        held.end()
+        held.session.close()
     return held is not None
 
 

@@ -44,11 +44,6 @@ class Diagnosis:
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = list(findings)
 
-    @property
-    def can_launch(self) -> bool:
-        """Whether nothing was found that stops a launch."""
-        return all(finding.level != STOPS for finding in self.findings)
-
     def __repr__(self) -> str:
         return "\n".join(as_lines(self.findings))
 

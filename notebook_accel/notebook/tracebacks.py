@@ -69,20 +69,15 @@ def show_in_short() -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, TimeoutError) as error:
+    except (Exception, KeyboardInterrupt) as error:
         run = getattr(error, "run", None)
-        if run is not None:
+        if isinstance(error, NotebookAccelError):
+            error.cell_names = {cell.filename: cell.label for cell in cell_sources(get_ipython())}
+        elif isinstance(error, (KeyboardInterrupt, TimeoutError)) and run is not None:
             text = str(error) or "the run was interrupted"
             kept = f"the run is kept: {run_list.expression_now(run.id)}"
             first = f"\x1b[0;31m{type(error).__name__}\x1b[0m: {text}; {kept}"
             error._render_traceback_ = lambda: [first]  # type: ignore[union-attr]
-        _forget_older_traceback()
-        raise
-    except NotebookAccelError as error:
-        error.cell_names = {cell.filename: cell.label for cell in cell_sources(get_ipython())}
-        _forget_older_traceback()
-        raise
-    except Exception:
         _forget_older_traceback()
         raise
 

@@ -250,4 +250,3 @@ def test_a_diagnosis_reads_as_a_table_and_as_lines() -> None:
     shown = Diagnosis([Finding(level=FINE, subject="x", found="good"), bad])
     assert repr(shown) == "✓ x: good\n✗ a<b: seen\n    to do: do it"
     assert "a&lt;b" in shown._repr_html_()
-    assert not shown.can_launch

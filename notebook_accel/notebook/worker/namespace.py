@@ -144,9 +144,6 @@ class RankShell(InteractiveShell):
     def showsyntaxerror(self, *_args: Any, **_options: Any) -> None:
         return
 
-    def showindentationerror(self) -> None:
-        return
-
     def ask_exit(self) -> None:
         """``exit`` in a cell leaves the cell, as ``sys.exit()`` does."""
         raise SystemExit
