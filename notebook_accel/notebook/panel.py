@@ -1,8 +1,8 @@
 """The live panel as HTML, metrics and log aside: pure functions of the run's state.
 
-It is drawn five times a second, so it stays under :data:`MAX_BYTES` whatever the run does and
-however many ranks it has: of many ranks all are in a heat row, the slowest first, and those have
-a row of their own.
+It is drawn five times a second, and a message of 20 KB is what a page keeps up with then
+(notebook/dashboard.py). So texts are cut, and of many ranks all are in a heat row, the slowest
+first, and those have a row of their own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from notebook_accel.launch.view.summary import (
     num_ranks,
     slowest_first,
 )
-from notebook_accel.notebook.charts import MAX_LINES, colour_of
-from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
+from notebook_accel.notebook.markup import Markup, element, join, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = [
-    "MAX_BYTES",
     "AskedStacks",
     "Details",
     "fold_of_stacks",
@@ -45,9 +43,8 @@ __all__ = [
     "stacks_of_hang",
 ]
 
-# A message of 20 KB five times a second is what a page keeps up with (notebook/dashboard.py); the
-# rest is for what the message has beside the panel.
-MAX_BYTES = 18_000
+# Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
+_LABEL_BYTES, _NOTICE_BYTES = 60, 300
 # After so long a line says that ranks are waited for.
 _STOP_SECONDS = 1.5
 # Different stacks; less of each is shown the more there are.
@@ -88,22 +85,13 @@ class Details:
 
 
 def render_panel(state: RunState, details: Details) -> Markup:
-    """Return the rows of the ranks, notices and warnings as HTML of at most ``MAX_BYTES``.
+    """Return the rows of the ranks, notices and warnings as HTML.
 
     What may come stands below what is there from the start, the latest last, and stays once it is
     there: a panel that jumps under the mouse cannot be used.
     """
-    for text_bytes in (60, 30, 12):
-        body = element(
-            "div",
-            _ranks(state, details, text_bytes),
-            _notices(state, 5 * text_bytes),
-            _warnings(state, details),
-            class_="na",
-        )
-        if message_bytes(body) <= MAX_BYTES:
-            break
-    return body
+    parts = _ranks(state, details), _notices(state), _warnings(state, details)
+    return element("div", *parts, class_="na")
 
 
 def render_title(state: RunState, details: Details) -> Markup:
@@ -218,7 +206,7 @@ _PICK = (
 )
 
 
-def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
+def _ranks(state: RunState, details: Details) -> Markup:
     shown, rest = list(state.ranks), ""
     parts: list[Markup] = []
     if len(shown) > _MAX_ROWS:
@@ -231,19 +219,20 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
         picked = details.picked
         if picked is not None and all(rank.rank != picked for rank in shown):
             shown = [state.ranks[picked], *shown[:-1]]
-        rest = hidden_ranks(state.ranks, shown, lambda rank: _status_of_many(rank, state))
+        status_of = lambda rank: live_condition(rank, state).replace("waits", "waiting")  # noqa: E731
+        rest = hidden_ranks(state.ranks, shown, status_of)
     rows: list[Markup] = []
     for rank in shown:
         throughput = details.throughputs.get(rank.rank)
         first, *inner = progress_lines(rank, throughput=throughput)
         if state.world_size <= _MAX_RANKS_WITH_ROWS_OF_BARS:
-            rows.append(_row(state, rank, first, [], text_bytes))
-            rows += [_inner_row(rank, line, text_bytes) for line in inner]
+            rows.append(_row(state, rank, first, []))
+            rows += [_inner_row(rank, line) for line in inner]
             # An inner bar that is over keeps its row for the next one.
-            blank = _inner_row(rank, None, text_bytes)
+            blank = _inner_row(rank, None)
             rows += [blank] * (most_lines(rank) - 1 - len(inner))
         else:
-            rows.append(_row(state, rank, first, inner, text_bytes))
+            rows.append(_row(state, rank, first, inner))
     is_of_device = _is_of_device(state)
     columns = [*_COLUMNS[:-2], *(_DEVICE_COLUMNS if is_of_device else ()), *_COLUMNS[-2:]]
     heads = [element("th", title, scope="col", class_=f"na-c-{name}") for name, title in columns]
@@ -255,17 +244,8 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
     return join(parts)
 
 
-def _status_of_many(rank: RankState, state: RunState) -> str:
-    status = live_condition(rank, state)
-    return "waiting" if status == "waits" else status
-
-
 def _row(
-    state: RunState,
-    rank: RankState,
-    line: ProgressLine,
-    inner: Sequence[ProgressLine],
-    text_bytes: int,
+    state: RunState, rank: RankState, line: ProgressLine, inner: Sequence[ProgressLine]
 ) -> Markup:
     """The row of a rank: its outermost bar, and thin bars below it for ``inner`` ones."""
     status = live_condition(rank, state)
@@ -280,20 +260,17 @@ def _row(
     shown = {"succeeded": "done"}.get(status, status)
     if status == "quiet" and rank.quiet_since is not None:
         shown = f"quiet {wording.clock(state.now() - rank.quiet_since)}"
-    # The colour that the rank's lines have in the charts.
-    has_lines = 1 < state.world_size <= MAX_LINES and rank.metrics
-    mark = element("s", style=f"background:{colour_of(rank.rank)}") if has_lines else ""
     bars = [_bar(rank, line, "") for line in (line, *inner)]
     return element(
         "tr",
-        element("td", str(rank.rank), mark, class_="na-c-rank"),
+        element("td", str(rank.rank), class_="na-c-rank"),
         element(
             "td",
             shown,
             class_=f"na-c-state {_class_of(status)}",
             title=_MEANINGS.get(status),
         ),
-        _label(line, text_bytes, kind_of_label),
+        _label(line, kind_of_label),
         element("td", *bars, class_="na-c-bar"),
         element("td", line.count, class_="na-c-count"),
         element("td", line.rate, class_="na-c-rate"),
@@ -326,7 +303,7 @@ def _memory(num_bytes: int | None) -> str:
     return wording.memory(num_bytes) if num_bytes else ""
 
 
-def _inner_row(rank: RankState, line: ProgressLine | None, text_bytes: int) -> Markup:
+def _inner_row(rank: RankState, line: ProgressLine | None) -> Markup:
     """A row for a bar inside of another one; of None a blank one, as high.
 
     It has a cell for each column: a narrow page hides some of them by their classes.
@@ -334,7 +311,7 @@ def _inner_row(rank: RankState, line: ProgressLine | None, text_bytes: int) -> M
     bar: dict[str, str] = {}
     if line is not None:
         bar = {"bar": _bar(rank, line, "na-thin "), "count": line.count, "rate": line.rate}
-    label = element("td", class_="na-c-label") if line is None else _label(line, text_bytes)
+    label = element("td", class_="na-c-label") if line is None else _label(line)
     cells = (element("td", bar.get(name, ""), class_=f"na-c-{name}") for name, _ in _COLUMNS[3:])
     hidden = "true" if line is None else None
     return element(
@@ -342,9 +319,9 @@ def _inner_row(rank: RankState, line: ProgressLine | None, text_bytes: int) -> M
     )
 
 
-def _label(line: ProgressLine, text_bytes: int, kind: str = "") -> Markup:
+def _label(line: ProgressLine, kind: str = "") -> Markup:
     title = shorten(line.label, 90) if len(line.label) > 18 else None
-    label = shorten(line.label, text_bytes)
+    label = shorten(line.label, _LABEL_BYTES)
     return element("td", label, class_=f"na-c-label{kind}", title=title)
 
 
@@ -425,6 +402,6 @@ def _stopping(details: Details) -> Markup:
     return element("div", line, class_="na-waiting")
 
 
-def _notices(state: RunState, text_bytes: int) -> Markup:
-    lines = [element("div", shorten(text, text_bytes)) for text in state.notices[-4:]]
+def _notices(state: RunState) -> Markup:
+    lines = [element("div", shorten(text, _NOTICE_BYTES)) for text in state.notices[-4:]]
     return element("div", *lines, class_="na-notices") if lines else Markup("")
