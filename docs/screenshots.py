@@ -108,21 +108,20 @@ WIDTHS = (400, 600, 1200)
 # High enough for the highest panel: what a page scrolls is not in a picture of it.
 HEIGHT = 2600
 SETUP = "from notebook_accel import config_picker, notebook_launcher"
-# Nested bars, metrics of each rank, a line now and then, until the file is there.
+# Nested bars, metrics, a line now and then, until the file is there.
 TRAIN = """
 def train(end):
     import math, pathlib, time
     from tqdm.auto import tqdm
     from notebook_accel import Accelerator
-    from notebook_accel.launch.rank import current
-    rank = Accelerator().process_index
+    accelerator = Accelerator()
+    rank = accelerator.process_index
     step = 0
     for epoch in tqdm(range(12), desc="epochs"):
         for _ in tqdm(range(25 + rank), desc=f"epoch {epoch + 1}", leave=False):
             step += 1
             loss = 2.3 * math.exp(-step / 60) + 0.02 * rank + 0.1 * math.sin(step) ** 2
-            # Accelerator.log is rank 0's alone.
-            current().metric({"train/loss": loss, "train/accuracy": 1 - loss / 2.5}, step)
+            accelerator.log({"train/loss": loss, "train/accuracy": 1 - loss / 2.5}, step)
             time.sleep(0.15)
             if pathlib.Path(end).exists():
                 if rank == 5:
@@ -158,10 +157,11 @@ def draw(end):
 """
 PLOT = """
 def log(factor):
-    from notebook_accel.launch.rank import current
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
     for step in range(30):
         values = {"loss": factor / (step + 1), "accuracy": 1 - factor / (step + 3), "lr": 0.1}
-        current().metric(values, step)
+        accelerator.log(values, step)
 
 from notebook_accel import compare
 runs = [notebook_launcher(log, (i,), num_processes=2, name=f"factor {i}") for i in (1, 2)]

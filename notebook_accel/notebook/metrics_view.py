@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.charts import KINDS, MAX_LINES, PAGE_SIZE, Look, render_charts
+from notebook_accel.notebook.charts import PAGE_SIZE, render_charts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,52 +41,53 @@ class MetricsView:
         self._drawn: tuple[Any, ...] = ()
         self._drawn_at = 0.0
         self._groups: dict[str, list[str]] = {}
-        self._title = widgets.make(ipywidgets.HTML, "metrics")
-        self._title.add_class("na-log-title")
+        self._title = widgets.make(ipywidgets.HTML, "metrics", classes="na-log-title")
         choices = [
-            widgets.make(ipywidgets.Dropdown, options=options, description=name, tooltip=about)
+            widgets.make(
+                ipywidgets.Dropdown,
+                options=options,
+                description=name,
+                tooltip=about,
+                classes="na-filter",
+            )
             for name, options, about in (
                 ("Which metrics", [("all", "")], "Metrics by their prefix"),
-                ("Lines", [*KINDS], "A line a rank, or the mean of all ranks"),
                 ("Scale", [("linear", False), ("log", True)], "Scale"),
                 ("Smoothing", _SMOOTHING, "Exponential mean over the steps"),
             )
         ]
-        self._group, self._lines, self._scale, self._smoothing = choices
-        for choice in choices:
-            choice.add_class("na-filter")
-        self._before = widgets.make(
-            ipywidgets.Button, description="← back", tooltip="The metrics before these"
+        self._group, self._scale, self._smoothing = choices
+        self._before, self._after = (
+            widgets.make(
+                ipywidgets.Button, description=name, tooltip=about, classes="na-small-button"
+            )
+            for name, about in (("← back", "The metrics before these"), ("more →", "More metrics"))
         )
-        self._after = widgets.make(ipywidgets.Button, description="more →", tooltip="More metrics")
-        for button, step in ((self._before, -1), (self._after, 1)):
-            button.add_class("na-small-button")
-            button.on_click(lambda _, step=step: self._turn(step))
+        self._before.on_click(lambda _: self._turn(-1))
+        self._after.on_click(lambda _: self._turn(1))
         self._group.observe(lambda _: self._turn(-self._page), names="value")
-        self._pager = widgets.make(ipywidgets.HBox, [self._before, self._after])
-        self._pager.add_class("na-pager")
-        self._lines.add_class("na-hidden")
-        self._bar = widgets.make(ipywidgets.HBox, [self._title, *choices, self._pager])
-        self._bar.add_class("na-log-bar")
+        buttons = [self._before, self._after]
+        self._pager = widgets.make(ipywidgets.HBox, buttons, classes="na-pager")
+        parts = [self._title, *choices, self._pager]
+        bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar")
         self._charts = widgets.make(ipywidgets.HTML)
-        self.box = widgets.make(ipywidgets.VBox, [self._bar, self._charts])
-        self.box.add_class("na-metrics")
-        self.box.add_class("na-hidden")
-        for widget in (*choices, self._before, self._after):
+        content = [bar, self._charts]
+        self.box = widgets.make(ipywidgets.VBox, content, classes="na-metrics na-hidden")
+        for widget in (*choices, *buttons):
             clicks.let_through(widget)
 
     def draw(self, curves: LiveCurves, *, now: float) -> None:
         """Show the curves as they are now, at most once a second, and at once after a click."""
-        chosen = (self._group.value, self._page, self._look())
+        is_log, smoothing = self._scale.value, self._smoothing.value
+        chosen = (self._group.value, self._page, is_log, smoothing)
         key = (*chosen, curves.version)
         if key == self._drawn:
             return
-        if self._drawn[:3] == chosen and now < self._drawn_at + _DRAW_SECONDS:
+        if self._drawn[:-1] == chosen and now < self._drawn_at + _DRAW_SECONDS:
             return
         names = curves.names
         if not names:
             return
-        is_first = not self._drawn
         self._drawn, self._drawn_at = key, now
         if len(names) != len(self._groups.get("", ())):
             self._offer(names)
@@ -103,21 +104,14 @@ class MetricsView:
         self._before.disabled = self._page == 0
         self._after.disabled = self._page >= pages - 1
         (self._pager.remove_class if pages > 1 else self._pager.add_class)("na-hidden")
-        charts = {name: curves.of(name) for name in page}
-        # Of more ranks the mean is drawn in any case.
-        if any(1 < len(by_rank) <= MAX_LINES for by_rank in charts.values()):
-            self._lines.remove_class("na-hidden")
+        # Rank 0's, which alone logs.
+        charts = {name: next(iter(curves.of(name).values())) for name in page}
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else 0
-        self._charts.value = str(render_charts(charts, self._look(), num_places=num_places))
+        markup = render_charts(charts, is_log=is_log, smoothing=smoothing, num_places=num_places)
+        self._charts.value = str(markup)
         # All at once: the choices alone would come before the charts.
-        if is_first:
-            self.box.remove_class("na-hidden")
-
-    def _look(self) -> Look:
-        return Look(
-            kind=self._lines.value, is_log=self._scale.value, smoothing=self._smoothing.value
-        )
+        self.box.remove_class("na-hidden")
 
     def _offer(self, names: list[str]) -> None:
         self._groups = groups_of(names)

@@ -16,7 +16,7 @@ from notebook_accel.launch.control.plotting import plot_together
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
-from notebook_accel.launch.view.progress import last_values, name_of, spread
+from notebook_accel.launch.view.progress import last_values, name_of
 from notebook_accel.launch.view.summary import SIGNS, elapsed
 from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.views import choose_view
@@ -92,14 +92,10 @@ def _facts(label: str, state: RunState, names: Sequence[str]) -> list[str]:
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
         wording.span(elapsed(state, state.now())),
         state.arguments,
-        *(_last_value(last.get(name, {})) for name in names),
+        *(last.get(name, "") for name in names),
         state.notebook,
         state.run,
     ]
-
-
-def _last_value(by_rank: Mapping[int, float]) -> str:
-    return spread(by_rank) or "".join(map(wording.number, [*by_rank.values()][:1]))
 
 
 def find_run(run_id: str) -> Run:

@@ -9,6 +9,7 @@ and what style it has is inline, in tones that read on light and dark.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.control.curves import NotFinite
@@ -17,7 +18,7 @@ from notebook_accel.launch.control.state import RESCUED
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
-from notebook_accel.launch.view.progress import name_of, not_finite_note, spread
+from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
@@ -27,7 +28,7 @@ from notebook_accel.notebook.rank_displays import other_displays, render_display
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from notebook_accel.launch.control.plotting import Curves, Point
+    from notebook_accel.launch.control.plotting import Point
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.notebook.panel import AskedStacks
 
@@ -38,9 +39,8 @@ MAX_BYTES = 120_000
 # The newest lines for the person, and characters of each.
 _MAX_NOTICES = 8
 _MAX_NOTICE = 500
-# Plots, and ranks with a curve in each: colours of more are not told apart.
+# Plots; of further metrics the last values are named.
 _MAX_PLOTS = 6
-_MAX_CURVES = 8
 # Bytes of the error, whose end is kept, and of the stacks below one fold.
 _MAX_ERROR = 12_000
 # The last lines of each block of output, as far as all blocks together have room.
@@ -165,7 +165,8 @@ def render_snapshot(
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
-    curves = metric_curves(metrics)
+    # Of rank 0, which alone logs.
+    curves = {name: next(iter(found.values())) for name, found in metric_curves(metrics).items()}
     stacks = [] if asked_stacks is None else [asked_stacks]
     if state.hang is not None and state.hang.stacks:
         stacks.insert(0, ("stacks of the ranks", stacks_of_hang(state.hang)))
@@ -282,7 +283,7 @@ def _other_displays(state: RunState) -> Markup:
 # ---- metrics -------------------------------------------------------------------------------
 
 
-def _metrics(curves: Curves) -> Markup:
+def _metrics(curves: Mapping[str, Sequence[Point]]) -> Markup:
     """Plots of the first metrics, and the last values of the others."""
     if not curves:
         return Markup("")
@@ -296,7 +297,7 @@ def _metrics(curves: Curves) -> Markup:
     others = names[_MAX_PLOTS:]
     if others:
         values = [
-            f"{name_of(name)} {_last_value(curves[name])}"
+            f"{name_of(name)} {wording.number(curves[name][-1][1])}"
             for name in others[: summary.MAX_NAMED_METRICS]
         ]
         hidden = len(others) - summary.MAX_NAMED_METRICS
@@ -306,41 +307,17 @@ def _metrics(curves: Curves) -> Markup:
     return join(parts)
 
 
-def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> list[Markup]:
-    shown = dict(sorted(by_rank.items())[:_MAX_CURVES])
-    title = [element("b", name_of(name)), f"\N{NO-BREAK SPACE} {_last_value(by_rank)}"]
-    parts = [element("div", *title)]
-    if len(shown) > 1:
-        marks = [
-            element(
-                "span",
-                element("span", "● ", style=f"color:{charts.colour_of(rank)}"),
-                element("span", f"rank {rank} ", style=_MUTED),
-            )
-            for rank in shown
-        ]
-        if len(by_rank) > len(shown):
-            marks.append(element("span", f"of {len(by_rank)} ranks", style=_MUTED))
-        parts.append(element("div", *marks, style="font-size:11px"))
-    if any(len(points) > 1 for points in shown.values()):
-        first_curve = next(iter(shown.values()))
-        first, last = (wording.number(value) for _, value in (first_curve[0], first_curve[-1]))
-        alt = f"{name_of(name)}: {first} → {last} at step {wording.count(first_curve[-1][0])}"
-        parts.append(charts.saved_chart(shown, alt=alt))
-    not_finite = {rank: NotFinite() for rank in by_rank}
-    for rank, points in by_rank.items():
-        for step, value in points:
-            not_finite[rank] = not_finite[rank].and_then(step, value)
-    note = not_finite_note(not_finite)
+def _plot(name: str, points: Sequence[Point]) -> list[Markup]:
+    first, last = (wording.number(value) for _, value in (points[0], points[-1]))
+    parts = [element("div", element("b", name_of(name)), f"\N{NO-BREAK SPACE} {last}")]
+    if len(points) > 1:
+        alt = f"{name_of(name)}: {first} → {last} at step {wording.count(points[-1][0])}"
+        parts.append(charts.saved_chart(points, alt=alt))
+    note = not_finite_note(reduce(lambda found, point: found.and_then(*point), points, NotFinite()))
     if note:
         style = f"font-size:11px;color:{_COLOURS['stopped']}"
-        parts.append(element("div", shorten(note, 120), style=style))
+        parts.append(element("div", note, style=style))
     return parts
-
-
-def _last_value(by_rank: Mapping[int, Sequence[Point]]) -> str:
-    values = {rank: points[-1][1] for rank, points in by_rank.items()}
-    return spread(values) or wording.number(next(iter(values.values())))
 
 
 # ---- output --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _FAULTS = """(width) => {
   const bar = panel.querySelector('.na-log .na-log-bar');
   if (bar.clientHeight > 40) faults.push('the bar above the log has two lines');
   const shown = [];
-  const names = '.na-c-label, .na-name, .na-spread';
+  const names = '.na-c-label, .na-name';
   for (const part of panel.querySelectorAll(`.na-title span, .na-title b, th, td, button, select,
       .na-log-bar input, .na-log-title, .na-chart-head > *, progress`)) {
     let box = part.getBoundingClientRect();

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch.control.curves import Curve, LiveCurves
-from notebook_accel.notebook.charts import Look, colour_of, render_charts, saved_chart, thin_out
+from notebook_accel.notebook.charts import render_charts, saved_chart, thin_out
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.markup import message_bytes
@@ -20,7 +20,7 @@ from tests.notebook.test_markup import HOSTILE, Tags
 from tests.notebook.widgets import field, part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
 
     from notebook_accel.launch.control.plotting import Point
 
@@ -47,22 +47,20 @@ def labels(image: ET.Element) -> list[str | None]:
     return [text.text for text in tags(image, "text")]
 
 
-def test_a_chart_is_an_image_with_a_line_for_each_curve() -> None:
+def test_a_chart_is_an_image_with_labels() -> None:
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
-    markup = saved_chart({0: curve, 9: curve}, alt="loss: 1 → 0.02")
+    markup = saved_chart(curve, alt="loss: 1 → 0.02")
     assert Tags(markup).tags == ["div", "img", "img"]
     alts = [value for name, value in Tags(markup).attributes if name == "alt"]
     assert alts == ["", "loss: 1 → 0.02"], "the labels say nothing to those who cannot see them"
     image = image_of(markup)
-    # That of the rank's number, as in the live panel.
-    colours = [line.attrib["stroke"] for line in tags(image, "path")]
-    assert colours == [colour_of(0), colour_of(9)] == [colour_of(8), colour_of(1)]
+    assert len(tags(image, "path")) == 1
     assert labels(image) == ["1", "0.02", "0", "step 49"]
 
 
 @pytest.mark.parametrize("most", [1e9, 1.7e308, 5e-324])
 def test_every_point_lies_inside_of_the_image(most: float) -> None:
-    image = image_of(saved_chart({0: [(0, -most), (5, most), (9, 0.0)]}, alt=""))
+    image = image_of(saved_chart([(0, -most), (5, most), (9, 0.0)], alt=""))
     # Of the box that stretches with the page, beside which the labels stand.
     (box,) = (found for found in tags(image, "svg") if "viewBox" in found.attrib)
     width, height = map(float, box.attrib["viewBox"].split()[2:])
@@ -77,7 +75,7 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
     points = [(float(x), float(x)) for x in range(10)]
     points[4] = (4.0, math.nan)
     points[8] = (8.0, math.inf)
-    image = image_of(saved_chart({0: points}, alt=""))
+    image = image_of(saved_chart(points, alt=""))
     (line,) = tags(image, "path")
     pieces = line.attrib["d"].split("M")[1:]
     assert [len(piece.split()) for piece in pieces] == [4, 3, 1]
@@ -87,18 +85,18 @@ def test_a_line_has_a_gap_where_a_value_is_not_finite() -> None:
 @pytest.mark.parametrize("number", [100, 5_000])
 def test_the_axis_goes_to_the_last_step_that_was_logged(number: int) -> None:
     points = [(float(x), 1 / (x + 1) if x < 40 else math.nan) for x in range(number)]
-    image = image_of(saved_chart({0: points}, alt=""))
+    image = image_of(saved_chart(points, alt=""))
     assert labels(image)[-2:] == ["0", f"step {number - 1:,}"]
-    none = image_of(saved_chart({0: [(x, math.nan) for x, _ in points]}, alt=""))
+    none = image_of(saved_chart([(x, math.nan) for x, _ in points], alt=""))
     assert labels(none) == ["0", f"step {number - 1:,}"]
     assert not tags(none, "path")
 
 
 def test_a_flat_curve_and_a_single_point_are_image_of() -> None:
-    flat = image_of(saved_chart({0: [(0.0, 3.0), (1.0, 3.0)]}, alt=""))
+    flat = image_of(saved_chart([(0.0, 3.0), (1.0, 3.0)], alt=""))
     assert tags(flat, "path")
     assert labels(flat) == ["3", "0", "step 1"]
-    (point,) = tags(image_of(saved_chart({0: [(4.0, 3.0)]}, alt="")), "path")
+    (point,) = tags(image_of(saved_chart([(4.0, 3.0)], alt="")), "path")
     assert point.attrib["d"].endswith("h0")
 
 
@@ -133,22 +131,15 @@ def test_thinning_keeps_a_gap_of_one_value() -> None:
 # ---- of the live panel
 
 
-def curves_of(points: Mapping[int, Sequence[Point]]) -> dict[int, Curve]:
-    """The curve of each rank."""
-    curves = LiveCurves()
-    for rank, found in points.items():
-        for step, value in found:
-            curves.add(rank, int(step), {"loss": value})
-    return curves.of("loss")
+def curve_of(points: Iterable[Point]) -> Curve:
+    curve = Curve()
+    for step, value in points:
+        curve.add(step, value)
+    return curve
 
 
-def falling(num_ranks: int = 2, *, steps: int = 300) -> dict[int, Curve]:
-    return curves_of(
-        {
-            rank: [(float(step), math.exp(-step / 50) + rank) for step in range(steps)]
-            for rank in range(num_ranks)
-        }
-    )
+def falling(steps: int = 300) -> Curve:
+    return curve_of((float(step), math.exp(-step / 50)) for step in range(steps))
 
 
 def heights(markup: str) -> list[list[float]]:
@@ -159,64 +150,55 @@ def heights(markup: str) -> list[list[float]]:
     ]
 
 
-def test_a_line_a_rank_with_values_to_hover_over() -> None:
-    page = Tags(render_charts({"loss": falling()}, Look()))
-    assert page.tags.count("path") == 2
+def test_a_line_with_values_to_hover_over() -> None:
+    page = Tags(render_charts({"loss": falling()}))
+    assert page.tags.count("path") == 1
     assert "loss" in page.text
     assert "step 299" in page.text
-    assert re.search(r"step \d+: rank 0 0\.\d+, rank 1 1\.\d+", page.text)
-    assert ("aria-label", "from 0.00253 to 2") in page.attributes
-
-
-def test_the_mean_is_one_line() -> None:
-    page = Tags(render_charts({"loss": falling()}, Look(kind="mean")))
-    assert page.tags.count("path") == 1
-    assert "mean 1.36" in page.text
-    # Of many ranks nobody could tell the lines apart.
-    assert Tags(render_charts({"loss": falling(64)}, Look())).tags.count("path") == 1
+    assert re.search(r"step \d+: 0\.\d+", page.text)
+    assert ("aria-label", "from 0.00253 to 1") in page.attributes
 
 
 def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero() -> None:
-    (line,) = heights(render_charts({"loss": falling(1)}, Look(is_log=True)))
+    (line,) = heights(render_charts({"loss": falling()}, is_log=True))
     middle = line[len(line) // 2]
     assert middle == pytest.approx((line[0] + line[-1]) / 2, abs=12)
-    below = {"x": curves_of({0: [(0, -1.0), (1, 1.0)]})}
-    assert heights(render_charts(below, Look(is_log=True))) == heights(render_charts(below, Look()))
+    below = {"x": curve_of([(0, -1.0), (1, 1.0)])}
+    assert heights(render_charts(below, is_log=True)) == heights(render_charts(below))
     # It is said, as well: nothing would change at the click otherwise.
-    assert "x1linear" in Tags(render_charts(below, Look(is_log=True))).text
-    assert "linear" not in Tags(render_charts({"loss": falling(1)}, Look(is_log=True))).text
-    assert "linear" not in Tags(render_charts(below, Look())).text
+    assert "x1linear" in Tags(render_charts(below, is_log=True)).text
+    assert "linear" not in Tags(render_charts({"loss": falling()}, is_log=True)).text
+    assert "linear" not in Tags(render_charts(below)).text
 
 
 @pytest.mark.parametrize("most", [1.7e308, 1e-320])
 def test_the_largest_and_the_smallest_numbers_are_drawn(most: float) -> None:
-    markup = render_charts({"x": curves_of({0: [(0, -most), (1, 0.0), (2, most)]})}, Look())
+    markup = render_charts({"x": curve_of([(0, -most), (1, 0.0), (2, most)])})
     assert heights(markup) == [[376, 200, 24]]
 
 
 def test_a_value_that_stays_is_a_line_in_the_middle_with_one_label() -> None:
-    flat = {"lr": curves_of({0: [(0, 0.1), (9, 0.1)]})}
-    for look in (Look(), Look(is_log=True)):
-        markup = render_charts(flat, look)
+    flat = {"lr": curve_of([(0, 0.1), (9, 0.1)])}
+    for is_log in (False, True):
+        markup = render_charts(flat, is_log=is_log)
         assert heights(markup) == [[200, 200]]
         assert re.findall("na-tick-([a-z]+)", markup) == ["middle"]
 
 
 def test_a_single_value_and_one_that_is_no_number() -> None:
-    shown = {"best": curves_of({0: [(3, 0.5)]}), "bad": curves_of({0: [(3, math.nan)]})}
-    page = Tags(render_charts(shown, Look()))
+    shown = {"best": curve_of([(3, 0.5)]), "bad": curve_of([(3, math.nan)])}
+    page = Tags(render_charts(shown))
     assert "best0.5" in page.text
     assert "badnan" in page.text
     assert "svg" not in page.tags
 
 
-@pytest.mark.parametrize(("num_charts", "num_ranks"), [(1, 1), (6, 1), (6, 8), (6, 128), (1, 8)])
-def test_a_page_is_small(num_charts: int, num_ranks: int) -> None:
-    shown = {f"{HOSTILE}{n}": falling(num_ranks) for n in range(num_charts)}
-    for look in (Look(), Look(kind="mean")):
-        markup = render_charts(shown, look)
-        assert message_bytes(markup) < 24_000
-        assert "script" not in Tags(markup).tags
+@pytest.mark.parametrize("num_charts", [1, 6])
+def test_a_page_is_small(num_charts: int) -> None:
+    shown = {f"{HOSTILE}{n}": falling() for n in range(num_charts)}
+    markup = render_charts(shown)
+    assert message_bytes(markup) < 24_000
+    assert "script" not in Tags(markup).tags
 
 
 def live(steps: int, **values: Callable[[int], float]) -> LiveCurves:
@@ -266,23 +248,6 @@ def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
         assert (before.count("M"), after.count("M")) == (1, 2)
 
 
-def test_the_note_names_the_ranks_that_differ() -> None:
-    curves = LiveCurves()
-    for step in range(10):
-        curves.add(0, step, {"loss": 1.0})
-        curves.add(1, step, {"loss": math.nan if step > 4 else 2.0})
-    assert "rank 1: not finite since step 5" in drawn(curves)
-
-
-def test_the_mean_is_that_of_the_ranks_that_are_finite() -> None:
-    points = {0: [(s, 1.0) for s in range(99)], 1: [(s, math.nan) for s in range(99)]}
-    page = Tags(render_charts({"x": curves_of(points)}, Look(kind="mean")))
-    assert "mean 1" in page.text
-    gone = {rank: [(s, 1.0 if s < 9 else math.nan) for s in range(99)] for rank in range(2)}
-    (line,) = re.findall(r" d='([^']*)'", render_charts({"x": curves_of(gone)}, Look(kind="mean")))
-    assert int(line.split()[-1].split(",")[0]) < 60
-
-
 @pytest.mark.parametrize(
     ("low", "high", "texts"),
     [
@@ -294,7 +259,7 @@ def test_the_mean_is_that_of_the_ranks_that_are_finite() -> None:
     ],
 )
 def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str]) -> None:
-    image = image_of(saved_chart({0: [(0, low), (1, high)]}, alt=""))
+    image = image_of(saved_chart([(0, low), (1, high)], alt=""))
     assert sorted(labels(image)[:2], key=str) == sorted(texts)
 
 

@@ -50,8 +50,7 @@ class _Stretch(NamedTuple):
     Attributes:
         low_x, low_y: the lowest point.
         high_x, high_y: the highest point.
-        mean_x, mean_y: the mean step and value.
-        num: how many values are finite.
+        has_value: whether some value is finite.
         gap_x: the first step with a value that is not finite.
     """
 
@@ -59,54 +58,34 @@ class _Stretch(NamedTuple):
     low_y: float
     high_x: float
     high_y: float
-    mean_x: float
-    mean_y: float
-    num: float
+    has_value: bool
     gap_x: float
 
     @classmethod
     def of(cls, x: float, y: float) -> _Stretch:
         """That of one value."""
         if math.isfinite(y):
-            return cls(x, y, x, y, x, y, 1.0, math.nan)
+            return cls(x, y, x, y, True, math.nan)
         return _NOTHING._replace(gap_x=x)
 
     def joined(self, other: _Stretch) -> _Stretch:
         """That of the values of both."""
         gap_x = other.gap_x if math.isnan(self.gap_x) else self.gap_x
-        if not self.num or not other.num:
-            return (self if self.num else other)._replace(gap_x=gap_x)
+        if not self.has_value or not other.has_value:
+            return (self if self.has_value else other)._replace(gap_x=gap_x)
         low = self if self.low_y <= other.low_y else other
         high = self if self.high_y >= other.high_y else other
-        num = self.num + other.num
-        share = other.num / num
-        return _Stretch(
-            low.low_x,
-            low.low_y,
-            high.high_x,
-            high.high_y,
-            self.mean_x * (1 - share) + other.mean_x * share,
-            self.mean_y * (1 - share) + other.mean_y * share,
-            num,
-            gap_x,
-        )
+        return _Stretch(low.low_x, low.low_y, high.high_x, high.high_y, True, gap_x)
 
     def points(self) -> list[Point]:
         """Its points, and (step, nan) where the line has a gap; in the order of their steps."""
-        found = {(self.low_x, self.low_y), (self.high_x, self.high_y)} if self.num else set()
-        return self._with_gap(found)
-
-    def means(self) -> list[Point]:
-        """The mean point, and (step, nan) where the line has a gap."""
-        return self._with_gap({(self.mean_x, self.mean_y)} if self.num else set())
-
-    def _with_gap(self, points: set[Point]) -> list[Point]:
+        points = {(self.low_x, self.low_y), (self.high_x, self.high_y)} if self.has_value else set()
         if not math.isnan(self.gap_x):
             points.add((self.gap_x, math.nan))
         return sorted(points)
 
 
-_NOTHING = _Stretch._make([math.nan] * 6 + [0.0, math.nan])
+_NOTHING = _Stretch(math.nan, math.nan, math.nan, math.nan, False, math.nan)
 
 
 class Curve:
@@ -156,20 +135,8 @@ class Curve:
 
         The value is nan where the line has a gap.
         """
-        return self._between_ends(
-            [point for _, stretch in sorted(self._stretches.items()) for point in stretch.points()]
-        )
-
-    def means(self) -> list[Point]:
-        """The mean step and value of each stretch between the first and the last point, in order.
-
-        The value is nan where the line has a gap.
-        """
-        return self._between_ends(
-            [point for _, stretch in sorted(self._stretches.items()) for point in stretch.means()]
-        )
-
-    def _between_ends(self, points: list[Point]) -> list[Point]:
+        stretches = sorted(self._stretches.items())
+        points = [point for _, stretch in stretches for point in stretch.points()]
         if self._ends is None or not points:
             return []
         first, last = self._ends

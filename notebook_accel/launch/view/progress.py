@@ -6,7 +6,6 @@ by what its prepared loaders and optimizers counted.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from notebook_accel.launch.control.curves import NotFinite
     from notebook_accel.launch.control.state import BarState, RankState, RunState
@@ -33,7 +32,6 @@ __all__ = [
     "not_finite_note",
     "progress_lines",
     "progress_text",
-    "spread",
 ]
 
 # Throughput is the mean over this window: long enough to be calm, short enough to be news.
@@ -266,45 +264,17 @@ def memory_of(rank: RankState) -> str:
     return wording.memory(used) if used else ""
 
 
-def last_values(state: RunState) -> dict[str, dict[int, float]]:
-    """Last value of each metric by rank, in the order in which the names first came."""
-    values: dict[str, dict[int, float]] = {}
-    for rank in state.ranks:
-        for name, (_, value) in rank.metrics.items():
-            values.setdefault(name, {})[rank.rank] = value
-    return values
+def last_values(state: RunState) -> dict[str, str]:
+    """Last value of each metric as text, in the order in which the names first came.
 
-
-def spread(by_rank: Mapping[int, float]) -> str:
-    """ "0.5 to 1", the lowest and the highest value; "" where ranks agree.
-
-    If some ranks have nan it is "0.5 and nan", since a minimum and a maximum would hide it.
+    They are rank 0's, whose values ``accelerator.log`` keeps.
     """
-    numbers = [value for value in by_rank.values() if not math.isnan(value)]
-    if not numbers:
-        return ""
-    low, high = (wording.number(pick(numbers)) for pick in (min, max))
-    text = low if low == high else f"{low} to {high}"
-    if len(numbers) < len(by_rank):
-        return f"{text} and nan"
-    return "" if low == high else text
+    return {name: wording.number(value) for name, (_, value) in state.ranks[0].metrics.items()}
 
 
-def not_finite_note(by_rank: Mapping[int, NotFinite]) -> str:
-    """Return a chart's note on values that are not finite: "not finite since step 41"; "" for none.
-
-    Ranks are named where they differ.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, found in by_rank.items():
-        text = ""
-        if found.since is not None:
-            text = f"not finite since step {wording.count(found.since)}"
-        elif found.count:
-            verb = "value is" if found.count == 1 else "values are"
-            text = f"{found.count:,} {verb} not finite"
-        ranks_of.setdefault(text, []).append(rank)
-    if len(ranks_of) == 1:
-        return next(iter(ranks_of))
-    notes = (f"{wording.rank_list(ranks)}: {text}" for text, ranks in ranks_of.items() if text)
-    return "; ".join(notes)
+def not_finite_note(found: NotFinite) -> str:
+    """Return a chart's note on values that are not finite, "not finite since step 41", or ""."""
+    if found.since is not None:
+        return f"not finite since step {wording.count(found.since)}"
+    verb = "value is" if found.count == 1 else "values are"
+    return f"{found.count:,} {verb} not finite" if found.count else ""

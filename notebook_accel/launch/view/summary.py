@@ -15,11 +15,10 @@ from notebook_accel.launch.view.progress import (
     named_lines,
     progress_lines,
     progress_text,
-    spread,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from notebook_accel.launch.control.state import RankState, RunState
 
@@ -191,8 +190,7 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     if state.hang is not None:
         lines.append(hang_line(state))
     metrics = list(last_values(state).items())
-    for name, by_rank in metrics[:MAX_NAMED_METRICS]:
-        lines.append(f"{name_of(name)}: {_value_of(by_rank)}")
+    lines += [f"{name_of(name)}: {value}" for name, value in metrics[:MAX_NAMED_METRICS]]
     if len(metrics) > MAX_NAMED_METRICS:
         lines.append(f"… and {len(metrics) - MAX_NAMED_METRICS:,} more in run.metrics")
     return lines
@@ -201,12 +199,7 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
 def values_line(state: RunState) -> str:
     """The metrics' last values in one line: ``loss 0.31, accuracy 0.9``; "" without metrics."""
     metrics = list(last_values(state).items())
-    parts = [f"{name_of(name)} {_value_of(by_rank)}" for name, by_rank in metrics[:_MAX_IN_LINE]]
+    parts = [f"{name_of(name)} {value}" for name, value in metrics[:_MAX_IN_LINE]]
     if len(metrics) > _MAX_IN_LINE:
         parts.append(f"and {len(metrics) - _MAX_IN_LINE:,} more in run.metrics")
     return ", ".join(parts)
-
-
-def _value_of(by_rank: Mapping[int, float]) -> str:
-    """A metric's last value: that of the first rank, or the lowest and the highest of all."""
-    return spread(by_rank) or wording.number(next(iter(by_rank.values())))

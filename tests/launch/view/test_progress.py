@@ -11,7 +11,6 @@ from notebook_accel.launch.view.progress import (
     current_bars,
     progress_lines,
     progress_text,
-    spread,
 )
 from notebook_accel.launch.view.summary import (
     condition,
@@ -172,15 +171,6 @@ def test_the_rate_of_a_run_is_named_by_a_rank_that_has_one() -> None:
         state = replace(running(2), ranks=ranks)
         throughput.note(state, now=float(second))
     assert throughput.of_run(state) == (10.0, "batch")
-
-
-def test_spread_is_empty_where_ranks_agree() -> None:
-    assert spread({0: 1.0, 1: 1.0}) == ""
-    assert spread({0: 1.0, 1: 0.5}) == "0.5 to 1"
-    for hidden in ({0: 1.0, 1: math.nan, 2: 0.5}, {0: math.nan, 1: 0.5, 2: 1.0}):
-        assert spread(hidden) == "0.5 to 1 and nan"
-    assert spread({0: math.nan, 1: 2.0}) == "2 and nan"
-    assert spread({0: math.nan, 1: math.nan}) == ""
 
 
 def test_many_ranks_fold_and_failed_ones_stay() -> None:
