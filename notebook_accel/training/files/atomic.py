@@ -1,14 +1,14 @@
 """Files and folders that are there whole or not at all, whenever the process dies.
 
-A folder is written beside its final path and then put there. Where there is one already::
+A folder is written beside its final path and then renamed to it. Where there is one already::
 
-    usually             trade places in one step; remove the old one
-    in place, else      rename into the old one, as its update  <- from here on the new one counts
-                        bring the entries of the old one up to date; remove the update
+    rename into the old one, as its update  <- from here on the new one counts
+    bring the entries of the old one up to date, by hard links; remove the update
 
-In place is the way on a disk that cannot let folders trade places, and where this process sits in
-the old folder, which would go away under it and under the notebook's kernel. Invariant: at every
-instant :func:`complete_version` is one of the two whole folders.
+Invariant: at every instant :func:`complete_version` is one of the two whole folders. The old folder
+stays in its place, with the user's own entries: a process that sits in it, such as the notebook's
+kernel, keeps its current directory. The two folders do not trade places, which many shared disks
+cannot do, and which would need a link to each of these entries.
 
 Several processes may save side by side. Each holds a lock on the folder that it writes, which ends
 with the process: so what dead writers left is told from what others write. Who begins or publishes
@@ -17,7 +17,6 @@ a folder holds a lock on its parent meanwhile.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import json
@@ -41,7 +40,6 @@ __all__ = [
     "StagedFolder",
     "complete_version",
     "naming_full_disk",
-    "publish_folder",
     "replacing_file",
     "staging_path",
 ]
@@ -49,8 +47,6 @@ __all__ = [
 _PARTIAL = ".partial"
 _UPDATE = ".notebook_accel_update"
 _REMOVED = ".removed.json"  # in an update: entries that belong to the old checkpoint, to remove
-_CURRENT_FOLDER = -100  # AT_FDCWD
-_EXCHANGE = 2  # RENAME_EXCHANGE
 # What torch and safetensors say of a disk that takes no more. Torch does not say why: it speaks of
 # positions in its archive.
 _CANNOT_WRITE = re.compile(r"inline_container\.cc|PytorchStreamWriter|os error (28|122)\b")
@@ -129,8 +125,29 @@ class StagedFolder:
         return cls(final.parent, re.escape(final.name), lambda _: final.name)
 
     def publish(self, *, is_ours: Callable[[str], bool]) -> None:
-        """Move the staged folder to its final path, as :func:`publish_folder` does."""
-        publish_folder(self.path, self.final, is_ours=is_ours)
+        """Move the staged folder to its final path, where one may exist.
+
+        Args:
+            is_ours: whether an entry of this name in the old folder belongs to the old checkpoint,
+                and is removed with it. All other entries stay.
+        """
+        final = self.final.resolve()
+        with _locked(final.parent):
+            if final.exists():
+                _finish_update(final)  # of a writer that died
+                new = os.listdir(self.path)
+                # A file that the new folder has too is replaced, not removed, so that a reader who
+                # knows nothing of updates always finds one.
+                removed = [
+                    entry.name
+                    for entry in final.iterdir()
+                    if is_ours(entry.name) and (entry.is_dir() or entry.name not in new)
+                ]
+                (self.path / _REMOVED).write_text(json.dumps(removed))
+                self.path.rename(final / _UPDATE)
+                _finish_update(final)
+            else:
+                self.path.rename(final)
         self.discard()
 
     def discard(self) -> None:
@@ -177,56 +194,12 @@ def _remove_if_dead(path: Path) -> bool:
 
 
 def complete_version(folder: Path) -> Path:
-    """Where to read what :func:`publish_folder` put into ``folder`` last.
+    """Where to read what was published as ``folder`` last.
 
-    That is the folder itself, but for one whose writer died while it changed it in place.
+    That is the folder itself, but for one whose writer died while it brought it up to date.
     """
     update = folder / _UPDATE
     return update if _is_own_folder(update) else folder
-
-
-def publish_folder(staged: Path, final: Path, *, is_ours: Callable[[str], bool]) -> None:
-    """Put ``staged`` where ``final`` is.
-
-    Args:
-        staged: a complete folder beside ``final``.
-        final: where it is to be; it may exist.
-        is_ours: whether an entry of this name in the old folder belongs to the old checkpoint,
-            and is removed with it. All other entries stay.
-    """
-    final = final.resolve()
-    with _locked(final.parent):
-        if not final.exists():
-            staged.rename(final)
-            return
-        _finish_update(final)  # of a writer that died
-        if _is_current_folder_within(final) or not _can_exchange(final):
-            _update_in_place(staged, final, is_ours)
-            return
-        _carry_over(final, staged, is_ours)
-        _exchange(staged, final)
-        shutil.rmtree(staged, ignore_errors=True)
-
-
-def _is_current_folder_within(folder: Path) -> bool:
-    try:
-        return Path.cwd().is_relative_to(folder)
-    except FileNotFoundError:  # it was deleted
-        return False
-
-
-def _update_in_place(staged: Path, final: Path, is_ours: Callable[[str], bool]) -> None:
-    new = os.listdir(staged)
-    # A file that the new folder has too is replaced, not removed, so that a reader who knows
-    # nothing of updates always finds one.
-    removed = [
-        entry.name
-        for entry in final.iterdir()
-        if is_ours(entry.name) and (entry.is_dir() or entry.name not in new)
-    ]
-    (staged / _REMOVED).write_text(json.dumps(removed))
-    staged.rename(final / _UPDATE)
-    _finish_update(final)
 
 
 def _finish_update(final: Path) -> None:
@@ -269,7 +242,10 @@ def _replace_by_link(source: Path, target: Path, staged: Path) -> None:
         return  # done before; renaming one link of a file to another does nothing, and leaves both
     if target.is_dir():
         _remove(target)
-    _link(str(source), str(staged))
+    try:
+        os.link(source, staged, follow_symlinks=False)
+    except OSError:  # a disk without hard links
+        shutil.copy2(source, staged, follow_symlinks=False)
     staged.replace(target)
 
 
@@ -279,55 +255,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _carry_over(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:
-    """Let what is not ours show in the new folder too, without copying what it holds."""
-
-    def leave_out(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if is_ours(name)] if Path(folder) == old else []
-
-    shutil.copytree(
-        old, new, symlinks=True, ignore=leave_out, copy_function=_link, dirs_exist_ok=True
-    )
-
-
-def _link(source: str, target: str) -> None:
-    if os.path.lexists(target):
-        return
-    with suppress(OSError):
-        os.link(source, target, follow_symlinks=False)
-        return
-    shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _can_exchange(final: Path) -> bool:
-    """Whether folders beside ``final`` can trade places: NFS and some others cannot."""
-    first, second = staging_path(final), staging_path(final)
-    first.mkdir()
-    second.mkdir()
-    try:
-        _exchange(first, second)
-    except (OSError, AttributeError):
-        return False
-    else:
-        return True
-    finally:
-        first.rmdir()
-        second.rmdir()
-
-
-def _exchange(first: Path, second: Path) -> None:
-    """Let two folders trade places in one step.
-
-    Raises:
-        OSError: the disk cannot.
-        AttributeError: the system cannot.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.renameat2(
-        _CURRENT_FOLDER, os.fsencode(first), _CURRENT_FOLDER, os.fsencode(second), _EXCHANGE
-    )
-    if failed:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
