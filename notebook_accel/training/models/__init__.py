@@ -55,7 +55,7 @@ class ReplacedForward:
     @property
     def plain(self) -> Callable[..., Any]:
         """The forward that was there before."""
-        return self.replaced or _class_forward(self.module)
+        return forward_of(self.module, self.replaced)
 
     def put_back(self) -> None:
         """Remove this forward: the module calls :attr:`plain` again."""
@@ -68,16 +68,6 @@ class ReplacedForward:
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.replaced
-
-    def moved_to(self, module: Module) -> ReplacedForward:
-        """Return this forward for another module, a shallow copy of ``self.module``."""
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.module = module
-        if isinstance(self.replaced, ReplacedForward):
-            new.replaced = self.replaced.moved_to(module)
-        new.__wrapped__ = new.plain  # type: ignore[attr-defined]
-        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
         # Not copy.copy: it goes through `__reduce__`, which may give another forward.
@@ -144,14 +134,9 @@ def uncompiled(module: Module) -> Module:
     return of_torch.original_module(module)
 
 
-def _class_forward(module: Module) -> Callable[..., Any]:
-    bound: Callable[..., Any] = type(module).forward.__get__(module)
-    return bound
-
-
 def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the forward of an unpickled module, in place of a :class:`ReplacedForward`."""
-    return replaced or _class_forward(module)
+    """Return the forward of a module without a :class:`ReplacedForward`, once it is unpickled."""
+    return replaced or type(module).forward.__get__(module)
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
         # That of the copy must call the children of the copy.
-        new.__dict__["forward"] = forward.moved_to(new)
+        new.__dict__["forward"] = copy.deepcopy(forward, {id(module): new})
     for name, child in module.named_children():
         if _is_repeated_blocks(child):
             children[name] = _compiled_blocks(child, compile_kwargs)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module, Parameter
 
-from notebook_accel.training.models import ReplacedForward
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,44 +22,28 @@ __all__ = ["copy_on_meta", "fill"]
 def copy_on_meta(model: Module) -> Module | None:
     """A copy of a model whose weights take no memory; they lie on torch's meta device.
 
-    Everything else is shared with the model. The dictionaries that torch keeps in each module are
-    copied: weights, buffers, children and hooks that a module gets later are not the copy's.
+    Buffers and tensors among the attributes of a module are shared with the model; everything else
+    is copied, so that what a module gets later is not the copy's.
 
     None where a weight is of another library's class, for which an empty tensor could not stand,
     and where the model's own classes cannot be copied.
     """
     if any(type(weight) is not Parameter for weight in model.parameters()):
         return None
+    # What deepcopy finds here, by identity, it takes as the copy: tied names keep one weight.
+    copies: dict[int, Any] = {
+        id(value): value
+        for part in model.modules()
+        for value in (*vars(part).values(), *part.buffers(recurse=False))
+        if isinstance(value, torch.Tensor)
+    }
+    for weight in model.parameters():
+        empty = torch.empty_like(weight, device="meta")
+        copies[id(weight)] = Parameter(empty, weight.requires_grad)
     try:
-        return _copied(model)
+        return copy.deepcopy(model, copies)
     except Exception:  # whatever classes of the user's do: such a model is trained all the same
         return None
-
-
-def _copied(model: Module) -> Module:
-    noted_by_torch = vars(Module()).keys()
-    copies = {id(part): object.__new__(type(part)) for part in model.modules()}
-    # By identity: tied names have one weight in the copy, too.
-    empty = {
-        id(weight): Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-        for weight in model.parameters()
-    }
-    for part in model.modules():
-        own = vars(copies[id(part)])
-        own.update(
-            (name, copy.copy(value) if name in noted_by_torch else value)
-            for name, value in vars(part).items()
-        )
-        for name in noted_by_torch:
-            if isinstance(own.get(name), dict):
-                _replace(own[name], {**copies, **empty})
-        if isinstance(own.get("forward"), ReplacedForward):
-            own["forward"] = own["forward"].moved_to(copies[id(part)])
-    return copies[id(model)]
-
-
-def _replace(by_name: dict[str, Any], new: Mapping[int, Any]) -> None:
-    by_name.update({name: new.get(id(old), old) for name, old in by_name.items()})
 
 
 def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:
