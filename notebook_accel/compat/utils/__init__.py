@@ -22,15 +22,9 @@ from notebook_accel.training.collectives.operations import *
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
-    MODEL_NAME,
     OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAFE_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SCALER_NAME,
-    SCHEDULER_NAME,
-    WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     load,
     save,

@@ -15,12 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.files.atomic import StagedFolder, naming_full_disk, replacing_file
-from notebook_accel.training.files.state_files import (
-    check_regular,
-    explain,
-    read_state,
-    write_state,
-)
+from notebook_accel.training.files.state_files import explain, read_state, write_state
 from notebook_accel.training.processes import topology
 
 if TYPE_CHECKING:
@@ -30,15 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FSDP_MODEL_NAME",
-    "MODEL_NAME",
     "OPTIMIZER_NAME",
-    "RNG_STATE_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
     "SAFE_WEIGHTS_NAME",
     "SCALER_NAME",
-    "SCHEDULER_NAME",
-    "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "load",
     "load_weights",
@@ -51,19 +40,13 @@ __all__ = [
     "write_safetensors",
 ]
 
-MODEL_NAME = "pytorch_model"
-SAFE_MODEL_NAME = "model"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 OPTIMIZER_NAME = "optimizer"
-SCHEDULER_NAME = "scheduler"
 SCALER_NAME = "scaler.pt"
-RNG_STATE_NAME = "random_states"
 
 # What ``save_model`` writes; a suffix such as "-00001-of-00002" counts the files of a large model.
 WEIGHTS_NAME = "pytorch_model.bin"
-WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
-SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 
 _log = logging.getLogger(__name__)
@@ -102,7 +85,6 @@ def load_weights(
         NotebookAccelError: the file is empty or broken.
     """
     safe = folder / numbered("model", index, ".safetensors")
-    check_regular(safe)
     if safe.exists():
         try:
             return _read_safetensors(safe)
