@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    import torch
     from torch.nn import Module
     from torch.optim import Optimizer
 
     from notebook_accel.training.preparing.prepare import Preparation
     from notebook_accel.training.settings.handlers import ProjectConfiguration
-    from notebook_accel.training.strategies import Strategy
 
-__all__ = ["Checkpoints", "PreparedParts"]
+__all__ = ["Checkpoints"]
 
 
 class Checkpoints:
@@ -225,8 +225,13 @@ class Checkpoints:
         strict: bool = True,
         own_options: dict[str, Any] | None = None,
     ) -> None:
-        """Read a checkpoint into everything that was prepared or registered; ``own_options`` as of
-        :meth:`save`.
+        """Read a checkpoint into everything that was prepared or registered.
+
+        Args:
+            input_dir: the folder; None takes the numbered checkpoint that is newest.
+            load_kwargs: arguments of ``torch.load``; ``map_location`` holds for optimizers alone.
+            strict: whether names of weights must match.
+            own_options: for the library of a strategy that reads what it wrote itself.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or something prepared is not in it.
@@ -237,18 +242,19 @@ class Checkpoints:
         folder = complete_version(asked)
         if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:
             raise FileNotFoundError(
-                f"there is no checkpoint in {describe_folder(folder)}. Pass the folder that "
-                "save_state() returned"
+                f"there is no checkpoint in {describe_folder(folder)}. Save one first, or pass the "
+                "folder that save_state() returned as input_dir"
             )
         self._refuse_unregistered(folder)
         models = [known.inner for known in self._prepared.models]
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
         options = load_kwargs or {}
-        try:
-            self._parts.read(models, folder, options, strict=strict, own_options=own_options or {})
-        except FileNotFoundError as error:
-            raise _is_missing(str(error), folder) from None
+        if not self._plan.strategy.read_own(folder, own_options or {}, strict=strict):
+            for index, model in enumerate(map(uncompiled, models)):
+                self._read_model(model, folder, index, on_host(options), strict=strict)
+            for index, known in enumerate(self._prepared.optimizers):
+                self._read_optimizer(known.optimizer, folder, index, options)
         for name, item in self._stateful():
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
@@ -286,7 +292,7 @@ class Checkpoints:
         self.numbering.parent = self._numbered_parent(root, found)
         self._require_seen(found)
         for one in found:
-            damage = self._agree(find_damage(one) or self._find_missing(one))
+            damage = self._agree(find_damage(one))
             if not damage:
                 damage = self._agree(self._try_to_load(one))
                 if not damage:
@@ -327,14 +333,6 @@ class Checkpoints:
         """Return the damage that the lowest rank found; "" where no rank found any."""
         return next((text for text in gather_object([damage or ""]) if text), "")
 
-    def _find_missing(self, folder: Path) -> str | None:
-        there = set(entries(complete_version(folder)))
-        expected = [*self._parts.file_names(), *([name] for name, _ in self._stateful())]
-        if self.load_hooks:
-            expected = expected[len(self._prepared.models) :]  # hooks may read weights of their own
-        missing = next((names[0] for names in expected if there.isdisjoint(names)), None)
-        return missing and f"{missing} is not in it"
-
     def _try_to_load(self, folder: Path) -> str | None:
         """Load a checkpoint; returns what was wrong with its files, None if nothing was."""
         try:
@@ -345,25 +343,25 @@ class Checkpoints:
             return describe(error)
         return None
 
-    @property
-    def _parts(self) -> PreparedParts:
-        return PreparedParts(
-            self._plan.strategy,
-            [known.inner for known in self._prepared.models],
-            [known.optimizer for known in self._prepared.optimizers],
-        )
-
     def _pieces(
         self, save: JointSave, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[Piece]:
         """Yield this rank's pieces of a checkpoint; save hooks run first."""
         strategy, writes = self._plan.strategy, save.folder is not None
-        parts = self._parts
-        weights = parts.collect_weights(writes=writes)
         models = [known.inner for known in self._prepared.models]
+        # Whole weights that are joined from parts go only to ranks that write; the others help to
+        # join and get nothing, so their hosts need no room for them.
+        full = not strategy.saves_shards
+        weights = [
+            strategy.state_dict(model, full=full, keeps=writes) for model in map(uncompiled, models)
+        ]
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(save.staged))
-        yield from parts.pieces(weights, safe=safe, writes=writes, own_options=own_options)
+        own = strategy.own_piece(own_options)
+        if own is not None:
+            yield own
+        else:
+            yield from self._trained_pieces(weights, safe=safe, writes=writes)
         if writes:
             for name, item in self._stateful():
                 yield state_file(item.state_dict(), name, type(item).__name__)
@@ -372,6 +370,38 @@ class Checkpoints:
                 scale = strategy.scaling.scaler.state_dict()
                 yield state_file(scale, SCALER_NAME, "the loss scale")
         yield self._progress.own_piece()
+
+    def _trained_pieces(
+        self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool
+    ) -> Iterator[Piece]:
+        """Yield the pieces of weights and optimizer states, collected one after the other."""
+        strategy = self._plan.strategy
+        optimizers = [known.optimizer for known in self._prepared.optimizers]
+        if strategy.saves_shards:
+            # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
+            from notebook_accel.training.files import sharded
+
+            for index, state in enumerate(weights):
+                yield sharded.model_piece(state, index)
+            names = self._names_of_weights()
+            for index, optimizer in enumerate(optimizers):
+                yield sharded.optimizer_piece(optimizer, names, index)
+            return
+        if writes:
+            for index, state in enumerate(weights):
+                yield Piece(state, partial(save_weights, index=index, safe=safe))
+        for index, optimizer in enumerate(optimizers):
+            # Every rank takes part in joining what is in parts; one at a time for the memory.
+            state = strategy.optimizer_state(optimizer, keeps=writes)
+            if writes:
+                name = numbered("optimizer", index, ".bin")
+                yield state_file(state, name, type(optimizer).__name__)
+            del state
+
+    def _names_of_weights(self) -> dict[torch.Tensor, str]:
+        from notebook_accel.training.files import sharded
+
+        return sharded.names_of([uncompiled(known.inner) for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Yield (file name, object) for each scheduler and each registered object."""
@@ -382,12 +412,43 @@ class Checkpoints:
 
     def _load_scaler(self, folder: Path, options: dict[str, Any]) -> None:
         scaling = self._plan.strategy.scaling
-        if scaling is None:
-            return
-        if (folder / SCALER_NAME).exists():
-            scaling.scaler.load_state_dict(_read(folder / SCALER_NAME, options))
-        else:
+        if scaling is not None and (folder / SCALER_NAME).exists():
+            scaling.scaler.load_state_dict(read_state(folder / SCALER_NAME, options))
+        elif scaling is not None:
             notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
+
+    def _read_model(
+        self, model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
+    ) -> None:
+        if (folder / f"pytorch_model_fsdp_{index}").is_dir():
+            from notebook_accel.training.files import sharded
+
+            sharded.read_model(model, folder, index, options, strict=strict)
+            return
+        state = load_weights(folder, index, options)
+        if state is None and deepspeed_files.is_in(folder):
+            state = deepspeed_files.read_weights(folder)
+        if state is None:
+            raise _is_missing(numbered("model", index, ".safetensors"), folder)
+        self._plan.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
+
+    def _read_optimizer(
+        self, optimizer: Optimizer, folder: Path, index: int, options: dict[str, Any]
+    ) -> None:
+        path = folder / numbered("optimizer", index, ".bin")
+        if (folder / f"optimizer_{index}").is_dir():
+            from notebook_accel.training.files import sharded
+
+            names = self._names_of_weights()
+            sharded.read_optimizer(optimizer, names, folder, index, on_host(options))
+        elif not path.exists() and deepspeed_files.is_in(folder):
+            notice_once(
+                "deepspeed optimizer",
+                f"{folder} was written under DeepSpeed: its weights were read, and optimizers "
+                "begin anew",
+            )
+        else:
+            self._plan.strategy.load_optimizer_state(optimizer, _read(path, options))
 
 
 def _add_hook(
@@ -409,148 +470,3 @@ def _is_missing(name: str, folder: Path) -> FileNotFoundError:
         f"{name} is not in {describe_folder(folder)}. Give prepare() the objects that it was given "
         "when the checkpoint was saved"
     )
-
-
-class PreparedParts:
-    """The prepared models and optimizers that a checkpoint holds.
-
-    Attributes:
-        strategy: spreads them over the ranks.
-        models: without wrapper.
-        optimizers: the user's own, without wrapper.
-    """
-
-    def __init__(
-        self, strategy: Strategy, models: Sequence[Module], optimizers: Sequence[Optimizer]
-    ) -> None:
-        self.strategy = strategy
-        self.models = [uncompiled(model) for model in models]
-        self.optimizers = list(optimizers)
-
-    def file_names(self) -> list[list[str]]:
-        """Return the possible file names of each model, then of each optimizer."""
-        return [
-            *(
-                [
-                    numbered("model", index, ".safetensors"),
-                    numbered("pytorch_model", index, ".bin"),
-                    f"pytorch_model_fsdp_{index}",
-                    deepspeed_files.FOLDER,
-                ]
-                for index in range(len(self.models))
-            ),
-            *(
-                [numbered("optimizer", index, ".bin"), f"optimizer_{index}", deepspeed_files.FOLDER]
-                for index in range(len(self.optimizers))
-            ),
-        ]
-
-    def collect_weights(self, *, writes: bool) -> list[dict[str, Any]]:
-        """Return the weights of each model to write: whole, or this rank's parts.
-
-        Whole weights that are joined from parts go only to ranks that ``writes`` is true for; the
-        others help to join and get nothing, so their hosts need no room for them.
-        """
-        full = not self.strategy.saves_shards
-        return [self.strategy.state_dict(model, full=full, keeps=writes) for model in self.models]
-
-    def pieces(
-        self,
-        weights: Sequence[dict[str, Any]],
-        *,
-        safe: bool,
-        writes: bool,
-        own_options: dict[str, Any],
-    ) -> Iterator[Piece]:
-        """Yield the pieces of weights and optimizer states, collected one after the other.
-
-        Args:
-            weights: from :meth:`collect_weights`; hooks may have taken some out.
-            safe: whole weights as safetensors.
-            writes: whether this rank writes what is whole.
-            own_options: for the library of a strategy that writes all of it itself.
-        """
-        own = self.strategy.own_piece(own_options)
-        if own is not None:
-            yield own
-            return
-        if self.strategy.saves_shards:
-            # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
-            from notebook_accel.training.files import sharded
-
-            for index, state in enumerate(weights):
-                yield sharded.model_piece(state, index)
-            names = sharded.names_of(self.models)
-            for index, optimizer in enumerate(self.optimizers):
-                yield sharded.optimizer_piece(optimizer, names, index)
-            return
-        if writes:
-            for index, state in enumerate(weights):
-                yield Piece(state, partial(save_weights, index=index, safe=safe))
-        for index, optimizer in enumerate(self.optimizers):
-            # Every rank takes part in joining what is in parts; one at a time for the memory.
-            state = self.strategy.optimizer_state(optimizer, keeps=writes)
-            if writes:
-                name = numbered("optimizer", index, ".bin")
-                yield state_file(state, name, type(optimizer).__name__)
-            del state
-
-    def read(
-        self,
-        models: Sequence[Module],
-        folder: Path,
-        options: dict[str, Any],
-        *,
-        strict: bool,
-        own_options: dict[str, Any],
-    ) -> None:
-        """Read the weights and the optimizers' states.
-
-        Args:
-            models: those whose weights are read; hooks may have taken some out.
-            folder: of the checkpoint.
-            options: arguments of ``torch.load``; ``map_location`` holds for optimizers alone.
-            strict: whether names of weights must match.
-            own_options: for the library of a strategy that reads what it wrote itself.
-
-        Raises:
-            FileNotFoundError: a model or an optimizer is not in the folder.
-        """
-        if self.strategy.read_own(folder, own_options, strict=strict):
-            return
-        for index, model in enumerate(map(uncompiled, models)):
-            self._read_model(model, folder, index, on_host(options), strict=strict)
-        for index, optimizer in enumerate(self.optimizers):
-            self._read_optimizer(optimizer, folder, index, options)
-
-    def _read_model(
-        self, model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
-    ) -> None:
-        if (folder / f"pytorch_model_fsdp_{index}").is_dir():
-            from notebook_accel.training.files import sharded
-
-            sharded.read_model(model, folder, index, options, strict=strict)
-            return
-        state = load_weights(folder, index, options)
-        if state is None and deepspeed_files.is_in(folder):
-            state = deepspeed_files.read_weights(folder)
-        if state is None:
-            raise FileNotFoundError(numbered("model", index, ".safetensors"))
-        self.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
-
-    def _read_optimizer(
-        self, optimizer: Optimizer, folder: Path, index: int, options: dict[str, Any]
-    ) -> None:
-        if (folder / f"optimizer_{index}").is_dir():
-            from notebook_accel.training.files import sharded
-
-            names = sharded.names_of(self.models)
-            sharded.read_optimizer(optimizer, names, folder, index, on_host(options))
-            return
-        path = folder / numbered("optimizer", index, ".bin")
-        if not path.exists() and deepspeed_files.is_in(folder):
-            deepspeed_files.say_optimizer_begins_anew(folder)
-            return
-        if not path.exists():
-            raise FileNotFoundError(path.name)
-        self.strategy.load_optimizer_state(optimizer, read_state(path, options))

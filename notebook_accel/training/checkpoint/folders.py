@@ -109,18 +109,9 @@ class Numbering:
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def newest(self) -> Path:
-        """Return the checkpoint with the highest number.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Return the checkpoint with the highest number; the folder of them where there is none."""
         found = self.existing()
-        if not found:
-            raise FileNotFoundError(
-                f"there is no checkpoint in {describe_folder(self.folder())}. Save one first, or "
-                "pass the folder that save_state() returned as input_dir"
-            )
-        return found[-1][1]
+        return found[-1][1] if found else self.folder()
 
     def next(self, being_written: Sequence[str] = ()) -> str:
         """Return the name of the next checkpoint, after all that exist or are being written."""

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint.folders import describe_folder, resolved
-from notebook_accel.training.checkpoint.joint_save import describe
-from notebook_accel.training.collectives import broadcast_object_list
 from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.weights import (
     FSDP_MODEL_NAME,
@@ -50,27 +47,20 @@ def merge_fsdp_weights(
 
     Raises:
         FileNotFoundError: there are no sharded weights of one model in the folder.
-        NotebookAccelError: on the other ranks, where rank 0 could not do it.
+        NotebookAccelError: a file is damaged.
     """
-    given = resolved(checkpoint_dir)
-    failed: Exception | None = None
+    given, output = resolved(checkpoint_dir), resolved(output_path)
+    parts = _find_parts(given)  # a wrong folder is an error of every rank
+    topology.barrier()
     if topology.topology().process_index == 0:
-        try:
-            weights, output = _read_whole(_find_parts(given)), resolved(output_path)
-            output.mkdir(parents=True, exist_ok=True)
-            target = output / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
-            save_object(weights, target, safe=safe_serialization)
-            _log.info("merged %d weights of %s into %s", len(weights), given, target)
-            if remove_checkpoint_dir:
-                shutil.rmtree(given)
-        except Exception as error:  # raised once the others, who wait, know of it
-            failed = error
-    failure: str | None
-    (failure,) = broadcast_object_list([None if failed is None else describe(failed)])
-    if failed is not None:
-        raise failed
-    if failure:
-        raise NotebookAccelError(f"rank 0 could not merge {given}: {failure}")
+        weights = _read_whole(parts)
+        output.mkdir(parents=True, exist_ok=True)
+        target = output / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+        save_object(weights, target, safe=safe_serialization)
+        _log.info("merged %d weights of %s into %s", len(weights), given, target)
+        if remove_checkpoint_dir:
+            shutil.rmtree(given)
+    topology.barrier()
 
 
 def _find_parts(given: Path) -> Path:

@@ -19,19 +19,11 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.files.pieces import Piece
 from notebook_accel.training.files.state_files import explain, is_safe_name
 from notebook_accel.training.settings.environment import is_installed
-from notebook_accel.training.settings.notices import notice_once
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "FOLDER",
-    "EnginePiece",
-    "check",
-    "is_in",
-    "read_weights",
-    "say_optimizer_begins_anew",
-]
+__all__ = ["FOLDER", "EnginePiece", "check", "is_in", "read_weights"]
 
 FOLDER = "pytorch_model"
 # Plain records of DeepSpeed: they run nothing of their own as they are made.
@@ -100,11 +92,3 @@ def read_weights(folder: Path) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=FOLDER))
-
-
-def say_optimizer_begins_anew(folder: Path) -> None:
-    """Tell once that no optimizer's state was read."""
-    notice_once(
-        "deepspeed optimizer",
-        f"{folder} was written under DeepSpeed: its weights were read, and optimizers begin anew",
-    )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +41,7 @@ from notebook_accel.launch.rank import has_process_group
 from notebook_accel.private import of_torch
 from notebook_accel.training.collectives import gather_object, this_rank
 from notebook_accel.training.files.pieces import Piece, state_file
-from notebook_accel.training.files.state_files import (
-    check_regular,
-    explain,
-    read_pickle,
-    read_state,
-)
+from notebook_accel.training.files.state_files import explain, read_pickle, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +57,6 @@ __all__ = [
     "read_model",
     "read_optimizer",
     "read_parts",
-    "sizes_of_files",
 ]
 
 
@@ -84,7 +77,7 @@ class ShardedPiece(Piece):
     """
 
     def __init__(self, state: dict[str, Any], name: str, beside: Piece | None = None) -> None:
-        super().__init__(state, _write_nothing)
+        super().__init__(state, lambda _, __: None)  # parts are written by DCP's plan
         self._name = name
         self._beside = beside
 
@@ -119,10 +112,6 @@ def _as_plain(written: WriteResult) -> dict[str, Any]:
 def _from_plain(written: Mapping[str, Any]) -> WriteResult:
     index = MetadataIndex(written["fqn"], written.get("offset"), written["index"])
     return WriteResult(index, written["size"], of_torch.part_of_file(written["stored"]))
-
-
-def _write_nothing(state: Any, folder: Path) -> None:
-    """Stands for the base class's function; parts are written by DCP's plan."""
 
 
 def model_piece(state: Mapping[str, Any], index: int) -> Piece:
@@ -308,17 +297,7 @@ def read_index(folder: Path) -> Metadata:
                 f"{path} names the file {name!r}, which does not lie beside it: load a checkpoint "
                 "that you trust"
             )
-        check_regular(folder / name)
     return index
-
-
-def sizes_of_files(path: Path) -> dict[str, int]:
-    """Return the smallest size in bytes that each file of a folder must have, by file name."""
-    sizes: dict[str, int] = {}
-    for part in (read_index(path).storage_data or {}).values():
-        end = part.offset + part.length
-        sizes[part.relative_path] = max(end, sizes.get(part.relative_path, 0))
-    return sizes
 
 
 def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
@@ -335,7 +314,9 @@ def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> Non
     """
     no_dist = alone or not has_process_group()
     try:
-        with _without_hint():
+        with warnings.catch_warnings():
+            # That a single process reads on its own, as it is meant to.
+            warnings.simplefilter("ignore", UserWarning)
             load(state, storage_reader=_CarefulReader(path), no_dist=no_dist)
     except CheckpointException as failed:  # no Exception, but a BaseException
         error, _ = next(iter(failed.failures.values()))
@@ -344,11 +325,3 @@ def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> Non
         if isinstance(error, (PermissionError, MemoryError)) or not isinstance(error, Exception):
             raise error from failed
         raise NotebookAccelError(explain(path, error)) from failed
-
-
-@contextmanager
-def _without_hint() -> Iterator[None]:
-    """Leave out the warning that a single process reads and writes on its own: it is meant."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "check_regular",
     "explain",
     "is_safe_name",
     "on_host",
@@ -103,12 +102,10 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
             trusted.
 
     Raises:
-        NotebookAccelError: the file is empty, broken or no file at all, or names what is not known
-            to be safe.
+        NotebookAccelError: the file is empty or broken, or names what is not known to be safe.
         ConfigError: the file is whole, and cannot be read with these options.
         FileNotFoundError, PermissionError, MemoryError: that says nothing of the file.
     """
-    check_regular(path)
     given = dict(options or {})
     try:
         return _read(path, given)
@@ -138,7 +135,6 @@ def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
         NotebookAccelError: as of :func:`read_state`.
         FileNotFoundError, PermissionError, MemoryError: that says nothing of the file.
     """
-    check_regular(path)
     try:
         with path.open("rb") as file:
             return _SafeUnpickler(file, names=names).load()
@@ -151,18 +147,6 @@ def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise NotebookAccelError(explain(path, error)) from error
-
-
-def check_regular(path: Path) -> None:
-    """Refuse what is there and no regular file: opening a FIFO waits for its writer for ever.
-
-    Raises:
-        NotebookAccelError: it is a folder, a FIFO, a device or a socket.
-    """
-    if path.exists() and not path.is_file():
-        raise NotebookAccelError(
-            f"{path} is no regular file, as all files of a checkpoint are: load another checkpoint"
-        )
 
 
 def _read(path: Path, options: dict[str, Any]) -> Any:
