@@ -277,12 +277,12 @@ class RunFolder:
                     f"all of it ({size / 1e9:.1f} GB, of which a run's folder takes at most {most})"
                 )
             with open(part, "w+b", opener=partial(os.open, mode=0o600)) as file:
-                lost: str = results.rescued().write(file)
+                results.rescued().write(file)
             part.replace(self._rescued_path)
         except Exception as error:  # what the user's classes raise, and torch on a full disk
             part.unlink(missing_ok=True)
             return f"all of it ({type(error).__name__}: {error})"
-        return lost
+        return ""
 
     def load_rescued(self) -> Any:
         """Load the file of :meth:`save_rescued`, without the models; None if there is none.

@@ -58,14 +58,12 @@ class Rescued:
     missing: list[str] = field(default_factory=list)
     """A line for each thing that could not be rescued, or not as it should be."""
 
-    def write(self, file: IO[bytes]) -> str:
+    def write(self, file: IO[bytes]) -> None:
         """Write all but the models, so that ``torch.load(file, weights_only=True)`` reads it.
 
-        Returns the names of the parts that are left out, "" for none: a state with the user's own
-        classes cannot be read that way.
-
         Raises:
-            Exception: the weights hold such a class, or what their classes or the disk raise.
+            Exception: a state holds one of the user's own classes, which cannot be read that way,
+                or what such classes or the disk raise.
         """
         state = {
             "weights": self.weights,
@@ -74,15 +72,11 @@ class Rescued:
             "step": self.step,
             "missing": self.missing,
         }
-        lost = ""
-        refused = _save(state, file)
+        torch.save(state, file)
+        file.seek(0)
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         if refused:
-            lost = f"the states of optimizers and schedulers (they hold {refused})"
-            missing = [*self.missing, f"{lost}: the file has none of them"]
-            refused = _save({**state, "optimizers": [], "schedulers": [], "missing": missing}, file)
-        if refused:
-            raise TypeError(f"the weights hold {refused}")
-        return lost
+            raise TypeError(f"a state dict holds {', '.join(sorted(refused))}")
 
     @classmethod
     def read(cls, file: IO[bytes]) -> Rescued:
@@ -195,15 +189,6 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
             if not is_part:
                 without.weights[index] = _in_pieces(dict(models[index].state_dict()))
     yield without
-
-
-def _save(state: dict[str, Any], file: IO[bytes]) -> str:
-    """Write a state to a file; return the classes that nobody loads without trusting the file."""
-    file.seek(0)
-    file.truncate()
-    torch.save(state, file)
-    file.seek(0)
-    return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
 
 
 def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
