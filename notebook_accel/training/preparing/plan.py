@@ -17,7 +17,6 @@ from notebook_accel.training.precision import (
 )
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.processes import topology
-from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -221,7 +220,7 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
     """Raise for what ``Accelerator`` does not take, unless its value asks for nothing (None, "no").
 
     Raises:
-        ConfigError: the argument, or what the environment asks for, is not built here.
+        ConfigError: the argument is not built here.
         TypeError: nobody knows the argument.
     """
     for name, value in others.items():
@@ -232,9 +231,6 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         if value not in _NOTHING:
             shown = repr(value) if isinstance(value, str) else "..."
             raise ConfigError(f"Accelerator({name}={shown}): {UNBUILT[name]}. Leave it out.")
-    if environment.read_flag("USE_MEGATRON_LM"):
-        asked = "ACCELERATE_USE_MEGATRON_LM"
-        raise ConfigError(f"{asked}: {UNBUILT['megatron_lm_plugin']}. Unset the variable.")
 
 
 def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:

@@ -35,7 +35,6 @@ class Tracking:
         self.trackers: list[GeneralTracker] = [LiveTracker()]
         self.is_started = False
         self._project = project
-        self._made: list[GeneralTracker] = []
         self._finished: list[GeneralTracker] = []
 
     @property
@@ -54,11 +53,9 @@ class Tracking:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, dict[str, Any]],
     ) -> None:
-        """Make the trackers, begin each, those that code added too, and give each the settings."""
-        self._end(self._made)
-        old = [*self._made, *self.asked]
-        added = [one for one in self.trackers if not _is_among(one, old)]
-        self._made, self._finished, self.is_started = [], [], True
+        """Make the trackers, in place of earlier ones; begin each and give it the settings."""
+        self.finish()
+        self._finished, self.is_started = [], True
         self.feed([])
         for one in self.asked:
             tracker: Any = one
@@ -66,8 +63,6 @@ class Tracking:
                 folder = [self.logging_dir] if one.requires_logging_directory else []
                 # A user's own class takes what it likes: ours are all made like this.
                 tracker = tracker(project_name, *folder, **init_kwargs.get(one.name, {}))
-            self._made.append(tracker)
-        for tracker in (*self._made, *added):
             tracker.start()
             # Only what has started is fed and finished.
             self.feed([*self.trackers, tracker])
@@ -77,18 +72,13 @@ class Tracking:
 
     def finish(self) -> None:
         """Finish each tracker once, also where another one fails."""
-        self._end(self.trackers)
-
-    def _end(self, trackers: Iterable[GeneralTracker]) -> None:
-        waiting = [one for one in trackers if not _is_among(one, self._finished)]
+        waiting = [
+            one for one in self.trackers if not any(one is other for other in self._finished)
+        ]
         self._finished += waiting
         with ExitStack() as stack:
             for tracker in waiting:
                 stack.callback(tracker.finish)
-
-
-def _is_among(tracker: GeneralTracker, others: Iterable[object]) -> bool:
-    return any(tracker is other for other in others)
 
 
 class LiveTracker(GeneralTracker):

@@ -75,7 +75,7 @@ class TensorBoardTracker(LibraryTracker):
         folder = self.logging_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "hparams.yml").open("w") as file:
-            yaml.dump(_writable(values), file)
+            yaml.dump(dict(values), file, _TextDumper)
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -109,11 +109,9 @@ class TensorBoardTracker(LibraryTracker):
         self._run.close()
 
 
-def _writable(value: Any) -> Any:
-    """``value`` with all that plain YAML has no word for as text."""
-    if isinstance(value, dict):
-        return {str(key): _writable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_writable(inner) for inner in value]
-    # By exact type: a subclass (an enum of str, numpy's float64) would be written as an object.
-    return value if value is None or type(value) in _PLAIN else str(value)
+class _TextDumper(yaml.SafeDumper):
+    """Writes all that plain YAML has no word for, such as an enum, as its text."""
+
+
+_TextDumper.add_multi_representer(dict, _TextDumper.represent_dict)
+_TextDumper.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))
