@@ -40,7 +40,8 @@ class ReplacedForward:
     """A callable in place of one module's forward; :attr:`plain` is the forward before it.
 
     It sits in the instance's ``__dict__``, so the module stays of its class and keeps its name,
-    attributes and state. A deep copy (an average of the weights, say) gets one of its own.
+    attributes and state. A deep copy (an average of the weights, say) gets one of its own; a
+    pickled module comes back with its plain forward.
     """
 
     def __init__(self, module: Module) -> None:
@@ -70,7 +71,7 @@ class ReplacedForward:
             self.module.__dict__["forward"] = self.replaced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
-        # Not copy.copy: it goes through `__reduce__`, which may give another forward.
+        # Not copy.copy: it goes through `__reduce__`, which gives another forward.
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         memo[id(self)] = new
@@ -79,16 +80,16 @@ class ReplacedForward:
         new.__wrapped__ = new.plain  # type: ignore[attr-defined]
         return new
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (forward_of, (self.module, self.replaced))
+
 
 class RemovableForward(ReplacedForward):
     """A replaced forward that ``unwrap_model(keep_fp32_wrapper=False)`` removes."""
 
 
 class AutocastForward(RemovableForward):
-    """The forward of one module under autocast, with float32 outputs.
-
-    A pickled module comes back with its plain forward.
-    """
+    """The forward of one module under autocast, with float32 outputs."""
 
     def __init__(
         self,
@@ -109,9 +110,6 @@ class AutocastForward(RemovableForward):
         with self.autocast():
             outputs = self.plain(*args, **kwargs)
         return convert_to_fp32(outputs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (forward_of, (self.module, self.replaced))
 
 
 def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.private import of_torch
-from notebook_accel.training.models import ReplacedForward, forward_of, replaced_forwards
+from notebook_accel.training.models import ReplacedForward, replaced_forwards
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import KwargsHandler, TextEnum
 
@@ -173,9 +173,6 @@ class _CompiledForward(ReplacedForward):
         assert isinstance(new, _CompiledForward)
         new.compiled = torch.compile(new.plain, **self.compile_kwargs)
         return new
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (forward_of, (self.module, self.replaced))
 
 
 def compile_in_place(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    GatheredParameters,
 )
 
 if TYPE_CHECKING:
@@ -189,11 +190,8 @@ class DeepSpeedZero(Strategy):
             return DeepSpeedSchedulerWrapper(own, optimizers, **settings)
         return super().wrap_scheduler(scheduler, optimizers, **settings)
 
-    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
-        return self._exchanging(enabled)
-
     @contextmanager
-    def _exchanging(self, enabled: bool) -> Iterator[None]:
+    def gradient_sync(self, model: Module, enabled: bool) -> Iterator[None]:
         before, self._exchanges = self._exchanges, enabled
         try:
             yield
@@ -274,7 +272,7 @@ class DeepSpeedZero(Strategy):
                     model.get_submodule(owner).set_extra_state(state[name])
                     continue
                 weight, value = own[name], state[name].to(self.topology.device)
-                with _gathered(weight, writes=True):
+                with GatheredParameters([weight], modifier_rank=0):
                     weight.copy_(value)
                 if of_deepspeed.has_stepped_copy(weight):
                     safe_set_full_fp32_param(weight, value.float())
@@ -343,19 +341,14 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     known = current().shared
-    if known.get(_GROUP) is not dist.group.WORLD:
-        if known.get(_GROUP) is not None:
-            _forget_group(library)
-        known[_GROUP] = dist.group.WORLD
+    if known.get(_GROUP) not in (None, dist.group.WORLD):
+        # Let it meet in the group that there is now: the one that it knows is gone.
+        library.comm.comm.cdb = None
+        of_deepspeed.forget_groups(library)
+    known[_GROUP] = dist.group.WORLD
     # Not by MPI, which DeepSpeed asks where variables of its own launcher are not set.
     library.init_distributed(auto_mpi_discovery=False, verbose=False)
     return library
-
-
-def _forget_group(library: ModuleType) -> None:
-    """Let DeepSpeed meet in the group that there is now: the one that it knows is gone."""
-    library.comm.comm.cdb = None
-    of_deepspeed.forget_groups(library)
 
 
 def _check_sections(
@@ -388,32 +381,17 @@ def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
     Batches come as the loader made them, and losses are computed in float32 under every precision.
     """
 
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
     def convert_inputs(_: Module, args: Any, kwargs: Any) -> Any:
-        return _as_type((args, kwargs), dtype)
+        return recursively_apply(cast, (args, kwargs))
 
     def convert_outputs(_: Module, __: Any, outputs: Any) -> Any:
         return convert_to_fp32(outputs)
 
     model.register_forward_pre_hook(convert_inputs, with_kwargs=True)
     model.register_forward_hook(convert_outputs)
-
-
-def _as_type(values: Any, dtype: torch.dtype) -> Any:
-    return recursively_apply(
-        lambda value: value.to(dtype) if value.is_floating_point() else value, values
-    )
-
-
-def _gathered(value: Any, *, writes: bool = False) -> AbstractContextManager[Any]:
-    """A block in which a weight of stage 3 is whole; what rank 0 ``writes`` into it counts."""
-    if not hasattr(value, "ds_id"):
-        return nullcontext()
-    from deepspeed.runtime.zero import GatheredParameters
-
-    block: AbstractContextManager[Any] = GatheredParameters(
-        [value], modifier_rank=0 if writes else None
-    )
-    return block
 
 
 def _whole(value: Any) -> Any:
@@ -424,5 +402,5 @@ def _whole(value: Any) -> Any:
 
     if of_deepspeed.has_stepped_copy(value):
         return safe_get_full_fp32_param(value).detach().cpu()
-    with _gathered(value):
+    with GatheredParameters([value]):
         return value.detach().cpu().clone()

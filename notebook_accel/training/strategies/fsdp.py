@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.models import ReplacedForward, forward_of
+from notebook_accel.training.models import ReplacedForward
 from notebook_accel.training.strategies.dtensors import local_part
 
 if TYPE_CHECKING:
@@ -112,9 +112,6 @@ class _CheckpointedForward(ReplacedForward):
         # Outside of the checkpoint: what it keeps, its inputs, goes to the host and nothing else.
         with save_on_cpu(pin_memory=True) if self.offload else nullcontext():
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (forward_of, (self.module, self.replaced))
 
 
 def units(

@@ -17,7 +17,6 @@ What is outside of the blocks is on every rank, and has on each a share of its g
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.func import functional_call
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
@@ -40,7 +40,7 @@ from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "SCHEDULES",
@@ -104,10 +104,6 @@ class _MicroBatch:
     num_real: int
 
 
-def _unchanged(loss: torch.Tensor) -> torch.Tensor:
-    return loss
-
-
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
     """Runs batches through the stages of one model."""
@@ -139,13 +135,10 @@ class Pipeline:
     """Whether all ranks of the pipeline have the same gradients of what they share."""
     running: Running | None = field(default=None, init=False)
     """The stage whose forward runs now."""
-    # Of the batch that is under way.
+    # Of the batch that is under way: its parts, and what turns the last stage's outputs for one of
+    # them, by its number, into what backward begins with.
     _micro_batches: list[_MicroBatch] = field(default_factory=list, init=False)
-    _losses: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
-    _loss_function: Callable[[Any, Any], torch.Tensor] | None = field(default=None, init=False)
-    _for_backward: Callable[[torch.Tensor], torch.Tensor] = field(
-        default_factory=lambda: _unchanged, init=False
-    )
+    _end: Callable[[int, Any], torch.Tensor] | None = field(default=None, init=False)
     # Torch's schedule, and the shapes that it was made for.
     _built: Any = field(default=None, init=False)
     _built_for: Any = field(default=None, init=False)
@@ -187,9 +180,14 @@ class Pipeline:
         Returns:
             the mean loss over the batch, without gradient, on every rank.
         """
-        self._micro_batches = self._divide(inputs, targets)
-        self._loss_function, self._for_backward = loss_function, for_backward
-        self._losses = {}
+        losses: dict[int, torch.Tensor] = {}
+
+        def end(number: int, outputs: Any) -> torch.Tensor:
+            loss = self._mean_loss(outputs, self._micro_batches[number], loss_function)
+            losses[number] = loss.detach()
+            return for_backward(loss)
+
+        self._micro_batches, self._end = self._divide(inputs, targets), end
         try:
             # Which micro-batch a stage runs; the batch itself each rank has.
             numbers = torch.arange(self.num_microbatches)
@@ -199,9 +197,9 @@ class Pipeline:
             )
             loss = torch.zeros((), device=self.device)
             if self.has_last_stage:
-                loss += torch.stack([*self._losses.values()]).sum()
+                loss += torch.stack([*losses.values()]).sum()
         finally:
-            self._micro_batches, self._loss_function, self._losses = [], None, {}
+            self._micro_batches, self._end = [], None
         dist.broadcast(loss, src=self._rank_of(len(self.ranges) - 1), group=self.group)
         return loss
 
@@ -214,19 +212,14 @@ class Pipeline:
                 "dimension is the batch's"
             )
         width = math.ceil(size / self.num_microbatches)
-
-        def take(values: Any, samples: slice | list[int]) -> Any:
-            return recursively_apply(
-                lambda part: part[samples] if part.ndim and len(part) == size else part, values
-            )
-
         found = []
         for start in range(0, width * self.num_microbatches, width):
             end = start + width
             num_real = min(max(size - start, 0), width)
             real = slice(start, end)  # costs no copy
             filled = real if end <= size else [min(index, size - 1) for index in range(start, end)]
-            found.append(_MicroBatch(take(inputs, filled), take(targets, real), width, num_real))
+            own_inputs, own_targets = _take(inputs, size, filled), _take(targets, size, real)
+            found.append(_MicroBatch(own_inputs, own_targets, width, num_real))
         return found
 
     def _schedule_for(self, model: nn.Module) -> Any:
@@ -260,20 +253,18 @@ class Pipeline:
         return self._built
 
     def run_micro_batch(
-        self, model: nn.Module, stage: int, number: int, received: torch.Tensor | None
+        self, model: Callable[..., Any], stage: int, number: int, received: torch.Tensor | None
     ) -> Any:
         """Run a stage on a micro-batch; returns hidden states, or at the last stage the loss."""
-        batch = self._micro_batches[number]
-        outputs = self._run(stage, received, lambda: call_model(model, batch.inputs))
-        if stage < len(self.ranges) - 1:
-            return outputs
-        loss = self._mean_loss(outputs, batch)
-        self._losses[number] = loss.detach()
-        return self._for_backward(loss)
+        inputs = self._micro_batches[number].inputs
+        outputs = self._run(stage, received, lambda: call_model(model, inputs))
+        assert self._end is not None
+        return outputs if stage < len(self.ranges) - 1 else self._end(number, outputs)
 
-    def _mean_loss(self, outputs: Any, batch: _MicroBatch) -> torch.Tensor:
+    def _mean_loss(
+        self, outputs: Any, batch: _MicroBatch, loss_function: Callable[[Any, Any], torch.Tensor]
+    ) -> torch.Tensor:
         """Return this micro-batch's share of the mean loss of the batch."""
-        assert self._loss_function is not None
         if not batch.num_real:
             tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
             # Nothing, but backward must run through all stages. No number is multiplied by 0:
@@ -281,14 +272,9 @@ class Pipeline:
             nothing = (part.flatten()[:0].sum() for part in tensors if part.requires_grad)
             return sum(nothing, torch.zeros(()))
         if batch.num_real < batch.size:
-            outputs = recursively_apply(
-                lambda part: (
-                    part[: batch.num_real] if part.ndim and len(part) == batch.size else part
-                ),
-                outputs,
-            )
+            outputs = _take(outputs, batch.size, slice(batch.num_real))
         total = sum(each.num_real for each in self._micro_batches)
-        return self._loss_function(outputs, batch.targets) * (batch.num_real / total)
+        return loss_function(outputs, batch.targets) * (batch.num_real / total)
 
     def _run(self, stage: int, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
         is_last = stage == len(self.ranges) - 1
@@ -334,22 +320,22 @@ class Pipeline:
 
     def _spread(self, values: Any, source: int) -> Any:
         """Return the values of rank ``source``, on every rank of the pipeline."""
-        is_source = dist.get_rank() == source
-        form = None
-        if is_source:
-            form = recursively_apply(lambda part: part.to("meta"), values)
-        found = [form]
-        collectives.broadcast_object_list(found, source, group=self.group)
-        if not is_source:
+        form = [recursively_apply(lambda part: part.to("meta"), values)]
+        collectives.broadcast_object_list(form, source, group=self.group)
+        if dist.get_rank() != source:
             values = recursively_apply(
-                lambda part: torch.empty_like(part, device=self.device), found[0]
+                lambda part: torch.empty_like(part, device=self.device), form[0]
             )
-        tensors = [part for part in leaves(values) if isinstance(part, torch.Tensor)]
-        for part in tensors:
-            collectives.broadcast(
-                part.contiguous() if is_source else part, source, group=self.group
-            )
-        return values
+        return recursively_apply(
+            lambda part: collectives.broadcast(part.contiguous(), source, group=self.group), values
+        )
+
+
+def _take(values: Any, size: int, samples: slice | list[int]) -> Any:
+    """Return the samples of a batch of ``size``; what has no dimension of the batch stays."""
+    return recursively_apply(
+        lambda part: part[samples] if part.ndim and len(part) == size else part, values
+    )
 
 
 class _StageWithShards(PipelineStage):
@@ -394,32 +380,14 @@ class _Stage(nn.Module):
         # must not see it, or a resumed training would part from one that was never stopped.
         self.is_trial = False
         states = get_random_states(self.pipeline.device)
-        with _own_buffers(self.model):
-            outputs = self.pipeline.run_micro_batch(self.model, self.index, int(number), received)
+        copies = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+        def on_copies(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(self.model, copies, args, kwargs)
+
+        outputs = self.pipeline.run_micro_batch(on_copies, self.index, int(number), received)
         set_random_states(states, self.pipeline.device)
         return outputs
-
-
-@contextmanager
-def _own_buffers(model: nn.Module) -> Iterator[None]:
-    """A block in which the model has copies of its buffers.
-
-    They are not put back in place: what ran may be the graph of a backward, which refuses buffers
-    that were changed since (BatchNorm's).
-    """
-    before = [
-        (part, name, buffer)
-        for part in model.modules()
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
-    ]
-    copies: dict[int, torch.Tensor] = {}  # by identity: two names may be one buffer
-    for part, name, buffer in before:
-        setattr(part, name, copies.setdefault(id(buffer), buffer.clone()))
-    try:
-        yield
-    finally:
-        for part, name, buffer in before:
-            setattr(part, name, buffer)
 
 
 def add_up_gradients(

@@ -15,7 +15,9 @@ all stages.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineParallel"]
 
+_Key = tuple[float, ...]
+
 
 class PipelineParallel(MeshParallel):
     """Stages by ``torch.distributed.pipelining``, each spread over ranks as a whole model is."""
@@ -54,14 +58,13 @@ class PipelineParallel(MeshParallel):
         self._group = self.mesh["pp"].get_group()
         self._stage_index = self.mesh.get_local_rank("pp")
         self._has_users_plugin = "fsdp_plugin" in request.plugins
-        # The name of every weight of a prepared model, kept on this rank or not, alike on every
-        # rank; and the place of each name in the model.
-        self._names = WeakIdKeyDictionary()
-        self._order: dict[str, int] = {}
+        # The key of every weight of a prepared model, kept on this rank or not, alike on every
+        # rank: the number of the model, and the weight's place in it.
+        self._keys = WeakIdKeyDictionary()
         # Weights that no other stage has.
         self._own = WeakIdKeyDictionary()
-        # Of each optimizer: the names of the weights of all stages, by group.
-        self._layouts: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+        # Of each optimizer: the keys of the weights of all stages, by group.
+        self._layouts: WeakKeyDictionary[Optimizer, list[list[_Key]]] = WeakKeyDictionary()
         self._state_names: WeakKeyDictionary[Module, list[str]] = WeakKeyDictionary()
 
     @property
@@ -84,20 +87,20 @@ class PipelineParallel(MeshParallel):
         weights = dict(model.named_parameters())
         for name, weight in weights.items():
             # Each backward would add up what stages share once more, that of the other model too.
-            if weight.requires_grad and weight in self._names:
+            if weight.requires_grad and weight in self._keys:
                 raise shared_weight(model, name)
         number = len(self._state_names)
         self._state_names[model] = list(model.state_dict())
         note = _name_all(self._state_names[model])
         model.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
+        keys = {name: (number, place) for place, name in enumerate(weights)}
         for name, weight in weights.items():
-            self._names[weight] = f"{number}.{name}"
-            self._order[f"{number}.{name}"] = len(self._order)
+            self._keys[weight] = keys[name]
         model = super().prepare_model(given)
         kept = {id(weight) for weight in model.parameters()}
         for name, weight in model.named_parameters():
-            if weight not in self._names:  # made anew, of one on the meta device
-                self._names[weight] = f"{number}.{name}"
+            if weight not in self._keys:  # made anew, of one on the meta device
+                self._keys[weight] = keys[name]
         for weight in weights.values():
             if id(weight) not in kept and weight not in self._replaced:
                 self._replaced[weight] = None
@@ -108,26 +111,20 @@ class PipelineParallel(MeshParallel):
             self._own[weight] = True
         return model
 
-    def _lay_out(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
-        """Return the names of an optimizer's weights in all stages, by group.
+    def _lay_out(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[_Key]]:
+        """Return the keys of an optimizer's weights in all stages, by group.
 
         One that was made before ``prepare`` has the weights of all stages, in its own order; one
         that was made after it has those of this stage alone.
         """
         mine = [
-            [self._name_of(weight, number, index) for index, weight in enumerate(group)]
+            [self._key_of(weight, number, index) for index, weight in enumerate(group)]
             for number, group in enumerate(groups)
         ]
-        of_stages: list[list[list[str]]] = collectives.gather_object([mine], group=self._group)
-        if all(names == mine for names in of_stages):
+        of_stages: list[list[list[_Key]]] = collectives.gather_object([mine], group=self._group)
+        if all(keys == mine for keys in of_stages):
             return mine
-        joined = []
-        for names_of_group in zip(*of_stages, strict=True):
-            names = {name for names in names_of_group for name in names}
-            # By the name, too: the order of a set of names differs from process to process.
-            last = len(self._order)
-            joined.append(sorted(names, key=lambda name: (self._order.get(name, last), name)))
-        return joined
+        return [sorted({*chain(*of_group)}) for of_group in zip(*of_stages, strict=True)]
 
     def forward_backward(
         self,
@@ -216,15 +213,11 @@ class PipelineParallel(MeshParallel):
 
     def make_whole(self, values: Any) -> Any:
         # What a user saves by hand: accelerator.save(model.state_dict(), file).
-        names = getattr(values, _NAMES, None)
-        if names is not None:
-            joined = self._join(_whole_with_ties(values))
-            return {name: joined[name] for name in names}
-        if type(values) in (list, tuple):
-            return type(values)(self.make_whole(value) for value in values)
-        if type(values) is dict:
-            return {key: self.make_whole(value) for key, value in values.items()}
-        return values
+        def join(state: Any) -> dict[str, Any]:
+            joined = self._join(_whole_with_ties(state))
+            return {name: joined[name] for name in getattr(state, _NAMES)}
+
+        return recursively_apply(join, values, test_type=lambda value: hasattr(value, _NAMES))
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         return self._numbered(optimizer, self._own_state(optimizer))
@@ -233,12 +226,12 @@ class PipelineParallel(MeshParallel):
         own = recursively_apply(_whole_on_host, self._own_state(optimizer))
         return self._numbered(optimizer, self._join(own))
 
-    def _own_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer states of this stage's weights, by the names of the weights."""
-        names = self._own_names(optimizer)
-        return {names[index]: state for index, state in optimizer.state_dict()["state"].items()}
+    def _own_state(self, optimizer: Optimizer) -> dict[_Key, Any]:
+        """Return the optimizer states of this stage's weights, by the keys of the weights."""
+        keys = self._own_keys(optimizer)
+        return {keys[index]: state for index, state in optimizer.state_dict()["state"].items()}
 
-    def _numbered(self, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    def _numbered(self, optimizer: Optimizer, by_key: Mapping[_Key, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict with numbers for the weights of all stages."""
         layout = self._layouts[optimizer]
         numbers = iter(range(sum(map(len, layout))))
@@ -246,55 +239,45 @@ class PipelineParallel(MeshParallel):
             {**settings, "params": [next(numbers) for _ in group]}
             for settings, group in zip(optimizer.state_dict()["param_groups"], layout, strict=True)
         ]
-        order = [name for group in layout for name in group]
-        state = {index: by_name[name] for index, name in enumerate(order) if name in by_name}
+        state = {index: by_key[key] for index, key in enumerate(chain(*layout)) if key in by_key}
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        layout, names = self._layouts[optimizer], self._own_names(optimizer)
+        layout = self._layouts[optimizer]
         stored = [len(group["params"]) for group in state["param_groups"]]
         if stored != [len(group) for group in layout]:
             raise ValueError(
                 f"the optimizer's state is of groups of {stored} weights, and the optimizer has "
                 f"groups of {[len(group) for group in layout]}: load it into one made alike"
             )
-        order = [name for group in layout for name in group]
-        by_name = {order[index]: values for index, values in state["state"].items()}
+        by_key = {key: state["state"].get(index) for index, key in enumerate(chain(*layout))}
         local = optimizer.state_dict()
         groups = [
             {**settings, "params": own["params"]}
             for settings, own in zip(state["param_groups"], local["param_groups"], strict=True)
         ]
-        weights = [weight for group in _weights_of(optimizer) for weight in group]
-        own_state = {
-            index: dtensors.with_parts(by_name[name], weight)
-            for index, (name, weight) in enumerate(zip(names, weights, strict=True))
-            if name in by_name
-        }
-        optimizer.load_state_dict({**state, "state": own_state, "param_groups": groups})
-        dtensors.turn_off_foreach_where_mixed(optimizer)
+        own_states = map(by_key.get, self._own_keys(optimizer))
+        found = {index: values for index, values in enumerate(own_states) if values is not None}
+        super().load_optimizer_state(optimizer, {**state, "state": found, "param_groups": groups})
 
-    def _own_names(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of an optimizer's weights in this stage, in its order."""
+    def _own_keys(self, optimizer: Optimizer) -> list[_Key]:
+        """Return the keys of an optimizer's weights in this stage, in its order."""
         return [
-            self._name_of(weight, number, index)
+            self._key_of(weight, number, index)
             for number, group in enumerate(_weights_of(optimizer))
             for index, weight in enumerate(group)
         ]
 
-    def _name_of(self, weight: torch.Tensor, group: int, index: int) -> str:
-        """Return a weight's name; outside of prepared models, its position in the optimizer."""
-        position = f"group{group}.{index}"
-        return self._names.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
+    def _key_of(self, weight: torch.Tensor, group: int, index: int) -> _Key:
+        """Return a weight's key; outside of prepared models, its position in the optimizer."""
+        position = (math.inf, group, index)
+        return self._keys.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _join(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of all stages by name; of several, the last stage's: it alone runs
+    def _join(self, own: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the values of all stages by key; of several, the last stage's: it alone runs
         the model's forward to its end, and with it buffers behind the blocks (BatchNorm's)."""
-        of_stages: list[dict[str, Any]] = collectives.gather_object([own], group=self._group)
-        joined: dict[str, Any] = {}
-        for found in of_stages:
-            joined.update(found)
-        return joined
+        of_stages = collectives.gather_object([own], group=self._group)
+        return {key: value for found in of_stages for key, value in found.items()}
 
 
 # An attribute of a cut model's state dict: the names of the whole one.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.training.models.compiling import TorchDynamoPlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch.nn import Module
@@ -62,7 +62,7 @@ class PrepareCall:
     """Samples of a rank's batch, for each loader that knows its batch size."""
 
 
-def call_model(model: Module, inputs: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """Call ``model`` with a batch: one argument, a tuple of arguments, or a mapping of keywords."""
     if isinstance(inputs, Mapping):
         return model(**inputs)

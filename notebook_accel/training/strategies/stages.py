@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.models import ReplacedForward, forward_of
+from notebook_accel.training.models import ReplacedForward
 from notebook_accel.training.strategies.micro_batches import (
     SCHEDULES,
     Pipeline,
@@ -47,12 +47,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PLAIN_LOOP",
     "balance",
-    "count_weights",
     "cut",
-    "find_blocks",
-    "list_blocks",
     "pipeline_of",
-    "refuse_shared_weights",
 ]
 
 PLAIN_LOOP = (
@@ -81,11 +77,11 @@ def cut(
         ConfigError: the model has not enough blocks, or two stages share a weight.
     """
     num_stages = mesh.size() * SCHEDULES[parallelism.pp_schedule][1]
-    prefix, container = find_blocks(model, num_stages)
-    parts = list_blocks(container)
-    ends = balance([count_weights(block) for _, block in parts], num_stages)
+    prefix, container = _find_blocks(model, num_stages)
+    parts = _list_blocks(container)
+    ends = balance([_count_weights(block) for _, block in parts], num_stages)
     ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    refuse_shared_weights(prefix, parts, ranges, weights_outside(model, prefix).keys())
+    _refuse_shared_weights(prefix, parts, ranges, weights_outside(model, prefix).keys())
     own_stages = range(mesh.get_local_rank(), num_stages, mesh.size())
     pipeline = Pipeline(
         schedule=parallelism.pp_schedule,
@@ -150,9 +146,6 @@ class _BlockForward(ReplacedForward):
             return None if running.received is None else running.received.clone()
         raise StageEnds(args[0] if args else next(iter(kwargs.values()), None))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (forward_of, (self.module, self.replaced))
-
 
 class _PipelinedForward(ReplacedForward):
     """The forward of a cut model: runs all stages, and returns the outputs on every rank."""
@@ -169,16 +162,13 @@ class _PipelinedForward(ReplacedForward):
         with torch.no_grad():
             return self.pipeline.evaluate(lambda: self.module(*args, **kwargs))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (forward_of, (self.module, self.replaced))
 
-
-def count_weights(module: nn.Module) -> int:
+def _count_weights(module: nn.Module) -> int:
     """Return the number of elements of a module's weights."""
     return sum(weight.numel() for weight in module.parameters())
 
 
-def find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
+def _find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
     """Return the prefix of the blocks' names, and the module whose children they are.
 
     Raises:
@@ -198,10 +188,10 @@ def find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
     if isinstance(model, nn.Sequential) and found[0][1] is model:
         return found[0]
     # Of one list inside another the outer one is named first, and max takes the first.
-    return max(found, key=lambda each: count_weights(each[1]))
+    return max(found, key=lambda each: _count_weights(each[1]))
 
 
-def list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
+def _list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks by name, each a module of its own: one that is used twice (an activation) is in
     two places, which may be in two stages."""
     blocks: list[tuple[str, nn.Module]] = []
@@ -230,7 +220,7 @@ def balance(costs: Sequence[int], num_stages: int) -> list[int]:
     return list(divide(0, num_stages)[1])
 
 
-def refuse_shared_weights(
+def _refuse_shared_weights(
     prefix: str,
     blocks: Sequence[tuple[str, nn.Module]],
     ranges: Sequence[range],

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.nested import recursively_apply, send_to_device
-from notebook_accel.training.models import RemovableForward, forward_of, replaced_forwards
+from notebook_accel.training.models import RemovableForward, replaced_forwards
 from notebook_accel.training.processes import xla
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
@@ -159,10 +159,7 @@ class XlaParallel(Strategy):
 
 
 class _MovingForward(RemovableForward):
-    """The forward of a model, whose inputs are moved to its device, as under DDP on GPUs.
-
-    A pickled model comes back with its plain forward.
-    """
+    """The forward of a model, whose inputs are moved to its device, as under DDP on GPUs."""
 
     def __init__(self, module: Module, device: torch.device) -> None:
         super().__init__(module)
@@ -177,9 +174,6 @@ class _MovingForward(RemovableForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         moved_args, moved_kwargs = send_to_device((args, kwargs), self._device)
         return self.plain(*moved_args, **moved_kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (forward_of, (self.module, self.replaced))
 
 
 def _refuse_others(request: Request) -> None:
