@@ -100,7 +100,9 @@ def run_typed(
     Raises:
         ConfigError, LaunchError: no rank was started; the message says why.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
 
     _place_machines(typed, machines, config)
     notices = [*notices, *_prepare_environment(typed, config)]
@@ -111,25 +113,17 @@ def run_typed(
     logging.getLogger(_ELASTIC_LOG).setLevel(logging.CRITICAL)
     try:
         with _shown(typed):
-            _run(typed)
+            run(typed)  # type: ignore[no-untyped-call]
+    except SignalException as error:  # the ranks have ended
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         ended = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         print(f"notebook-accel: rank {rank} failed ({ended})", file=sys.stderr)
         return 1
     return 0
-
-
-def _run(typed: Namespace) -> None:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.run import run
-
-    try:
-        run(typed)  # type: ignore[no-untyped-call]
-    except SignalException as error:  # the ranks have ended
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        sys.exit(128 + error.sigval)
 
 
 def _check_script(typed: Namespace) -> None:

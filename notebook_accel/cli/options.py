@@ -18,10 +18,9 @@ from notebook_accel.config.accelerate_yaml import (
     LEFT_OPEN,
     READ_BY_RANKS,
     WITHOUT_EFFECT,
-    is_accelerates,
     settings_from,
 )
-from notebook_accel.config.file import expanded, read_settings
+from notebook_accel.config.launch_config import settings_in_file
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
 
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
 
     from notebook_accel.config.setting import Setting
 
-__all__ = ["MACHINES", "add_settings", "typed_settings", "resolve_options", "spellings"]
+__all__ = ["add_settings", "typed_settings", "resolve_options", "spellings"]
 
 # Names of Accelerate's launcher, in its options and its YAML, for options of torchrun.
-MACHINES = {
+_MACHINES = {
     "num_machines": "nnodes",
     "machine_rank": "node_rank",
     "main_process_ip": "master_addr",
@@ -61,7 +60,7 @@ def add_settings(parser: ArgumentParser) -> None:
     """Add an option for each setting of a launch."""
     spelled = _Spelled(parser)
     machines = parser.add_argument_group("machines, as in `accelerate launch`")
-    for key, option in MACHINES.items():
+    for key, option in _MACHINES.items():
         spelled.add(machines, (key,), dest=option, default=SUPPRESS, help=f"The same as --{option}")
     group = parser.add_argument_group("settings of the ranks")
     spelled.add(group, ("config", "config_file"), help="YAML file, ours or of `accelerate config`")
@@ -186,27 +185,16 @@ def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], lis
         ConfigError: a setting makes no sense, alone or with another.
     """
     given, notices = typed_settings(typed)
-    in_file, machines, more = ({}, {}, []) if typed.config is None else _read(typed.config)
+    in_file: dict[str, Any] = {}
+    machines = dict.fromkeys(_MACHINES)
+    if typed.config is not None:
+        in_file, more = settings_in_file(typed.config, machines)
+        notices += more
     for name in ("env", *PLUGINS):
         if name in given and in_file.get(name):
             given[name] = {**in_file[name], **given[name]}
     config, others = resolve(given, in_file)
-    return config, machines, [*notices, *more, *others]
-
-
-def _read(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return a file's settings, its entries on machines by torchrun's names, and lines about it."""
-    try:
-        data = read_settings(expanded(path))
-        if not is_accelerates(data):
-            return data, {}, []
-        machines = {
-            option: data.pop(name)
-            for name, option in MACHINES.items()
-            if data.get(name) is not None
-        }
-        found, not_used = settings_from(data, settings_of(LaunchConfig))
-        LaunchConfig(**found)
-    except ConfigError as error:
-        raise ConfigError(f"config file {path!r}: {error}") from None
-    return found, machines, [f"config file {path!r}: {line}" for line in not_used]
+    given_machines = {
+        _MACHINES[name]: value for name, value in machines.items() if value is not None
+    }
+    return config, given_machines, notices + others

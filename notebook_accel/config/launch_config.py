@@ -312,8 +312,14 @@ def shares_devices(config: LaunchConfig) -> bool:
     return _BACKENDS.get(config.backend or "", False)
 
 
-def settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
+def settings_in_file(
+    path: str | os.PathLike[str], taken_out: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Return the checked settings of a YAML file, and lines about what in it is not used.
+
+    Args:
+        path: the file.
+        taken_out: names of entries in Accelerate's file that are left out here; gets their values.
 
     Raises:
         ConfigError: the file is missing, or has a setting that is invalid.
@@ -323,6 +329,8 @@ def settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list
     try:
         data = read_settings(expanded(path))
         if accelerate_yaml.is_accelerates(data):
+            if taken_out is not None:
+                taken_out |= {entry: data.pop(entry, None) for entry in taken_out}
             data, not_used = accelerate_yaml.settings_from(data, settings_of(LaunchConfig))
         check_names(data)
         LaunchConfig(**data)

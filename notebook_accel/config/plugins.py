@@ -119,8 +119,6 @@ class Plugin:
         Raises:
             ConfigError: it has a name that cannot be carried over.
         """
-        if section is None:
-            return {}
         if not isinstance(section, Mapping):
             raise ConfigError(
                 f"{self.section}: {shown(section)}: expected names with values below it"

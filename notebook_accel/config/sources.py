@@ -116,21 +116,15 @@ def resolve(
         saved = _left_open(saved, os.environ, given=given)
     found = _first_of(given, _from_environment(os.environ, given=given), saved)
     chosen = LaunchConfig(**found)
-    return chosen, [*notices, *_trap_of_torch({**os.environ, **(chosen.env or {})})]
-
-
-def _trap_of_torch(environment: Mapping[str, str]) -> list[str]:
-    """Return a warning about settings with which torch ends ranks by SIGSEGV.
-
-    Seen with torch 2.13: DDP casts its group to gloo's class, which DETAIL has wrapped in another.
-    """
-    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL":
-        return []
-    line = (
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: with it, torch ends a rank by SIGSEGV as soon as a "
-        "model is prepared for DDP on CPUs. Take it out of the environment, or set it to INFO"
-    )
-    return [line]
+    environment = {**os.environ, **(chosen.env or {})}
+    # Seen with torch 2.13: DDP casts its group to gloo's class, and DETAIL has wrapped that.
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        notices.append(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: with it, torch ends a rank by SIGSEGV as soon "
+            "as a model is prepared for DDP on CPUs. Take it out of the environment, or set it to "
+            "INFO"
+        )
+    return chosen, notices
 
 
 def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:

@@ -184,9 +184,9 @@ def _read_mpi_environment(*, cpu: bool) -> None:
     is_told = "WORLD_SIZE" in os.environ or has_process_group() or current().launched
     if is_told or not (cpu or environment.read_flag("USE_CPU")):
         return
-    said = environment.get_cpu_distributed_information()
-    if said.world_size > 1:
-        os.environ.update({name.upper(): str(value) for name, value in said._asdict().items()})
+    said = environment.ranks_of_mpi()
+    if said["WORLD_SIZE"] > 1:
+        os.environ.update({name: str(value) for name, value in said.items()})
         os.environ.setdefault("MASTER_PORT", "29500")
 
 

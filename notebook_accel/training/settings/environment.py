@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import parse_flag
@@ -14,15 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
-    "CPUInformation",
     "FSDP_READS_ON_RANK_0",
     "USE_FSDP",
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
-    "get_cpu_distributed_information",
     "get_int_from_env",
     "is_installed",
     "parse_flag_from_env",
+    "ranks_of_mpi",
     "read",
     "read_count",
     "read_flag",
@@ -78,32 +77,23 @@ def _find(name: str) -> str | None:
     return next((variable for variable in variables if os.environ.get(variable, "").strip()), None)
 
 
-class CPUInformation(NamedTuple):
-    """Rank and number of ranks of this process, from the environment."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
-def get_cpu_distributed_information() -> CPUInformation:
-    """Return ranks and sizes from torchrun's variables, or those of MPI.
-
-    MPI is Intel's, Open MPI's or MVAPICH2's.
-    """
-    return CPUInformation(
-        rank=get_int_from_env(_of_mpi("RANK", "PMI_RANK", "RANK"), 0),
-        world_size=get_int_from_env(_of_mpi("WORLD_SIZE", "PMI_SIZE", "SIZE"), 1),
-        local_rank=get_int_from_env(_of_mpi("LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK"), 0),
-        local_world_size=get_int_from_env(
-            _of_mpi("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE"), 1
-        ),
-    )
+# Torchrun's variables: Intel's names, the ends of those of Open MPI and MVAPICH2, and the defaults.
+_MPI = {
+    "RANK": ("PMI_RANK", "RANK", 0),
+    "WORLD_SIZE": ("PMI_SIZE", "SIZE", 1),
+    "LOCAL_RANK": ("MPI_LOCALRANKID", "LOCAL_RANK", 0),
+    "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "LOCAL_SIZE", 1),
+}
 
 
-def _of_mpi(torchrun: str, intel: str, others: str) -> list[str]:
-    return [torchrun, intel, f"OMPI_COMM_WORLD_{others}", f"MV2_COMM_WORLD_{others}"]
+def ranks_of_mpi() -> dict[str, int]:
+    """Return what torchrun's variables say, or those of MPI in their place, by torchrun's names."""
+    return {
+        name: get_int_from_env(
+            [name, intel, f"OMPI_COMM_WORLD_{end}", f"MV2_COMM_WORLD_{end}"], default
+        )
+        for name, (intel, end, default) in _MPI.items()
+    }
 
 
 # Transformers reads both.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import operator
 from dataclasses import dataclass, field
 from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from notebook_accel.config.checks import as_index
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -426,10 +425,10 @@ def as_steps(what: str, num_steps: Any, least: int = 1) -> int:
     Raises:
         ConfigError: it is none, or below ``least``; the message calls it ``what``.
     """
-    with contextlib.suppress(TypeError):
-        if not isinstance(num_steps, bool) and operator.index(num_steps) >= least:
-            return operator.index(num_steps)
-    raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least {least}")
+    number = as_index(num_steps)
+    if number is None or number < least:
+        raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least {least}")
+    return number
 
 
 def _hook_type(

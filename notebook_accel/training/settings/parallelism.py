@@ -301,7 +301,6 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
 
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_SIZES = (*(f"{name}_size" for name in _DIMENSIONS), "sp_size")
 
 
 def fit_sizes(
