@@ -38,12 +38,7 @@ from notebook_accel.training.models.compiling import (
     is_compiled_module,
 )
 from notebook_accel.training.models.placeholders import DummyOptim, DummyScheduler
-from notebook_accel.training.precision.float8 import (
-    AORecipeKwargs,
-    convert_model_to_fp8_ao,
-    filter_linear_layers,
-    find_first_last_linear_layers,
-)
+from notebook_accel.training.precision.float8 import *
 from notebook_accel.training.preparing.prepare import extract_model_from_parallel
 from notebook_accel.training.processes.devices import set_numa_affinity
 from notebook_accel.training.processes.devices import set_numa_affinity as override_numa_affinity
@@ -66,26 +61,8 @@ from notebook_accel.training.settings.environment import (
     enable_fsdp_ram_efficient_loading,
 )
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.settings.handlers import (
-    AutocastKwargs,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FP8BackendType,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    PrecisionType,
-    ProfileKwargs,
-    ProjectConfiguration,
-    RNGType,
-)
-from notebook_accel.training.settings.parallelism import (
-    ParallelismConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
+from notebook_accel.training.settings.handlers import *
+from notebook_accel.training.settings.parallelism import *
 from notebook_accel.training.state import (
     AcceleratorState,
     PartialState,
@@ -93,12 +70,7 @@ from notebook_accel.training.state import (
 )
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
-from notebook_accel.training.strategies.zero_engine import (
-    DeepSpeedEngineWrapper,
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-    GatheredParameters,
-)
+from notebook_accel.training.strategies.zero_engine import *
 from notebook_accel.training.tracking.registry import LoggerType
 
 from .tqdm import *

@@ -42,10 +42,6 @@ __all__ = [
 ]
 
 
-def _wants_deepspeed(request: Request) -> bool:
-    return "deepspeed_plugin" in request.plugins
-
-
 def _wants_stages(request: Request) -> bool:
     asked = request.plugins.get("parallelism_config")
     return asked is not None and asked.pp_enabled
@@ -58,14 +54,6 @@ def _wants_weights_in_parts(request: Request) -> bool:
     return request.topology.num_processes > 1 and (divides or "fsdp_plugin" in request.plugins)
 
 
-def _has_several_ranks(request: Request) -> bool:
-    return request.topology.num_processes > 1
-
-
-def _is_anything(request: Request) -> bool:  # noqa: ARG001
-    return True
-
-
 class Choice(NamedTuple):
     """A line of the table."""
 
@@ -76,18 +64,16 @@ class Choice(NamedTuple):
     name: str
 
 
-def _is_on_xla(request: Request) -> bool:
-    return request.topology.device.type == "xla"
-
-
 # In order: what was asked for by name comes before what follows from the number of ranks.
 STRATEGIES = {
-    "xla": Choice(_is_on_xla, "xla", "XlaParallel"),
-    "deepspeed": Choice(_wants_deepspeed, "deepspeed", "DeepSpeedZero"),
+    "xla": Choice(lambda request: request.topology.device.type == "xla", "xla", "XlaParallel"),
+    "deepspeed": Choice(
+        lambda request: "deepspeed_plugin" in request.plugins, "deepspeed", "DeepSpeedZero"
+    ),
     "pipeline": Choice(_wants_stages, "pipeline", "PipelineParallel"),
     "mesh": Choice(_wants_weights_in_parts, "mesh", "MeshParallel"),
-    "ddp": Choice(_has_several_ranks, "ddp", "DDPStrategy"),
-    "single": Choice(_is_anything, "single", "SingleDevice"),
+    "ddp": Choice(lambda request: request.topology.num_processes > 1, "ddp", "DDPStrategy"),
+    "single": Choice(lambda _: True, "spread_models", "TakesSpreadModels"),
 }
 
 # Arguments of ``Accelerator`` by which users choose a strategy.
