@@ -11,7 +11,7 @@ have more to attend to, so each rank gets a piece from the front and one from th
 Torch's attention over the parts (a ring that passes keys and values on) is written for kernels of
 accelerators. On the host it ends in "_scaled_dot_product_flash_attention_for_cpu has no sharding
 strategy registered" (torch 2.13; its math backend in "mixed torch.Tensor and DTensor"). There,
-:func:`_gathered_attention` stands in: it gathers all keys and values and computes the rows of this
+:func:`_replaced_attention` stands in: it gathers all keys and values and computes the rows of this
 rank's queries, which are the same numbers for more memory.
 """
 
@@ -147,7 +147,7 @@ def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence
 def _replaced_attention(
     group: dist.ProcessGroup, own: torch.Tensor, of_ranks: torch.Tensor
 ) -> Iterator[None]:
-    """A block in which attention gathers keys and values.
+    """A block in which attention is that of this rank's queries to keys and values of all ranks.
 
     Args:
         group: the ranks that divide a sequence.
@@ -156,47 +156,33 @@ def _replaced_attention(
     """
     rings = F.scaled_dot_product_attention
 
-    @functools.cache  # one for all layers
+    @functools.cache  # one for all layers, [part, length]
     def causal_mask() -> torch.Tensor:
         return own[:, None] >= of_ranks[None, :]
 
-    def replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _gathered_attention(group, causal_mask, *args, **kwargs)
+    def replaced(
+        query: torch.Tensor,  # this rank's, [..., length, width], as key and value
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise ConfigError(
+                "attention inside maybe_context_parallel got a mask: expected is_causal=True, or "
+                "no mask; leave attention_mask out of the model's inputs, without padding"
+            )
+        keys, values = (_gathered(part.contiguous(), group) for part in (key, value))
+        mask = causal_mask() if is_causal else None
+        return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
     F.scaled_dot_product_attention = replaced
     try:
         yield
     finally:
         F.scaled_dot_product_attention = rings
-
-
-def _gathered_attention(
-    group: dist.ProcessGroup,
-    causal_mask: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Return the attention of this rank's queries to the keys and values of all ranks.
-
-    Args:
-        group: the ranks that divide a sequence.
-        causal_mask: gives which keys of all ranks each of this rank's queries may see, [part,
-            length].
-        query, key, value: this rank's, [..., length, width]; what follows is torch's own.
-    """
-    if attn_mask is not None:
-        raise ConfigError(
-            "attention inside maybe_context_parallel got a mask: expected is_causal=True, or no "
-            "mask; leave attention_mask out of the model's inputs, without padding"
-        )
-    keys, values = (_gathered(part.contiguous(), group) for part in (key, value))
-    mask = causal_mask() if is_causal else None
-    return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
 
 class _Gathered(torch.autograd.Function):

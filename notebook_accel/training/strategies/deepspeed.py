@@ -278,11 +278,9 @@ class DeepSpeedZero(Strategy):
                     safe_set_full_fp32_param(weight, value.float())
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:
-        return (
-            None
-            if self.engine is None
-            else deepspeed_files.EnginePiece(self.engine.engine, options)
-        )
+        if self.engine is None:
+            return None
+        return deepspeed_files.EnginePiece(self.engine.engine, options)
 
     def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
         if self.engine is None or not deepspeed_files.is_in(folder):

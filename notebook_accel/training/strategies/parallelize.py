@@ -79,7 +79,9 @@ def parallelize(
         _make_ready, plugin=plugin, dtype=dtype if data else None, device=device
     )
     # Every rank decides alike, even if only some have read the weights: all broadcast in one order.
-    if not _is_ready_by_unit(dimensions, ignored):
+    # It may wait for step 6 where the steps between take weights as they are, and no weight is in
+    # both a unit and an ignored module.
+    if "pp" in dimensions or "tp" in dimensions or ignored:
         make_ready(model, home=torch.device("cpu"))
         make_ready = _leave
     own_blocks: list[Module] = []
@@ -120,12 +122,6 @@ def parallelize(
     if data and not own_blocks and plugin.reshard_after_forward:
         fsdp.keep_root_for_backward(model)
     dtensors.accept_whole_weights(model)
-
-
-def _is_ready_by_unit(dimensions: Sequence[str], ignored: Sequence[Module]) -> bool:
-    """Whether step 1 may wait for step 6: the steps between take weights as they are, and no weight
-    is in both a unit and an ignored module."""
-    return not ({"pp", "tp"} & set(dimensions) or ignored)
 
 
 def _make_ready(
@@ -188,7 +184,8 @@ def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
     They are gathered in ``dtype`` all the same. Stepped in 16 bits, most would stay where they are:
     a step that is smaller than 2**-9 of a weight in bfloat16 is rounded away.
     """
-    found = [weight for weight in model.parameters() if _trains_in_16_bits(weight)]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    found = [weight for weight in trained if weight.dtype.itemsize == 2]
     for weight in found:
         weight.data = weight.data.float()
     if found:
@@ -198,10 +195,6 @@ def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
             f"under FSDP means, and computed with in {str(dtype).removeprefix('torch.')}: "
             'checkpoints hold float32; mixed_precision="no" steps them as they are',
         )
-
-
-def _trains_in_16_bits(weight: torch.Tensor) -> bool:
-    return weight.requires_grad and weight.dtype.itemsize == 2
 
 
 def start_alike(model: Module, device: torch.device) -> None:
