@@ -61,8 +61,26 @@ from notebook_accel.training.settings.environment import (
     enable_fsdp_ram_efficient_loading,
 )
 from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.settings.handlers import *
-from notebook_accel.training.settings.parallelism import *
+from notebook_accel.training.settings.handlers import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FP8BackendType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    PrecisionType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    RNGType,
+)
+from notebook_accel.training.settings.parallelism import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from notebook_accel.training.state import (
     AcceleratorState,
     PartialState,

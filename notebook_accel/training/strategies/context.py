@@ -178,7 +178,7 @@ def _replaced_attention(
         mask = causal_mask() if is_causal else None
         return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
-    F.scaled_dot_product_attention = replaced
+    F.scaled_dot_product_attention = replaced  # type: ignore[assignment]
     try:
         yield
     finally:
