@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import selectors
 import signal
 import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +29,7 @@ from notebook_accel.launch.launcher import launch_packed
 from notebook_accel.launch.payload import pack_exception
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.system.open_files import raise_limit
+from notebook_accel.launch.system.processes import is_readable
 from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -63,7 +63,6 @@ def serve(fd: int) -> None:
     assert isinstance(message, wire.Detach), message
     # From the process that started this one, over a private pair.
     request, packed, sys.path[:] = pickle.loads(message.request)
-    listener: socket.socket | None = None
     try:
         packed = replace(packed, packed=unpack(message.payload, fds))
         call = call_of(launch_packed(request, packed))
@@ -95,13 +94,11 @@ def serve(fd: int) -> None:
         _drop(call)
         return
     try:
-        _Keeper(call, listener, launcher).serve()
-    except Exception:  # what fails here costs the kernels their connections, never the training
-        listener.close()
+        _serve_kernels(call, listener, launcher)
     finally:
+        # What failed here costs the kernels their connections, never the training.
         user_socket.remove(folder)
-        while not call.ended.wait(_LAST_SECONDS):
-            pass
+        call.ended.wait(float("inf"))
 
 
 def _drop(call: Call) -> None:
@@ -125,92 +122,72 @@ def _snapshot(call: Call) -> wire.RunSnapshot:
     )
 
 
-@dataclass(eq=False)
+def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> None:
+    """Serve the attached kernels until the run has ended, and they have its last state."""
+    kernels = [_Kernel(call, launcher)]
+    with listener:
+        while not call.ended.is_set():
+            channel = None
+            if is_readable(listener, _LOOK_SECONDS):
+                channel = user_socket.accept(listener)
+            if channel is not None:
+                kernels.append(_Kernel(call, channel))
+    deadline = time.monotonic() + _LAST_SECONDS
+    for kernel in kernels:
+        kernel.sender.join(max(0.0, deadline - time.monotonic()))
+
+
 class _Kernel:
-    """An attached kernel, and the last state that was sent to it."""
+    """An attached kernel: one thread sends it the states of the run, one takes its requests.
 
-    channel: Channel
-    seen: RunState | None = None
+    A kernel that is stopped, or reads slowly, holds up its own threads alone.
+    """
 
-
-class _Keeper:
-    """Serves the kernels that are attached to a run."""
-
-    def __init__(self, call: Call, listener: socket.socket, launcher: Channel) -> None:
+    def __init__(self, call: Call, channel: Channel) -> None:
         self._call = call
-        self._listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._kernels: list[_Kernel] = []
-        self._answers: list[tuple[_Kernel, wire.Stacks]] = []
-        self._next_snapshot = 0.0
-        self._add(launcher)
+        self._channel = channel
+        self._lock = threading.Lock()  # of who sends
+        self.sender = threading.Thread(target=self._send_states, daemon=True)
+        self.sender.start()
+        threading.Thread(target=self._take_requests, daemon=True).start()
 
-    def serve(self) -> None:
-        """Serve until the run has ended, and the attached kernels have its last state."""
-        while not self._call.ended.is_set():
-            self._turn()
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        deadline = time.monotonic() + _LAST_SECONDS
-        while self._kernels and time.monotonic() < deadline:
-            self._turn()
-            for kernel in list(self._kernels):
-                if kernel.seen is self._call.state and kernel.channel.is_idle:
-                    self._remove(kernel)
+    def _send(self, message: wire.Message) -> None:
+        with self._lock:
+            self._channel.send(message)
 
-    def _turn(self) -> None:
-        for key, _ in self._selector.select(_LOOK_SECONDS):
-            if key.data is not None:
-                self._hear(key.data)
-            elif (channel := user_socket.accept(self._listener)) is not None:
-                self._add(channel)
-        state, now = self._call.state, time.monotonic()
-        # One that reads slowly misses states between: it gets the newest when it takes more.
-        behind = [one for one in self._kernels if one.seen is not state and one.channel.is_idle]
-        if behind and (now >= self._next_snapshot or state.has_ended):
-            snapshot = _snapshot(self._call)
-            # The states of many ranks that print much are large, and a kernel takes as long to read
-            # one as this process to write it.
-            self._next_snapshot = now + _SHARE * (time.monotonic() - now)
-            for kernel in behind:
-                kernel.seen = state
-                kernel.channel.post(snapshot)
-        while self._answers:
-            kernel, answer = self._answers.pop(0)
-            kernel.channel.post(answer)
-        for kernel in list(self._kernels):
-            try:
-                kernel.channel.flush(block=False)
-            except OSError:
-                self._remove(kernel)
+    def _send_states(self) -> None:
+        """Send each new state that the kernel reads fast enough for, and the last one."""
+        seen: RunState | None = None
+        pause, has_ended = 0.0, False
+        with contextlib.suppress(OSError):  # the kernel is gone
+            while not has_ended:
+                has_ended = self._call.ended.wait(pause)
+                pause = _LOOK_SECONDS
+                if seen is not self._call.state:
+                    seen, begun = self._call.state, time.monotonic()
+                    snapshot = _snapshot(self._call)
+                    # The states of many ranks that print much are large, and a kernel takes as
+                    # long to read one as this process to write it.
+                    pause = max(pause, _SHARE * (time.monotonic() - begun))
+                    self._send(snapshot)
 
-    def _add(self, channel: Channel) -> None:
-        kernel = _Kernel(channel)
-        self._kernels.append(kernel)
-        self._selector.register(channel.fileno(), selectors.EVENT_READ, kernel)
-
-    def _remove(self, kernel: _Kernel) -> None:
-        self._selector.unregister(kernel.channel.fileno())
-        self._kernels.remove(kernel)
-        kernel.channel.close()
-
-    def _hear(self, kernel: _Kernel) -> None:
+    def _take_requests(self) -> None:
         try:
-            messages = kernel.channel.drain()
+            while True:
+                message, _ = self._channel.receive()
+                if isinstance(message, wire.Stop):
+                    self._call.stop(message.grace)
+                elif isinstance(message, wire.Interrupt):
+                    self._call.press(1)
+                elif isinstance(message, wire.Kill):
+                    self._call.kill()
+                elif isinstance(message, wire.DumpStacks):
+                    threading.Thread(target=self._dump, args=(message,), daemon=True).start()
         except (EOFError, OSError, ProtocolError):
-            self._remove(kernel)
-            return
-        for message, _ in messages:
-            if isinstance(message, wire.Stop):
-                self._call.stop(message.grace)
-            elif isinstance(message, wire.Interrupt):
-                self._call.press(1)
-            elif isinstance(message, wire.Kill):
-                self._call.kill()
-            elif isinstance(message, wire.DumpStacks):
-                threading.Thread(target=self._dump, args=(kernel, message), daemon=True).start()
+            with self._lock:
+                self._channel.close()
 
-    def _dump(self, kernel: _Kernel, asked: wire.DumpStacks) -> None:
+    def _dump(self, asked: wire.DumpStacks) -> None:
         text = self._call.stacks(asked.rank)
-        self._answers.append((kernel, wire.Stacks(text=text, monotonic=asked.monotonic)))
+        with contextlib.suppress(OSError):
+            self._send(wire.Stacks(text=text, monotonic=asked.monotonic))
