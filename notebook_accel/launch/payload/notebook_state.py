@@ -24,23 +24,30 @@ import secrets
 import sys
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["NotebookState", "apply_generators", "apply_notebook_state", "capture"]
 
-# What of torch.backends cells set, by its path there. A rank sets them in this order: what holds
-# for all before what holds for one, since later names are newer (torch 2.9).
-_BACKEND_FLAGS = (
-    "cudnn.deterministic",
-    "cudnn.benchmark",
-    "cudnn.allow_tf32",
-    "fp32_precision",
-    "cudnn.fp32_precision",
-    "cuda.matmul.fp32_precision",
-    "cudnn.conv.fp32_precision",
-    "cudnn.rnn.fp32_precision",
+# What of torch cells set by assignment, by its path there. A rank sets them in this order: what
+# holds for all before what holds for one, since later names are newer (torch 2.9).
+_FLAGS = (
+    "utils.deterministic.fill_uninitialized_memory",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.allow_tf32",
+    "backends.fp32_precision",
+    "backends.cudnn.fp32_precision",
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
 )
+# What makes a logging handler, its level and its formatter.
+_Handler = tuple["Callable[[], logging.Handler]", int, logging.Formatter]
 # Names of streams as Python, ipykernel and test runners have them.
 _STREAMS = {"<stdout>": "stdout", "stdout": "stdout", "<stderr>": "stderr", "stderr": "stderr"}
 
@@ -56,8 +63,9 @@ class NotebookState:
         torch_state: of torch's generator on the CPU; None where the notebook has no torch.
         torch_settings: the default dtype, deterministic algorithms and the like, by the names in
             :func:`_torch_settings`; empty where the notebook has no torch.
-        backend_flags: settings of torch.backends by their path there, those that this torch has.
-        loggers: those that somebody has set up, the root logger first.
+        torch_flags: settings of torch by their path there, those that this torch has.
+        loggers: arguments of :func:`_apply_logger` for each that somebody has set up, the root
+            logger first.
         disabled_level: of ``logging.disable``.
         warning_filters: arguments of ``warnings.filterwarnings``; the first one counts first.
     """
@@ -67,8 +75,8 @@ class NotebookState:
     torch_seed: int
     torch_state: bytes | None = None
     torch_settings: dict[str, Any] = field(default_factory=dict)
-    backend_flags: dict[str, Any] = field(default_factory=dict)
-    loggers: tuple[dict[str, Any], ...] = ()
+    torch_flags: dict[str, Any] = field(default_factory=dict)
+    loggers: tuple[tuple[Any, ...], ...] = ()
     disabled_level: int = 0
     warning_filters: tuple[tuple[Any, ...], ...] = ()
 
@@ -91,7 +99,7 @@ def capture(seed: int | None = None) -> NotebookState:
     return NotebookState(
         **(_generators(torch) if seed is None else _seeded_generators(seed)),
         torch_settings=_torch_settings(torch) if torch else {},
-        backend_flags=_backend_flags(torch) if torch else {},
+        torch_flags=_torch_flags(torch) if torch else {},
         loggers=_loggers(),
         disabled_level=logging.root.manager.disable,
         warning_filters=_warning_filters(),
@@ -130,30 +138,29 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,
         "anomaly": torch.is_anomaly_enabled(),
         "check_nan": torch.is_anomaly_check_nan_enabled(),
         "matmul_precision": precision,
     }
 
 
-def _backend_flags(torch: Any) -> dict[str, Any]:
+def _torch_flags(torch: Any) -> dict[str, Any]:
     found = {}
-    for path in _BACKEND_FLAGS:
+    for path in _FLAGS:
         # An older torch lacks some of them, and one may refuse older names as above.
         with contextlib.suppress(AttributeError, RuntimeError):
-            found[path] = attrgetter(path)(torch.backends)
+            found[path] = attrgetter(path)(torch)
     return found
 
 
-def _loggers() -> tuple[dict[str, Any], ...]:
+def _loggers() -> tuple[tuple[Any, ...], ...]:
     named = logging.root.manager.loggerDict.values()
     loggers = (one for one in (logging.root, *named) if isinstance(one, logging.Logger))
     found = (_logger(logger) for logger in loggers)
     return tuple(one for one in found if one is not None)
 
 
-def _logger(logger: logging.Logger) -> dict[str, Any] | None:
+def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
     """Return a logger's settings as arguments of ``_apply_logger``; None if it has the defaults."""
     is_root = logger is logging.root
     # A library that is imported in a rank adds its own handlers there: lines would come twice.
@@ -161,26 +168,25 @@ def _logger(logger: logging.Logger) -> dict[str, Any] | None:
     handlers = [] if is_of_library else [_handler(handler) for handler in logger.handlers]
     if not (logger.level or handlers or logger.disabled or not logger.propagate):
         return None
-    return {
-        "name": None if is_root else logger.name,
-        "level": logger.level,
-        "propagate": logger.propagate,
-        "disabled": logger.disabled,
-        "handlers": [handler for handler in handlers if handler is not None],
-    }
+    name = None if is_root else logger.name
+    return name, logger.level, logger.propagate, logger.disabled, [*filter(None, handlers)]
 
 
-def _handler(handler: logging.Handler) -> dict[str, Any] | None:
+def _handler(handler: logging.Handler) -> _Handler | None:
     """A handler of a plain kind, None for all others."""
     formatter = handler.formatter or logging.Formatter()
     if type(formatter) is not logging.Formatter or handler.filters:
         return None
-    found = {"level": handler.level, "formatter": formatter}
+    make: Callable[[], logging.Handler]
     if type(handler) is logging.FileHandler:
         _append_from_now_on(handler)
-        return {**found, "file": (handler.baseFilename, handler.encoding)}
-    stream = _stream_name(handler.stream) if type(handler) is logging.StreamHandler else ""
-    return {**found, "stream": stream} if stream else None
+        # Never mode "w": all ranks and the notebook write to this file.
+        make = partial(logging.FileHandler, handler.baseFilename, "a", handler.encoding, delay=True)
+    elif type(handler) is logging.StreamHandler and (name := _stream_name(handler.stream)):
+        make = partial(_stream_handler, name)
+    else:
+        return None
+    return make, handler.level, formatter
 
 
 def _append_from_now_on(handler: logging.FileHandler) -> None:
@@ -228,7 +234,7 @@ def apply_notebook_state(state: NotebookState) -> None:
         warnings.filterwarnings(*entry)
     logging.disable(state.disabled_level)
     for logger in state.loggers:
-        _apply_logger(**logger)
+        _apply_logger(*logger)
     if state.torch_settings:
         _apply_torch_settings(state)
     apply_generators(state)
@@ -266,15 +272,13 @@ def _apply_torch_settings(state: NotebookState) -> None:
     if any(wanted[name] != now[name] for name in ("deterministic", "warn_only")):
         # It imports torch._inductor, which takes seconds.
         torch.use_deterministic_algorithms(wanted["deterministic"], warn_only=wanted["warn_only"])
-    settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = wanted["fill_uninitialized_memory"]
     torch.autograd.set_detect_anomaly(wanted["anomaly"], wanted["check_nan"])
     # Of precisions only what differs: one that is set for an operation, be it to the default, no
     # longer follows the one that the function sets for all of them.
     if wanted["matmul_precision"] not in (None, now["matmul_precision"]):
         torch.set_float32_matmul_precision(wanted["matmul_precision"])
-    for path, value in state.backend_flags.items():
-        owner, _, name = f"backends.{path}".rpartition(".")
+    for path, value in state.torch_flags.items():
+        owner, _, name = path.rpartition(".")
         module: Any = attrgetter(owner)(torch)
         # Torch raises for the older name of a precision once the newer one was set.
         with contextlib.suppress(RuntimeError):
@@ -283,7 +287,7 @@ def _apply_torch_settings(state: NotebookState) -> None:
 
 
 def _apply_logger(
-    *, name: str | None, level: int, propagate: bool, disabled: bool, handlers: list[dict[str, Any]]
+    name: str | None, level: int, propagate: bool, disabled: bool, handlers: list[_Handler]
 ) -> None:
     logger = logging.getLogger(name)
     if logger.level != level:
@@ -292,23 +296,12 @@ def _apply_logger(
     logger.disabled = disabled
     # What the template has imported has its own handlers already.
     if not logger.handlers:
-        for handler in handlers:
-            logger.addHandler(_make_handler(**handler))
+        for make, handler_level, formatter in handlers:
+            handler = make()
+            handler.setLevel(handler_level)
+            handler.setFormatter(formatter)
+            logger.addHandler(handler)
 
 
-def _make_handler(
-    *,
-    level: int,
-    formatter: logging.Formatter,
-    stream: str = "",
-    file: tuple[str, str | None] | None = None,
-) -> logging.Handler:
-    handler: logging.Handler
-    if file is not None:
-        # Never mode "w": all ranks and the notebook write to this file.
-        handler = logging.FileHandler(file[0], mode="a", encoding=file[1], delay=True)
-    else:
-        handler = logging.StreamHandler(getattr(sys, stream))
-    handler.setLevel(level)
-    handler.setFormatter(formatter)
-    return handler
+def _stream_handler(name: str) -> logging.Handler:
+    return logging.StreamHandler(getattr(sys, name))
