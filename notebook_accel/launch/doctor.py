@@ -50,16 +50,21 @@ class Finding:
     """The answer to one question.
 
     Attributes:
-        level: :data:`FINE`, :data:`HURTS` (a training may suffer) or :data:`STOPS` (no launch).
         subject: what was looked at.
         found: what was seen.
         remedy: what to do; "" where all is well, or ``found`` says it.
+        stops: whether no launch succeeds.
     """
 
-    level: str
     subject: str
     found: str
     remedy: str = ""
+    stops: bool = False
+
+    @property
+    def level(self) -> str:
+        """:data:`FINE`, :data:`HURTS` (a training may suffer) or :data:`STOPS` (no launch)."""
+        return STOPS if self.stops else HURTS if self.remedy else FINE
 
 
 def examine() -> list[Finding]:
@@ -84,24 +89,24 @@ def _platform(_machine: Machine) -> Iterator[Finding]:
     try:
         preflight.check_platform()
     except NotebookAccelError as error:
-        yield Finding(level=STOPS, subject="system", found=str(error))
+        yield Finding(subject="system", found=str(error), stops=True)
     else:
-        yield Finding(level=FINE, subject="system", found="processes can be started and watched")
+        yield Finding(subject="system", found="processes can be started and watched")
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
     if machine.error:
         remedy = "repair the driver, for example, or launch with devices='cpu'"
-        yield Finding(level=STOPS, subject="devices", found=machine.error, remedy=remedy)
+        yield Finding(subject="devices", found=machine.error, remedy=remedy, stops=True)
     elif machine.devices:
         names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
-        yield Finding(level=FINE, subject="devices", found=names)
+        yield Finding(subject="devices", found=names)
     else:
         yield _without_devices(machine)
 
 
 def _without_devices(machine: Machine) -> Finding:
-    found = f"no accelerator: ranks train on {machine.num_cores} CPU cores"
+    found, remedy = f"no accelerator: ranks train on {machine.num_cores} CPU cores", ""
     names = ", ".join(_ask_nvidia("--query-gpu=name"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if machine.problem:
@@ -113,29 +118,19 @@ def _without_devices(machine: Machine) -> Finding:
     elif names:
         found = f"{found}; torch {machine.versions.get('torch', '')} cannot use {names}"
         remedy = "install a torch that was built for CUDA: https://pytorch.org/get-started/locally/"
-    else:
-        return Finding(level=FINE, subject="devices", found=found)
-    return Finding(level=HURTS, subject="devices", found=found, remedy=remedy)
+    return Finding(subject="devices", found=found, remedy=remedy)
 
 
 def _tpus(_machine: Machine) -> Iterator[Finding]:
     platform, count = tpu.count_devices(os.environ)
     found = tpu.library()
     if platform == "TPU" and count and found is None:
-        yield Finding(
-            level=HURTS,
-            subject="TPU",
-            found=f"devices of {platform}: {count}, and no library for them",
-            remedy=tpu.INSTALL,
-        )
+        found_none = f"devices of {platform}: {count}, and no library for them"
+        yield Finding(subject="TPU", found=found_none, remedy=tpu.INSTALL)
     elif found is not None:
         what = f"devices of {platform}: {count}" if count else "none found"
-        yield Finding(
-            level=HURTS if found.problem else FINE,
-            subject="TPU",
-            found=f"{what}; {found.name} {found.version}",
-            remedy=found.problem,
-        )
+        named = f"{what}; {found.name} {found.version}"
+        yield Finding(subject="TPU", found=named, remedy=found.problem)
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
@@ -144,7 +139,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     named = [f"{name} {version}" for name, version in machine.versions.items()]
     named += [f"NVIDIA driver {version}" for version in sorted(drivers)]
     if named:
-        yield Finding(level=FINE, subject="versions", found=", ".join(named))
+        yield Finding(subject="versions", found=", ".join(named))
 
 
 def _ask_nvidia(query: str) -> list[str]:
@@ -167,12 +162,13 @@ def _ask_nvidia(query: str) -> list[str]:
 
 def _memory(machine: Machine) -> Iterator[Finding]:
     free = min(machine.free_memory, _free_in_container())
-    found = f"{free / _GIB:.1f} GB of memory are free"
-    if free < _LITTLE_MEMORY:
-        remedy = "free some of it: a rank takes 0.25 GB before it has a model"
-        yield Finding(level=HURTS, subject="memory", found=found, remedy=remedy)
-    else:
-        yield Finding(level=FINE, subject="memory", found=found)
+    yield Finding(
+        subject="memory",
+        found=f"{free / _GIB:.1f} GB of memory are free",
+        remedy="free some of it: a rank takes 0.25 GB before it has a model"
+        if free < _LITTLE_MEMORY
+        else "",
+    )
 
 
 _GROUP = Path("/sys/fs/cgroup")
@@ -196,17 +192,15 @@ def _shared_memory(_machine: Machine) -> Iterator[Finding]:
         size = shutil.disk_usage("/dev/shm")
     except OSError as error:
         remedy = "mount a tmpfs there: workers of a DataLoader hand batches over in it"
-        yield Finding(level=HURTS, subject="/dev/shm", found=str(error), remedy=remedy)
+        yield Finding(subject="/dev/shm", found=str(error), remedy=remedy)
         return
-    found = f"{size.free / 1024**2:,.0f} MB of {size.total / 1024**2:,.0f} MB are free"
+    found, remedy = f"{size.free / 1024**2:,.0f} MB of {size.total / 1024**2:,.0f} MB are free", ""
     if size.free < _SMALL_SHARED_MEMORY:
         remedy = (
             "start the container with --shm-size=1g or --ipc=host; until then, a DataLoader with "
             "num_workers=0 needs none of it (launching needs none either)"
         )
-        yield Finding(level=HURTS, subject="/dev/shm", found=found, remedy=remedy)
-    else:
-        yield Finding(level=FINE, subject="/dev/shm", found=found)
+    yield Finding(subject="/dev/shm", found=found, remedy=remedy)
 
 
 def _limits(_machine: Machine) -> Iterator[Finding]:
@@ -214,7 +208,6 @@ def _limits(_machine: Machine) -> Iterator[Finding]:
     number = "without a limit" if files is None else f"{files:,} at most"
     low = files is not None and files < needed
     yield Finding(
-        level=HURTS if low else FINE,
         subject="open files",
         found=f"{number} (ulimit -Hn)",
         remedy=f"8 ranks need {needed}: have it raised" if low else "",
@@ -226,20 +219,19 @@ def _folders(_machine: Machine) -> Iterator[Finding]:
         folder = runs_folder()
         there = next(path for path in (folder, *folder.parents) if path.is_dir())
         free = shutil.disk_usage(there).free
+        if not os.access(there, os.W_OK):
+            raise PermissionError(f"{there} cannot be written")
     except (NotebookAccelError, OSError, RuntimeError) as error:
         remedy = "set NOTEBOOK_ACCEL_RUNS to a folder that can be written"
-        yield Finding(level=STOPS, subject="runs folder", found=str(error), remedy=remedy)
+        yield Finding(subject="runs folder", found=str(error), remedy=remedy, stops=True)
         return
-    found = f"{folder}: {free / _GIB:.1f} GB are free"
-    if not os.access(there, os.W_OK):
-        remedy = "set NOTEBOOK_ACCEL_RUNS to a folder that can be written"
-        found = f"{there} cannot be written"
-        yield Finding(level=STOPS, subject="runs folder", found=found, remedy=remedy)
-    elif free < _LITTLE_DISK:
-        remedy = "free some of it, or set NOTEBOOK_ACCEL_RUNS to a folder of another disk"
-        yield Finding(level=HURTS, subject="runs folder", found=found, remedy=remedy)
-    else:
-        yield Finding(level=FINE, subject="runs folder", found=found)
+    yield Finding(
+        subject="runs folder",
+        found=f"{folder}: {free / _GIB:.1f} GB are free",
+        remedy="free some of it, or set NOTEBOOK_ACCEL_RUNS to a folder of another disk"
+        if free < _LITTLE_DISK
+        else "",
+    )
 
 
 def _settings(_machine: Machine) -> Iterator[Finding]:
@@ -247,7 +239,7 @@ def _settings(_machine: Machine) -> Iterator[Finding]:
         resolve({})
     except ConfigError as error:
         remedy = "correct it, or take it away: each launch that does not say otherwise reads it"
-        yield Finding(level=STOPS, subject="settings", found=str(error), remedy=remedy)
+        yield Finding(subject="settings", found=str(error), remedy=remedy, stops=True)
 
 
 _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (

@@ -95,16 +95,16 @@ def _widgets() -> list[Finding]:
     server = _server_python()
     if server is None:
         found += "; where a panel stays empty, install jupyterlab_widgets where Jupyter itself runs"
-        return [Finding(level=FINE, subject="widgets", found=found)]
+        return [Finding(subject="widgets", found=found)]
     version = next(filter(None, map(_version_in, _folders_of_server(server))), "")
     # By the first number of their versions: ipywidgets 8 goes with 5, ipywidgets 7 with 3.
     fitting, package = ("3", "1") if found.startswith("ipywidgets 7") else ("5", "3")
     found += f"; jupyterlab-manager {version or 'is not'} in the Jupyter server ({server})"
     if version.partition(".")[0] == fitting:
-        return [Finding(level=FINE, subject="widgets", found=found)]
+        return [Finding(subject="widgets", found=found)]
     remedy = f"{server} -m pip install 'jupyterlab_widgets=={package}.*', then reload the page"
     remedy += "; until then, view='text' shows runs as lines"
-    return [Finding(level=HURTS, subject="widgets", found=found, remedy=remedy)]
+    return [Finding(subject="widgets", found=found, remedy=remedy)]
 
 
 def _folders_of_server(python: str) -> list[Path]:

@@ -246,7 +246,7 @@ def test_a_server_is_known_by_its_command(command: str, is_server: bool) -> None
 
 
 def test_a_diagnosis_reads_as_a_table_and_as_lines() -> None:
-    bad = Finding(level=STOPS, subject="a<b", found="seen", remedy="do it")
-    shown = Diagnosis([Finding(level=FINE, subject="x", found="good"), bad])
+    bad = Finding(subject="a<b", found="seen", remedy="do it", stops=True)
+    shown = Diagnosis([Finding(subject="x", found="good"), bad])
     assert repr(shown) == "✓ x: good\n✗ a<b: seen\n    to do: do it"
     assert "a&lt;b" in shown._repr_html_()

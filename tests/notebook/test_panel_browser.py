@@ -483,8 +483,8 @@ def test_the_doctor_sees_the_widgets_of_this_server(notebook: Notebook) -> None:
     output = notebook.add("%accelerate doctor")
     wait_for(output, re.compile(r"jupyterlab-manager 5\.\S+ in the Jupyter server"))
     # A path is one long word.
-    imports = "from notebook_accel.notebook.doctor import FINE, Diagnosis, Finding"
-    finding = "Finding(level=FINE, subject='runs folder', found='/tmp/' + 80 * 'x')"
+    imports = "from notebook_accel.notebook.doctor import Diagnosis, Finding"
+    finding = "Finding(subject='runs folder', found='/tmp/' + 80 * 'x')"
     wait_for(notebook.add(f"{imports}\nDiagnosis([{finding}])"), "/tmp/xxx")
     check_table_layout(notebook)
 
