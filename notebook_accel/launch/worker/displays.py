@@ -2,17 +2,15 @@
 
 In a notebook ``display(x)`` and ``plt.show()`` draw below the cell; a rank has no cell, and IPython
 would print a ``repr`` there. So the functions of that name are replaced in the modules that have
-them, right after their import; nothing is imported here, unless somebody wants a handle
-(``display_id``). Values are turned into data by MIME type by the methods that Jupyter knows
-(``_repr_html_`` and the like). Text alone is printed, unless it has an id, by which it may be
-replaced.
+them, right after their import; IPython is imported here only once something is displayed. Its
+formatters turn values into data by MIME type. Text alone is printed, unless it has an id, by which
+it may be replaced.
 """
 
 from __future__ import annotations
 
 import base64
 import builtins
-import contextlib
 import io
 import sys
 import threading
@@ -26,7 +24,7 @@ from notebook_accel.launch.system.token_bucket import TokenBucket
 from notebook_accel.launch.worker.after_import import change_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 __all__ = ["display", "figure_png", "flush", "format_by", "install", "mime_bundle"]
 
@@ -38,23 +36,16 @@ _PER_SECOND = 0.5
 # What is replaced in a loop: so often at most, and `_MAX_BYTES` a second.
 _REPLACE_SECONDS = 0.2
 
-_METHODS = (
-    ("_repr_html_", "text/html"),
-    ("_repr_markdown_", "text/markdown"),
-    ("_repr_svg_", "image/svg+xml"),
-    ("_repr_png_", "image/png"),
-    ("_repr_jpeg_", "image/jpeg"),
-    ("_repr_latex_", "text/latex"),
-)
+# IPython's formatters, which know what each value is as data.
+_formatter: Any = None
 
 
-_format: Callable[[Any], dict[str, Any]] | None = None
-
-
-def format_by(function: Callable[[Any], dict[str, Any]]) -> None:
-    """Turn values into data by ``function``, as by the formatters that a session's shell has."""
-    global _format
-    _format = function
+def format_by(formatter: Any) -> None:
+    """Turn values into data by these formatters of IPython, as those of a session's shell."""
+    global _formatter
+    figures = formatter.formatters["image/png"]
+    figures.for_type_by_name("matplotlib.figure", "Figure", figure_png)
+    _formatter = formatter
 
 
 def install() -> None:
@@ -188,39 +179,17 @@ def _handle(display_id: str) -> Any:
 def mime_bundle(value: Any) -> dict[str, str]:
     """``value`` as data by MIME type, as Jupyter would show it; binary data in base64.
 
-    It is empty where the value has displayed itself.
+    It is empty where the value has displayed itself, or its ``repr`` raises.
     """
-    return _sendable(_format(value) if _format is not None else _found_by_methods(value))
+    if _formatter is None:
+        format_by(import_module("IPython.core.formatters").DisplayFormatter())
+    return _sendable(_formatter.format(value)[0])
 
 
 def _sendable(found: Mapping[str, Any]) -> dict[str, str]:
     """Return the data as text by MIME type, bytes in base64; other values are left out."""
     texts = {str(mime): _as_text(data) for mime, data in found.items()}
     return {mime: text for mime, text in texts.items() if text}
-
-
-def _found_by_methods(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"text/plain": _repr_of(value)}
-    # A class has the methods too, but they are for its instances.
-    if not isinstance(value, type):
-        for method, mime in _METHODS:
-            # The object's own method may raise anything: then one of the others shows it.
-            with contextlib.suppress(Exception):
-                found[mime] = getattr(value, method)()
-        with contextlib.suppress(Exception):
-            bundle = value._repr_mimebundle_(include=None, exclude=None)
-            found.update(bundle[0] if isinstance(bundle, tuple) else bundle)
-    if type(value).__module__ == "matplotlib.figure" and "image/png" not in found:
-        found["image/png"] = figure_png(value)
-    return found
-
-
-def _repr_of(value: Any) -> str:
-    """Return ``repr(value)``; if that raises, a text that says so."""
-    try:
-        return repr(value)
-    except Exception as error:  # whatever a user's class does
-        return f"<{type(value).__qualname__}, whose repr raised {type(error).__name__}>"
 
 
 def figure_png(figure: Any) -> bytes:
@@ -232,8 +201,6 @@ def figure_png(figure: Any) -> bytes:
 
 def _as_text(data: object) -> str:
     """Text as it is, bytes in base64; "" for what is neither, such as a bundle's metadata."""
-    if isinstance(data, tuple):
-        data = data[0]
     if isinstance(data, bytes):
         return base64.b64encode(data).decode()
     return data if isinstance(data, str) else ""

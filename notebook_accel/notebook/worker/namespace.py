@@ -92,19 +92,13 @@ class RankShell(InteractiveShell):
         self._hook: Any = self.displayhook
         # It names ways out that end no rank.
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
-        figures = self._formatter.formatters["image/png"]
-        figures.for_type_by_name("matplotlib.figure", "Figure", displays.figure_png)
-        displays.format_by(self.mime_bundle)
+        displays.format_by(self.display_formatter)
 
     def init_history(self) -> None:
         # The history on disk is the person's own, and the notebook writes it.
         self.history_manager: Any = HistoryManager(shell=self, parent=self, enabled=False)
         configurables: Any = self.configurables
         configurables.append(self.history_manager)
-
-    @property
-    def _formatter(self) -> Any:
-        return self.display_formatter
 
     def run(self, text: str, source: CellSource, first_line: int) -> ShownValue | None:
         """Run a cell; return the value of its last expression, or None.
@@ -130,11 +124,6 @@ class RankShell(InteractiveShell):
             raise error
         _show_figures()
         return None if self._hook.shown is None else _shown(self._hook.shown)
-
-    def mime_bundle(self, value: Any) -> dict[str, Any]:
-        """``value`` as data by MIME type; nothing where it has displayed itself."""
-        data: dict[str, Any] = self._formatter.format(value)[0]
-        return data
 
     # An error is raised to the notebook, which shows it: nobody reads one that is printed here.
 
