@@ -200,10 +200,12 @@ def find_hang(
             waiting.setdefault((stack.operation, stack.own_line), []).append(stack.rank)
         elif stack.rank not in held:
             others.setdefault(stack.place, []).append(stack.rank)
-    if not waiting:
-        return _only_suspended(held, since) if held else None
-    if len(waiting) == 1 and not (others or held or ended) and silent < _SLOW_SECONDS:
+    is_slow = len(waiting) == 1 and not (others or held or ended) and silent < _SLOW_SECONDS
+    if is_slow or not (waiting or held):
         return None
+    if not waiting:
+        # No other rank waits for those that are suspended: they alone are named.
+        stacks, others, ended = (), {}, ()
     groups = sorted(waiting.items(), key=lambda item: (-len(item[1]), item[1]))
     is_certain = all(one.is_idle for one in stacks if not one.operation)
     parts = [
@@ -218,7 +220,7 @@ def find_hang(
         parts.append(_suspended(held))
     if ended:
         parts.append(f"{_with_verb(ended, 'has', 'have')} ended")
-    begin = "the run hangs" if is_certain else "ranks wait for others, which are at work"
+    begin = "the run hangs: " if is_certain else "ranks wait for others, which are at work: "
     advice = "" if held or not is_certain else f". {_ADVICE}"
     # Where all ranks wait, at different places, the largest group is taken to be where all should
     # be: the ranks at every other place are elsewhere.
@@ -227,23 +229,11 @@ def find_hang(
         elsewhere = {rank: f"at {line}" for (_, line), ranks in groups[1:] for rank in ranks}
     return Hang(
         is_certain=is_certain,
-        text=f"{begin}: {'; '.join(parts)}{advice}",
+        text=f"{begin if waiting else ''}{'; '.join(parts)}{advice}",
         since=since,
         operations={one.rank: one.operation for one in stacks if one.operation},
         elsewhere=elsewhere,
         stacks=_alike(stacks),
-    )
-
-
-def _only_suspended(held: Mapping[int, int], since: float) -> Hang:
-    """Return the ``Hang`` for suspended ranks when no other rank waits for them."""
-    return Hang(
-        is_certain=True,
-        text=_suspended(held),
-        since=since,
-        operations={},
-        elsewhere={},
-        stacks=(),
     )
 
 

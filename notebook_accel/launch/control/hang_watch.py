@@ -98,8 +98,11 @@ class HangWatch:
             self._next = 0.0
             # A rank that is suspended is named where others go on, or where there is no other.
             state = _with_hang(state, self._find([], state, now))
-        elif self._asked is not None and self._has_answers(state, now):
-            state = self._judge(state, now)
+        elif self._asked is not None:
+            alive = [rank for rank in state.ranks if not rank.has_ended]
+            has_all = all(rank.rank in self._dumps for rank in alive)
+            if has_all or now >= self._asked + _ANSWER_SECONDS:
+                state = self._judge(state, alive, now)
         self._seen = state
         return state
 
@@ -122,18 +125,9 @@ class HangWatch:
             return False
         return now - max(self._moved.values()) >= _SILENT_SECONDS
 
-    def _has_answers(self, state: RunState, now: float) -> bool:
-        assert self._asked is not None
-        alive = [rank.rank for rank in state.ranks if not rank.has_ended]
-        return now >= self._asked + _ANSWER_SECONDS or all(rank in self._dumps for rank in alive)
-
-    def _judge(self, state: RunState, now: float) -> RunState:
+    def _judge(self, state: RunState, alive: Sequence[RankState], now: float) -> RunState:
         """Return the state with the hang that two dumps in a row show."""
-        stacks = [
-            self._read(rank, self._dumps.get(rank.rank, ""))
-            for rank in state.ranks
-            if not rank.has_ended
-        ]
+        stacks = [self._read(rank, self._dumps.get(rank.rank, "")) for rank in alive]
         found = self._find(stacks, state, now)
         where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
         is_same, self._before = where == self._before, where

@@ -38,6 +38,9 @@ class MetricReader:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
 
+    def flush(self) -> None:
+        """Write what was added in this process, before the file is read."""
+
     def read(self) -> list[dict[str, Any]]:
         """Every row, in the order in which they came; none where there is no file.
 
@@ -46,12 +49,14 @@ class MetricReader:
         Raises:
             OSError: the file cannot be read, or is too large.
         """
+        self.flush()
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             return _rows(line for line in not_too_large(file) if line.endswith(b"\n"))
         return []
 
     def sample(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
         """Every row of a short file; of a long one, stretches from its begin to its end."""
+        self.flush()
         with contextlib.suppress(FileNotFoundError):
             size = self.path.stat().st_size
             if size > max_bytes:
@@ -129,14 +134,6 @@ class MetricStore(MetricReader):
             )
             with contextlib.suppress(OSError):
                 self._file.close()
-
-    def read(self) -> list[dict[str, Any]]:
-        self.flush()
-        return super().read()
-
-    def sample(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
-        self.flush()
-        return super().sample(max_bytes)
 
 
 def _spread_lines(file: IO[bytes], size: int, max_bytes: int) -> Iterator[bytes]:

@@ -361,7 +361,10 @@ class RankPool:
                 selector.register(link.channel.fileno(), selectors.EVENT_READ, link)
             while not self._all_ended():
                 is_idle = self._call is None and self._kill_asked is None
-                self._watch_writable(selector)
+                for link in self._links:
+                    # Wakes when a full socket can take more.
+                    pending = selectors.EVENT_WRITE if link.channel.num_pending else 0
+                    selector.modify(link.channel.fileno(), selectors.EVENT_READ | pending, link)
                 events = selector.select(_IDLE_SECONDS if is_idle else _TICK_SECONDS)
                 with self._turn:
                     for link in [key.data for key, _ in events]:
@@ -392,12 +395,6 @@ class RankPool:
             return
         selector.unregister(link.channel.fileno())
         self._lose(link, end)
-
-    def _watch_writable(self, selector: selectors.BaseSelector) -> None:
-        """Wake the selector when a full socket can take more."""
-        for link in self._links:
-            pending = selectors.EVENT_WRITE if link.channel.num_pending else 0
-            selector.modify(link.channel.fileno(), selectors.EVENT_READ | pending, link)
 
     def _all_ended(self) -> bool:
         """Return whether every process has ended, and all its messages have arrived."""
@@ -458,20 +455,17 @@ class RankPool:
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
         """Forward an agent's message to the other agents if it concerns their part of the call."""
         if isinstance(message, wire.PortReserved):
-            self._release_for_others(message.port)
+            # The call goes to the other agents, which had to wait for the port of its ranks.
+            with self._channels():
+                for waiting, fds in self._for_others.release(message.port):
+                    for other in self._links:
+                        if other is not self._first:
+                            other.post(waiting, fds)
         elif isinstance(message, wire.RankFailed):
             self._send_to([other for other in self._links if other is not link], message)
         elif isinstance(message, wire.StopPointReached):
             self._stop_answers.note(link.rank_numbers, message)
             self._decide_stop(message.call)
-
-    def _release_for_others(self, port: int) -> None:
-        """Send the call to the other agents, which had to wait for the port of its ranks."""
-        with self._channels():
-            for message, fds in self._for_others.release(port):
-                for link in self._links:
-                    if link is not self._first:
-                        link.post(message, fds)
 
     def _drop_for_others(self) -> None:
         with self._channels():

@@ -137,7 +137,8 @@ class RunFolder:
         folder = cls(root / _new_id())
         try:
             folder.path.mkdir(parents=True, mode=0o700)
-            folder._hold()
+            mark = folder.path / _LIVE
+            mark.write_text(_kernel_file(root).name)
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise too_many_files() from None
@@ -145,6 +146,7 @@ class RunFolder:
                 f"the folder for the run's logs and metrics cannot be made in {root}: {error}. Set "
                 "NOTEBOOK_ACCEL_RUNS to a folder that can be written"
             ) from None
+        weakref.finalize(folder, _let_go, mark, os.getpid())
         if remove_old:
             folder.remove_old()
         return folder
@@ -158,15 +160,14 @@ class RunFolder:
         with contextlib.suppress(OSError):
             _remove_old(self.path.parent, beside=self)
 
-    def _hold(self) -> None:
-        mark, kernel = self.path / _LIVE, _kernel_file(self.path.parent)
-        mark.write_text(kernel.name)
-        weakref.finalize(self, _let_go, mark, os.getpid())
-
     @property
     def is_held(self) -> bool:
         """Whether a live kernel holds the run."""
-        return _is_held(self.path)
+        try:
+            name = (self.path / _LIVE).read_text(errors="replace")
+        except OSError:
+            return False
+        return bool(_KERNEL.fullmatch(name)) and _is_locked(self.path.parent / name)
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
@@ -438,14 +439,6 @@ def _let_go(mark: Path, pid: int) -> None:
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             mark.unlink()
-
-
-def _is_held(folder: Path) -> bool:
-    try:
-        name = (folder / _LIVE).read_text(errors="replace")
-    except OSError:
-        return False
-    return bool(_KERNEL.fullmatch(name)) and _is_locked(folder.parent / name)
 
 
 def _is_locked(path: Path) -> bool:
