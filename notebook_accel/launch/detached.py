@@ -92,7 +92,7 @@ def launch_detached(
     packed: PackedCall,
     *,
     notebook_file: str,
-    script: Callable[[int, str], str],
+    script: Callable[..., str],
 ) -> Run:
     """Have a new keeper process launch the run; return its handle.
 
@@ -102,7 +102,7 @@ def launch_detached(
         request: what is called.
         packed: the same, pickled.
         notebook_file: the notebook's file, "" for none.
-        script: writes the function as a script, for a number of ranks and a file.
+        script: writes the function as a script, for ``world_size`` ranks and a ``file``.
 
     Raises:
         ConfigError, LaunchError: the keeper, or the ranks, could not be started.
@@ -112,7 +112,7 @@ def launch_detached(
         view=GuardedView(View()),
         notebook=pickle.dumps(capture(request.config.seed)),
     )
-    described = replace(packed, packed=Packed(b""), registry=Registry())
+    described = replace(packed, packed=Packed(), registry=Registry())
     with tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
@@ -154,7 +154,7 @@ def launch_detached(
         state = _state_of(first)
         folder = RunFolder(runs_folder() / state.run)
         call = AttachedCall(channel, first, folder, request.config, request.view)
-        run = _opened(call, partial(script, state.world_size))
+        run = _opened(call, partial(script, world_size=state.world_size))
         if presses.count:
             # Nobody gets the handle.
             call.kill()
@@ -212,7 +212,7 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
         return _opened(AttachedCall(channel, first, folder, run.config, GuardedView(view())))
 
 
-def _opened(call: AttachedCall, source: Callable[[str], str] | None = None) -> Run:
+def _opened(call: AttachedCall, source: Callable[..., str] | None = None) -> Run:
     """Return the handle of a run that a keeper conducts, after listing and showing the run."""
     run = Run(call, results=call.results, source=source)
     with held():

@@ -81,7 +81,7 @@ def launch(request: LaunchRequest) -> Run:
             assert packed is not None, "Engine.can_detach"
             request.view.launch_is_slow(request.name)
             return launch_detached(
-                request, packed, notebook_file=notebook_file(), script=partial(_script, request)
+                request, packed, notebook_file=notebook_file(), script=_script(request)
             )
     return launch_packed(request, packed)
 
@@ -125,7 +125,7 @@ def _begin_and_wait(
             with naming_what_is_short(), contextlib.ExitStack() as undo:
                 new = _new_call(request, world_size, session, undo)
                 with begin(new) as call:
-                    source = partial(_script, request, world_size)
+                    source = partial(_script(request), world_size=world_size)
                     run = Run(call, results=call.results, source=source)
                     # From here on the call itself ends what it has begun.
                     undo.pop_all()
@@ -454,12 +454,7 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
             error.args = (RESCUED + call.rescued_as,)
 
 
-def _script(request: LaunchRequest, world_size: int, file: str) -> str:
-    return script_of(
-        request.function,
-        request.args,
-        request.kwargs,
-        world_size=world_size,
-        file=file,
-        sources=request.sources,
-    )
+def _script(request: LaunchRequest) -> Callable[..., str]:
+    """Return :func:`script_of` for a request; ``world_size`` and ``file`` are missing."""
+    called = request.function, request.args, request.kwargs
+    return partial(script_of, *called, sources=request.sources)

@@ -69,7 +69,7 @@ class Run:
         call: Call,
         *,
         results: Results | None = None,
-        source: Callable[[str], str] | None = None,
+        source: Callable[..., str] | None = None,
     ) -> None:
         self.id: str = call.folder.id
         self.config = call.config
@@ -447,7 +447,7 @@ class Run:
                 )
             )
         target = Path(path).expanduser()
-        target.write_text(self._source(target.name), encoding="utf-8")
+        target.write_text(self._source(file=target.name), encoding="utf-8")
         return target
 
     def show(self, rank: int | None = None) -> None:

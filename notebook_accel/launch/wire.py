@@ -85,7 +85,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 10
+VERSION = 11
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -120,13 +120,10 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
     ``transport/segment.py`` converts values to packets and back.
 
     Attributes:
-        header: that of ``payload.Packed``; empty where that is too large for a message: then the
-            first buffer is the header.
         sizes: length in bytes of each out-of-band buffer.
         inline: the buffers themselves; empty where they lie in a segment that goes along.
     """
 
-    header: bytes
     sizes: tuple[int, ...] = ()
     inline: tuple[bytes, ...] = ()
 
@@ -539,14 +536,10 @@ class Forked(Message, frozen=True, kw_only=True):
 
 
 class AgentExited(Message, frozen=True, kw_only=True):
-    """An agent's process ended; ``exitcode`` is negative for a signal.
-
-    ``traceback`` is that of the exception that ended it; "" where there was none.
-    """
+    """An agent's process ended; ``exitcode`` is negative for a signal."""
 
     pid: int
     exitcode: int
-    traceback: str = ""
 
 
 class CountDevices(Message, frozen=True, kw_only=True):

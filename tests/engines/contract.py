@@ -419,7 +419,7 @@ class EngineContract:
             context: Any = rank.current()
             own = {"run": context.run, "call": context.call, "process": os.getpid()}
             if context.rank == 1:
-                packet = wire.Packet(header=b"forged")
+                packet = wire.Packet(sizes=(6,), inline=(b"forged",))
                 context.send(wire.RankEnded(run=context.run, rank=0, signal=9))
                 context.send(wire.Metric(rank=0, values={"loss": 1.0}, **own))
                 context.send(wire.Returned(rank=0, value=packet, call=99, run=context.run))

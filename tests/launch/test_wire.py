@@ -34,7 +34,7 @@ def _example(hint: Any) -> Any:
         if choice is not type(None):
             return _example(choice)
     if hint is wire.Packet:
-        return wire.Packet(header=b"\x00h", sizes=(1, 2), inline=(b"a", b"bc"))
+        return wire.Packet(sizes=(1, 2), inline=(b"a", b"bc"))
     if hint is wire.RankSpec:
         return wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2)
     if hint is wire.Metric:

@@ -38,7 +38,7 @@ def succeeded(state: RunState) -> RunState:
     for rank in range(state.world_size):
         state = after(
             state,
-            wire.Returned(rank=rank, value=wire.Packet(header=b"")),
+            wire.Returned(rank=rank, value=wire.Packet()),
             wire.RankEnded(rank=rank, exitcode=0, wall=1042.0),
         )
     return replace(state, status="succeeded", ended=1042.0)

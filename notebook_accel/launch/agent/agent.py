@@ -95,26 +95,20 @@ _METRICS_SECONDS = 0.1
 _MAX_METRICS = 100
 
 
-def _fork_ranks(
-    shared: Iterable[Shared], ports: RunPorts, unneeded: Sequence[int]
-) -> list[RankProcess]:
+def _fork_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
     """Fork the process of each rank, and return the ranks; each gets ready by itself.
 
     Args:
         shared: what the agent shares with each; opened as the rank is reached.
-        ports: where they meet.
         unneeded: descriptors of the agent, which they close.
     """
     ranks: list[RankProcess] = []
     for one in shared:
         of_others = [fd for rank in ranks for fd in rank.descriptors()]
-        inherited = one.inherited(
-            ports,
-            store_socket=ports.store,
-            unneeded=(*unneeded, *of_others, one.ours.fileno()),
-        )
         process = mp.get_context("fork").Process(
-            target=worker.main, args=(inherited,), name=f"rank-{one.spec.rank}"
+            target=worker.main,
+            args=(one.inherited, (*unneeded, *of_others, one.ours.fileno())),
+            name=f"rank-{one.inherited.spec.rank}",
         )
         process.start()
         ranks.append(RankProcess(one, process))
@@ -123,7 +117,7 @@ def _fork_ranks(
 
 # How rank processes come about, by ``wire.Launch.start_method``.
 _START_METHODS: dict[
-    str, Callable[[], Callable[[Iterable[Shared], RunPorts, Sequence[int]], list[RankProcess]]]
+    str, Callable[[], Callable[[Iterable[Shared], Sequence[int]], list[RankProcess]]]
 ] = {
     "fork": lambda: _fork_ranks,
     "xla": lambda: import_module("notebook_accel.launch.agent.spawning").start_ranks,
@@ -134,8 +128,6 @@ def main(
     channel: Channel,
     kernel: int,
     first: tuple[wire.Message, list[int]],
-    *,
-    unneeded: Sequence[int] = (),
 ) -> None:
     """Run the agent of one run, until all its ranks have ended.
 
@@ -143,7 +135,6 @@ def main(
         channel: to the kernel.
         kernel: a descriptor that becomes readable when the kernel's process ends.
         first: what came over the channel first, which must be ``Launch``.
-        unneeded: descriptors of the process that forked the agent, for the ranks to close.
 
     Raises:
         ProtocolError: the first message is another.
@@ -159,7 +150,7 @@ def main(
     scratch.use(message.run)
     agent = Agent(channel, kernel, message)
     try:
-        agent.start(unneeded)
+        agent.start()
         agent.serve()
     finally:
         agent.close()
@@ -205,21 +196,20 @@ class Agent:
 
     # ---- start -----------------------------------------------------------------------------
 
-    def start(self, unneeded: Sequence[int]) -> None:
+    def start(self) -> None:
         """Fork the rank processes and tell the kernel their pids."""
         launch = self._launch
-        shared = (Shared.with_rank(one, launch, self._board, self._logs) for one in launch.ranks)
+        made_of = launch, self._board, self._logs, self._ports
+        own = [self._channel.fileno(), self._kernel, self._selector.fileno()]
+        if self._ports.master is not None:
+            own.append(self._ports.master.fileno())
+        shared = (Shared.with_rank(one, *made_of) for one in launch.ranks)
         start_ranks = _START_METHODS[launch.start_method]()
-        self.ranks += start_ranks(shared, self._ports, (*unneeded, *self._own_descriptors()))
+        self.ranks += start_ranks(shared, own)
         self._post_pids()
 
     def _post_pids(self) -> None:
         self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self.ranks})
-
-    def _own_descriptors(self) -> tuple[int, ...]:
-        master = self._ports.master
-        port = () if master is None else (master.fileno(),)
-        return (self._channel.fileno(), self._kernel, self._selector.fileno(), *port)
 
     # ---- serve -----------------------------------------------------------------------------
 
@@ -261,10 +251,10 @@ class Agent:
             if rank.alive:
                 for message in rank.observe(now):
                     self._channel.post(message)
-                rank.check_connection(now)
                 rank.wake_if_unseen(now)
-                if rank.broken and not rank.ended_by_agent:
-                    self._give_up(rank)
+                if rank.is_broken(now) and not rank.ended_by_agent:
+                    self._report_broken(rank)
+                    rank.send_signal(signal.SIGKILL)
         if now >= self._next_metrics and self._metrics:
             self._next_metrics = now + _METRICS_SECONDS
             self._post_metrics()
@@ -401,13 +391,9 @@ class Agent:
             return
         try:
             messages = rank.channel.drain(limit=_BUSY_PENDING)
-        except ProtocolError:
+        except (EOFError, OSError, ProtocolError) as error:
             self._unwatch(rank.channel.fileno())
-            rank.broken = BROKEN
-            return
-        except (EOFError, OSError):
-            self._unwatch(rank.channel.fileno())
-            rank.note_closed(time.monotonic())
+            rank.closed_at = 0.0 if isinstance(error, ProtocolError) else time.monotonic()
             return
         # Metrics alone: what else a rank says is passed on at once.
         self.may_pause |= {type(message) for message, _ in messages} == {wire.Metric}
@@ -421,17 +407,12 @@ class Agent:
         except (EOFError, OSError, ProtocolError):
             # It ended in order; or its code had closed its end before, or written into it.
             if rank.is_in_call and rank.row.call_over:
-                rank.broken = BROKEN
-
-    def _give_up(self, rank: RankProcess) -> None:
-        """Report a rank whose connection is broken, and kill it."""
-        self._report_broken(rank)
-        rank.send_signal(signal.SIGKILL)
+                rank.closed_at = 0.0
 
     def _report_broken(self, rank: RankProcess) -> None:
         """Report a broken connection to a rank; during a call as a failure of the rank."""
         if not rank.is_in_call:
-            self._post(wire.Notice, text=f"rank {rank.rank} {rank.broken}")
+            self._post(wire.Notice, text=f"rank {rank.rank} {BROKEN}")
             return
         raised = wire.Raised(
             run=self._launch.run,
@@ -439,7 +420,7 @@ class Agent:
             rank=rank.rank,
             kind="exception",
             type_name="ConnectionError",
-            text=f"it {rank.broken}",
+            text=f"it {BROKEN}",
             traceback="",
         )
         self._channel.post(self._handle_rank_message(rank, raised))
@@ -539,7 +520,7 @@ class Agent:
                 self._relay_rest(rank)
                 self._unwatch(rank.channel.fileno())
             was_in_call = rank.is_in_call
-            if was_in_call and rank.broken and not rank.ended_by_agent:
+            if was_in_call and rank.closed_at == 0.0 and not rank.ended_by_agent:
                 self._report_broken(rank)
             exits.append((rank, was_in_call, rank.reap()))
             self.reaped.append(rank.pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,8 @@ class FileTail:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
-        self._rest = b""
+        # Keeps the bytes of a character that is not whole yet.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_within_line = False
         self.start = self.position = 0
 
@@ -62,19 +64,20 @@ class FileTail:
         size, before, skipped = os.fstat(self.fileno()).st_size, "", 0
         if size < self._file.tell():
             self._file.seek(0)
-            self._rest, self.position = b"", 0
+            self._decoder.reset()
+            self.position = 0
             before = "\n" * self._is_within_line + _ERASED
         self.start = self.position
         is_cut = False
-        data, left = self._rest, size - self._file.tell()
+        data, left = self._decoder.getstate()[0], size - self._file.tell()
+        self._decoder.reset()
         while left > 0 and (part := self._file.read(min(left, _CHUNK_BYTES))):
             left -= len(part)
             data, more, within_line = _newest(data + part)
             skipped += more
             is_cut = is_cut if within_line is None else within_line
-        data, self._rest = (data, b"") if final else _whole_characters(data)
-        self.position = self._file.tell() - len(self._rest)
-        text = before + _CUT * is_cut + data.decode(errors="replace")
+        text = before + _CUT * is_cut + self._decoder.decode(data, final)
+        self.position = self._file.tell() - len(self._decoder.getstate()[0])
         if text:
             self._is_within_line = not text.endswith("\n")
         return text, skipped
@@ -100,15 +103,3 @@ def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
         # One line alone is longer: it begins with a whole character.
         cut = start + len(data[start:]) - len(data[start:].lstrip(_CONTINUATION))
     return data[cut:], data.count(b"\n", 0, cut), is_within_line
-
-
-def _whole_characters(data: bytes) -> tuple[bytes, bytes]:
-    """Split ``data`` before an incomplete UTF-8 character at its end."""
-    for back in range(1, min(4, len(data)) + 1):
-        byte = data[-back]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return (data[:-back], data[-back:]) if back < needed else (data, b"")
-        if byte < 0x80:
-            break
-    return data, b""

@@ -76,64 +76,42 @@ class Shared:
     """Descriptors and memory that an agent shares with one rank, made before it starts.
 
     Attributes:
-        launch: the kernel's request to start the ranks.
-        spec: number, environment and device of the rank.
-        board: scoreboard with the rank's counters.
-        ours, theirs: the agent's and the rank's end of the channel.
-        log: descriptor of the rank's output file; only the rank writes to it.
-        tail: reads that file.
-        stacks: descriptor of the file for dumps of its stacks.
-        disconnect: eventfd that asks the rank to shut down its connections.
+        inherited: the rank's side of it.
+        ours: the agent's end of the channel.
+        tail: reads the rank's output file, to which only the rank writes.
     """
 
-    launch: wire.Launch
-    spec: wire.RankSpec
-    board: Scoreboard
+    inherited: Inherited
     ours: socket.socket
-    theirs: socket.socket
-    log: int
     tail: FileTail
-    stacks: int
-    disconnect: int
 
     @classmethod
     def with_rank(
-        cls, spec: wire.RankSpec, launch: wire.Launch, board: Scoreboard, logs: RankLogs
+        cls,
+        spec: wire.RankSpec,
+        launch: wire.Launch,
+        board: Scoreboard,
+        logs: RankLogs,
+        ports: RunPorts,
     ) -> Shared:
         """Open everything that is shared with a rank."""
         ours, theirs = socket.socketpair()
         log = logs.open(spec.rank)
         tail = FileTail(logs.path(spec.rank))
         tail.skip()  # the output of the attempt before, where ranks are started again
-        return cls(
+        inherited = Inherited(
+            agent_pid=os.getpid(),
             launch=launch,
             spec=spec,
+            master_port=ports.master_number,
+            store_socket=ports.store,
+            channel=Channel(theirs),
             board=board,
-            ours=ours,
-            theirs=theirs,
             log=log,
-            tail=tail,
             stacks=os.memfd_create(f"stacks-{spec.rank}"),
             disconnect=os.eventfd(0),
         )
-
-    def inherited(
-        self, ports: RunPorts, *, store_socket: socket.socket | None, unneeded: Sequence[int]
-    ) -> Inherited:
-        """Return the record of what the rank process inherits from the agent."""
-        return Inherited(
-            agent_pid=os.getpid(),
-            launch=self.launch,
-            spec=self.spec,
-            master_port=ports.master_number,
-            store_socket=store_socket,
-            channel=Channel(self.theirs),
-            board=self.board,
-            log=self.log,
-            stacks=self.stacks,
-            disconnect=self.disconnect,
-            unneeded=tuple(unneeded),
-        )
+        return cls(inherited=inherited, ours=ours, tail=tail)
 
 
 class RankProcess:
@@ -151,40 +129,40 @@ class RankProcess:
         is_in_call: whether a call was sent to it that it has not reported the end of.
         has_started: whether it has called the function of that call.
         has_returned: whether the newest call that was sent to it has returned.
-        broken: what is wrong with its connection, so that nothing can be heard from it any more;
-            "" while nothing is.
+        closed_at: when its end of the connection was found to be closed, because it dies or its
+            code closed it; 0 where nonsense came, or a result was lost; None while it is open.
     """
 
     def __init__(self, shared: Shared, process: Process) -> None:
         """Take over a rank whose process has started; closes this process's copies of its ends."""
         assert process.pid is not None
-        shared.theirs.close()
-        os.close(shared.log)
-        self.rank = shared.spec.rank
+        inherited = shared.inherited
+        inherited.channel.close()
+        os.close(inherited.log)
+        self.rank = inherited.spec.rank
         self.pid: int = process.pid
         self.needed_pids: tuple[int, ...] = (process.pid,)
         self.channel = Channel(shared.ours)
-        self.row = shared.board.row(shared.spec.local_rank)
+        self.row = inherited.board.row(inherited.spec.local_rank)
         self.exit_fd = processes.watch_exit(self.pid)
         self.alive = True
         self.ended_by_agent = False
         self.is_in_call = False
         self.has_started = False
         self.has_returned = False
-        self.broken = ""
-        self._closed_at: float | None = None
+        self.closed_at: float | None = None
         self._call = 0
         self._process = process
         self._tail = shared.tail
-        self._stacks = shared.stacks
-        self._disconnect = shared.disconnect
+        self._stacks = inherited.stacks
+        self._disconnect = inherited.disconnect
         self._stacks_asked: float | None = None
         self._wakes_at = 0.0
         # The size of the file with the stacks, and when it was first found to be that.
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
-        self._gauges = gauges_of(shared.launch, shared.spec, process.pid)
+        self._gauges = gauges_of(inherited.launch, inherited.spec, process.pid)
         self._sample: dict[str, Any] = {}
 
     def descriptors(self) -> tuple[int, ...]:
@@ -254,16 +232,11 @@ class RankProcess:
 
         The connections of a killed process close before it is reaped, and its peers fail at that.
         """
-        return self._closed_at is not None and self.alive
+        return self.closed_at is not None and self.alive
 
-    def note_closed(self, now: float) -> None:
-        """Note that the rank's end of the connection is closed: it dies, or its code closed it."""
-        self._closed_at = now
-
-    def check_connection(self, now: float) -> None:
-        """Set :attr:`broken` if the connection is closed but the process lives on."""
-        if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
-            self.broken = BROKEN
+    def is_broken(self, now: float) -> bool:
+        """Whether nothing can be heard from the rank any more, though its process lives on."""
+        return self.closed_at is not None and now >= self.closed_at + _CLOSED_SECONDS
 
     # ---- look ------------------------------------------------------------------------------
 

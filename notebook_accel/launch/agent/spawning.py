@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from importlib import import_module
 from multiprocessing.context import ForkProcess
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from notebook_accel.launch import wire
-    from notebook_accel.launch.agent.ports import RunPorts
     from notebook_accel.launch.agent.rank_process import Shared
 
 __all__ = ["start_ranks"]
@@ -48,16 +48,14 @@ _DEATH_SECONDS = 5.0
 _MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
 
 
-def start_ranks(
-    shared: Iterable[Shared], ports: RunPorts, unneeded: Sequence[int]
-) -> list[RankProcess]:
+def start_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
     """Start the leader process, in which all ranks are until ``xmp.spawn`` moves them."""
     shared = list(shared)
     heard, told = os.pipe()
     ours = [one.ours.fileno() for one in shared]
-    inherited = {
-        one.spec.rank: one.inherited(ports, store_socket=None, unneeded=()) for one in shared
-    }
+    # torch_xla has a store of its own.
+    sides = [replace(one.inherited, store_socket=None) for one in shared]
+    inherited = {one.spec.rank: one for one in sides}
     process = mp.get_context("fork").Process(
         target=_lead, args=(inherited, told, (*unneeded, heard, *ours)), name="xla-leader"
     )

@@ -256,7 +256,7 @@ class RankCall(Call):
         self._state_lock = threading.RLock()
         self._pool = pool
         self._message = wire.BeginCall(
-            payload=wire.Packet(header=b""),
+            payload=wire.Packet(),
             grace=new.config.grace,
             keeps_error=new.keeps_error,
             by_value=is_detached,
@@ -264,7 +264,7 @@ class RankCall(Call):
         self._fds: tuple[int, ...] = ()
         # The run keeps what its advice needs, and none of its arguments: what the person drops
         # while it goes on is freed.
-        self._advised = replace(packed, packed=Packed(b"")) if new.advise else None
+        self._advised = replace(packed, packed=Packed()) if new.advise else None
         self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
         self._labels = {source.filename: source.label for source in new.sources}
         self._hangs = HangWatch(self._labels)

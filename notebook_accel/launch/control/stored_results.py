@@ -2,7 +2,7 @@
 
 The keeper writes each result as it comes (:meth:`StoredResults.keep`), and any kernel of the user
 reads it when somebody asks for it. A file is one line of JSON, the sizes of the parts in bytes, and
-then the parts: those of ``payload.Packed``, its header first.
+then these buffers of ``payload.Packed``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ class StoredResults(Results):
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
         packed = unpack(packet, fds)
-        parts: tuple[bytes | memoryview, ...] = (packed.header, *packed.buffers)
         part = self._path(rank).with_suffix(".part")
         try:
             with open(part, "wb", opener=partial(os.open, mode=0o600)) as file:
-                file.write(json.dumps([len(one) for one in parts]).encode() + b"\n")
-                file.writelines(parts)
+                file.write(json.dumps([one.nbytes for one in packed.buffers]).encode() + b"\n")
+                file.writelines(packed.buffers)
             part.replace(self._path(rank))
         except OSError as error:
             what = f"what rank {rank} returned is lost"
@@ -69,8 +68,8 @@ class StoredResults(Results):
             OSError: there is none, or it is not all there.
         """
         with self._path(rank).open("rb") as file:
-            header, *buffers = (bytearray(size) for size in json.loads(file.readline()))
-            for buffer in (header, *buffers):
+            buffers = [bytearray(size) for size in json.loads(file.readline())]
+            for buffer in buffers:
                 if file.readinto(buffer) != len(buffer):
                     raise OSError(f"{file.name} is not all there")
-        return payload.Packed(bytes(header), tuple(map(memoryview, buffers)))
+        return payload.Packed(tuple(map(memoryview, buffers)))

@@ -13,6 +13,7 @@ import socket
 from abc import abstractmethod
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
-    from notebook_accel.launch.transport.channel import Channel
 
 __all__ = ["AgentEngine", "LocalEngine", "abandon", "fork_agent", "tcp_pair"]
 
@@ -224,16 +224,35 @@ def fork_agent(
     Raises:
         LaunchError: it could not be forked, or did not answer; nothing is left of it.
     """
-    source, pid, channel = ask_template(
-        environment, lambda source: _fork_agent(source, connection, run)
-    )
-    return AgentLink(
-        channel=channel,
-        ranks=ranks,
-        sees_files=sees_files,
-        how_it_ended=lambda: _how_it_ended(source, pid),
-        kill=lambda: _end(source, pid, run),
-    )
+
+    def fork(source: Template) -> AgentLink:
+        secret = new_secret()
+        ours, theirs = connection()
+        try:
+            with theirs:
+                pid = source.fork_agent(theirs, run=run, secret=secret)
+            channel = connect(ours, secret)
+        except AuthenticationError as error:
+            end = _how_it_ended(source, pid)
+            # It may be stopped, and would not see that nobody wants it.
+            _end(source, pid, run)
+            raise LaunchError(
+                f"the helper process that watches the ranks did not start: it {end.how} ({error}). "
+                f"Launch again.{end.in_its_own_words}"
+            ) from None
+        except BaseException:
+            # An agent that was forked all the same ends when its channel does.
+            ours.close()
+            raise
+        return AgentLink(
+            channel=channel,
+            ranks=ranks,
+            sees_files=sees_files,
+            how_it_ended=partial(_how_it_ended, source, pid),
+            kill=partial(_end, source, pid, run),
+        )
+
+    return ask_template(environment, fork)
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -244,31 +263,6 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         if peer != ours.getsockname():
             raise LaunchError("another process took a connection of this one: launch again")
         return ours, theirs
-
-
-def _fork_agent(
-    source: Template, connection: Callable[[], tuple[socket.socket, socket.socket]], run: str
-) -> tuple[Template, int, Channel]:
-    """Fork an agent; return the template that forked it, its pid, and the channel to it."""
-    secret = new_secret()
-    ours, theirs = connection()
-    try:
-        with theirs:
-            pid = source.fork_agent(theirs, run=run, secret=secret)
-        channel = connect(ours, secret)
-    except AuthenticationError as error:
-        end = _how_it_ended(source, pid)
-        # It may be stopped, and would not see that nobody wants it.
-        _end(source, pid, run)
-        raise LaunchError(
-            f"the helper process that watches the ranks did not start: it {end.how} ({error}). "
-            f"Launch again.{end.in_its_own_words}"
-        ) from None
-    except BaseException:
-        # An agent that was forked all the same ends when its channel does.
-        ours.close()
-        raise
-    return source, pid, channel
 
 
 def _end(source: Template, pid: int, run: str) -> None:
@@ -294,4 +288,6 @@ def _how_it_ended(source: Template, pid: int) -> AgentEnd:
     exited = source.exit_of(pid, timeout=_EXIT_SECONDS)
     if exited is None:
         return AgentEnd(f"(pid {pid}) is gone")
-    return AgentEnd(f"(pid {pid}) {processes.describe_exit(exited.exitcode)}", exited.traceback)
+    # With 1 ends an agent that an exception has ended, which it wrote before.
+    text = source.error_output if exited.exitcode == 1 else ""
+    return AgentEnd(f"(pid {pid}) {processes.describe_exit(exited.exitcode)}", text)

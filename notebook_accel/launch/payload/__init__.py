@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import types
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,12 +59,10 @@ class Packed:
     """A pickled value with its out-of-band buffers.
 
     Attributes:
-        header: the cells that its functions were written in, pickled.
-        buffers: the memory of its tensors and arrays, and last the pickle itself; contiguous, of
-            bytes.
+        buffers: first the cells that its functions were written in, pickled; then the memory of
+            its tensors and arrays, and last the pickle itself; contiguous, of bytes.
     """
 
-    header: bytes
     buffers: tuple[memoryview, ...] = ()
 
 
@@ -74,10 +71,6 @@ class Registry:
     """The notebook's own objects, to which references in results are resolved."""
 
     objects: tuple[Any, ...] = ()
-
-
-# Where the classes of models, optimizers and loaders come from.
-_OF_TRAINING = ("torch.nn.", "torch.optim.", "torch.utils.data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +82,7 @@ class PackedCall:
         registry: for :func:`unpack_result` and :func:`unpack_exception`.
         notices: one line each for the person.
         models: names of the notebook's torch modules that travel along.
-        uses_torch: whether the function uses or imports torch, as far as one sees at a glance.
+        uses_torch: whether the pickle, or the function's module, names torch.
     """
 
     packed: Packed
@@ -159,8 +152,9 @@ def pack_call(
         registry=Registry((*before, *pickler.sent)),
         notices=_moved_notice(pickler.moved),
         models=_unique(name for name, value in labelled if _is_model(value)),
-        uses_torch=any(map(_is_of_torch, (*args, *kwargs.values(), *(v for _, v in labelled))))
-        or any(_names_torch(used) for used in (function, *(used for used, _ in pickler.used))),
+        # A function that goes by reference has nothing of its module in the pickle.
+        uses_torch=b"torch" in body
+        or (not pickler.used and "torch" in getattr(function, "__globals__", ())),
     )
 
 
@@ -212,14 +206,15 @@ def _as_packed(
     sources: tuple[CellSource, ...] = (),
 ) -> Packed:
     views = (buffer.raw() for buffer in buffers)
-    return Packed(pickle.dumps(sources), (*views, memoryview(body)))
+    return Packed((memoryview(pickle.dumps(sources)), *views, memoryview(body)))
 
 
 def _open_pickle(
     packed: Packed,
 ) -> tuple[tuple[CellSource, ...], memoryview, tuple[memoryview, ...]]:
     """Return the cells' sources, the pickle, and the pickle's buffers."""
-    return load(packed.header), packed.buffers[-1], packed.buffers[:-1]
+    sources, *buffers, body = packed.buffers
+    return load(sources), body, tuple(buffers)
 
 
 # ---- notices for the person ---------------------------------------------------------------
@@ -257,28 +252,6 @@ def _unique(values: Iterator[str]) -> tuple[str, ...]:
 def _is_model(value: Any) -> bool:
     module = getattr(sys.modules.get("torch.nn"), "Module", None)
     return module is not None and isinstance(value, module)
-
-
-def _is_of_torch(value: Any) -> bool:
-    """Return whether a value is torch itself, or one of its models, optimizers or loaders."""
-    # Only its type is looked at: any other question runs code of the user's class, which may raise.
-    if issubclass(type(value), types.ModuleType):
-        return _is_torch(str(vars(value).get("__name__")))
-    kinds = type.mro(value) if type(value) is type else type(value).__mro__
-    return any(str(vars(kind).get("__module__")).startswith(_OF_TRAINING) for kind in kinds)
-
-
-def _names_torch(function: Any) -> bool:
-    """Return whether a function imports torch, or uses it as a global of its module."""
-    if type(function) is not types.FunctionType:
-        return False
-    known = function.__globals__
-    names = function.__code__.co_names
-    return any(_is_torch(name) or _is_of_torch(known.get(name)) for name in names)
-
-
-def _is_torch(module: str) -> bool:
-    return module.partition(".")[0] == "torch"
 
 
 # ---- back to the notebook ------------------------------------------------------------------

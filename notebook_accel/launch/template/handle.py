@@ -85,6 +85,8 @@ _DEVICES_SECONDS = 70.0
 _LOOK_SECONDS = 0.25
 # SIGKILL takes milliseconds; a process in the middle of a read from a slow disk, longer.
 _KILLED_SECONDS = 5.0
+# Characters of its standard error in a message.
+_MAX_ERROR_OUTPUT = 2_000
 # Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
 
@@ -137,18 +139,17 @@ class Template:
         self._secret = secret
         self._channel: Channel | None = None
         self.pid = self._process.pid
-        self._was_lost = False
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
+        """Whether the process runs, and can be asked."""
+        return self._socket.fileno() >= 0 and self._process.poll() is None
 
     @property
     def is_ready(self) -> bool:
         """Whether a launch could use the process without waiting for it."""
-        # It speaks first, once all is imported; one that was lost is not waited for.
-        return self._channel is not None or self._was_lost or is_readable(self._socket)
+        # It speaks first, once all is imported.
+        return self._channel is not None or is_readable(self._socket)
 
     def wait_until_ready(self) -> None:
         """Wait until the process has imported all that it preloads.
@@ -229,9 +230,6 @@ class Template:
         self.close()
 
     def _ready(self) -> Channel:
-        if self._was_lost:
-            # Another launch has lost it while this thread waited for the lock. Both ask a new one.
-            raise self._lost("did not answer another launch")
         if self._channel is None:
             try:
                 self._wait(self._socket, _START_SECONDS)
@@ -314,7 +312,7 @@ class Template:
             f"the helper process from which ranks are started (pid {self.pid}) {how}. "
             "Launch again: a new one is made. If it happens again, look for too little memory, "
             f"and whether `{sys.executable} -c 'import torch._dynamo'` works in a terminal."
-            f"{self._error_output()}"
+            f"{self._what_it_wrote()}"
         )
 
     def _lost(self, how: str) -> UnresponsiveTemplateError:
@@ -323,22 +321,25 @@ class Template:
             f"the helper process from which ranks are started (pid {self.pid}) {how}, and was "
             "ended. Launch again: a new one is made. If it happens again, look for what stops "
             "processes on this machine (a job scheduler, a debugger, a full memory limit)."
-            f"{self._error_output()}"
+            f"{self._what_it_wrote()}"
         )
-        self._was_lost = True
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILLED_SECONDS)
         self.close()
         return error
 
-    def _error_output(self) -> str:
-        """Return the process's standard error as the end of a message; "" for nothing."""
+    @property
+    def error_output(self) -> str:
+        """The end of what the process and its agents wrote to standard error, tracebacks mostly."""
         if self._stderr.closed:
             return ""
         self._stderr.seek(0)
-        text = self._stderr.read().decode(errors="replace").strip()
-        return f" It wrote:\n{text[-2000:]}" if text else ""
+        return self._stderr.read().decode(errors="replace").strip()[-_MAX_ERROR_OUTPUT:]
+
+    def _what_it_wrote(self) -> str:
+        text = self.error_output
+        return f" It wrote:\n{text}" if text else ""
 
 
 # The template, and what it was made for.

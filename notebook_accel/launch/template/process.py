@@ -62,8 +62,6 @@ _PRELOADED = (
 _IDLE_SECONDS = 1e7
 # A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
-# Of a child's traceback its end is kept, which says what was wrong.
-_MAX_TRACEBACK_BYTES = 20_000
 
 
 def serve(fd: int, kernel_pid: int) -> None:
@@ -111,8 +109,6 @@ class Server:
         self._kernel = kernel
         self._agents: dict[int, int] = {}
         self._runs: dict[int, str] = {}
-        # Of each agent, the file into which it writes the exception that ends it.
-        self._errors: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._is_retired = False
 
@@ -144,9 +140,7 @@ class Server:
         refused = ""
         try:
             with contextlib.ExitStack() as undo:
-                errors = os.memfd_create("agent-errors")
-                undo.callback(os.close, errors)
-                pid = self._fork(lambda: self._run_agent(message, fds[0], errors), errors=errors)
+                pid = self._fork(lambda: self._run_agent(message, fds[0]))
                 undo.callback(_end_child, pid)
                 exit_fd = processes.watch_exit(pid)
                 undo.pop_all()
@@ -160,22 +154,20 @@ class Server:
             return
         self._agents[pid] = exit_fd
         self._runs[pid] = message.run
-        self._errors[pid] = errors
         self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
         self._tell(wire.Forked(run=message.run, pid=pid))
 
-    def _run_agent(self, message: wire.ForkAgent, fd: int, errors: int) -> None:
+    def _run_agent(self, message: wire.ForkAgent, fd: int) -> None:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
-        of_agents = (*self._agents.values(), *self._errors.values())
-        for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):
+        for number in (self._channel.fileno(), self._selector.fileno(), *self._agents.values()):
             os.close(number)
         # The template, which would end this process with the kernel, may be gone itself.
         with processes.acting_on_exit(self._kernel, _end_everything):
             channel = accept(socket.socket(fileno=fd), message.secret)
             first = channel.receive()
-        agent.main(channel, self._kernel, first, unneeded=(errors,))
+        agent.main(channel, self._kernel, first)
 
     def _reap(self, pid: int) -> None:
         exit_fd = self._agents.pop(pid)
@@ -185,9 +177,7 @@ class Server:
         # What the agent would have ended itself, had it not been killed.
         reaped = processes.kill_descendants(keep=self._agents)
         scratch.remove(self._runs.pop(pid), pid, used_by=reaped)
-        text = _read_and_close(self._errors.pop(pid))
-        exitcode = os.waitstatus_to_exitcode(status)
-        self._tell(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
+        self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: wire.Message) -> None:
         """Send the kernel a message; ignored if the kernel has closed the connection."""
@@ -195,17 +185,13 @@ class Server:
             self._channel.send(message)
 
     def _count_devices(self, message: wire.CountDevices) -> None:
-        errors: int | None = None
         try:
-            errors = os.memfd_create("device-errors")
-            answer = self._ask_child(message.environment, errors)
+            answer = self._ask_child(message.environment)
         except OSError as error:  # no room for one more process, or for a descriptor
             answer = wire.Devices(kind="cpu", error=str(error))
-        if errors is not None and (raised := _read_and_close(errors)):
-            answer = msgspec.structs.replace(answer, error=raised)
         self._tell(msgspec.structs.replace(answer, run=message.run))
 
-    def _ask_child(self, environment: dict[str, str], errors: int) -> wire.Message:
+    def _ask_child(self, environment: dict[str, str]) -> wire.Message:
         """Return the devices, counted in a child process: torch may have to initialise one.
 
         Raises:
@@ -214,9 +200,7 @@ class Server:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             me = os.getpid()
-            pid = self._fork(
-                lambda: _answer_devices(Channel(theirs), environment, me), errors=errors
-            )
+            pid = self._fork(lambda: _answer_devices(Channel(theirs), environment, me))
             theirs.close()
             ours.settimeout(_ANSWER_SECONDS)
             # Without an answer it is not known that there is none: a training that should be on
@@ -233,8 +217,8 @@ class Server:
             os.waitpid(pid, 0)
         return answer
 
-    def _fork(self, act: Callable[[], None], *, errors: int) -> int:
-        """Fork a child that calls ``act`` and exits; its exception is written to ``errors``."""
+    def _fork(self, act: Callable[[], None]) -> int:
+        """Fork a child that calls ``act`` and exits; its exception goes to standard error."""
         pid = os.fork()
         if pid:
             return pid
@@ -243,8 +227,9 @@ class Server:
             processes.reset_signals()
             act()
             code = 0
-        except BaseException:  # the process ends here: whatever it is, somebody is told
-            os.write(errors, traceback.format_exc().encode()[-_MAX_TRACEBACK_BYTES:])
+        except BaseException:  # the process ends here: the kernel reads what it was
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(code)
 
@@ -254,17 +239,14 @@ def _end_child(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def _read_and_close(errors: int) -> str:
-    """Return the error that a child wrote before it ended; "" if it wrote none."""
-    text = os.pread(errors, _MAX_TRACEBACK_BYTES, 0).decode(errors="replace")
-    os.close(errors)
-    return text
-
-
 def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:
     processes.die_with_parent(template)
-    os.environ.clear()
-    os.environ.update(environment)
-    tpu.load_backends()
-    found = import_module("notebook_accel.training.processes.devices").inventory()
-    channel.send(wire.Devices(**asdict(found)))
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        tpu.load_backends()
+        found = import_module("notebook_accel.training.processes.devices").inventory()
+        answer = wire.Devices(**asdict(found))
+    except Exception:  # of the system, of torch, or of a library for its devices
+        answer = wire.Devices(kind="cpu", error=traceback.format_exc())
+    channel.send(answer)

@@ -59,13 +59,10 @@ def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
     Raises:
         OSError: the machine is out of memory or of descriptors.
     """
-    header, buffers = packed.header, packed.buffers
-    if len(header) > MAX_INLINE_BYTES:
-        header, buffers = b"", (memoryview(header), *buffers)
-    sizes = tuple(buffer.nbytes for buffer in buffers)
+    sizes = tuple(buffer.nbytes for buffer in packed.buffers)
     if sum(sizes) <= MAX_INLINE_BYTES:
-        return wire.Packet(header=header, sizes=sizes, inline=tuple(map(bytes, buffers))), ()
-    return wire.Packet(header=header, sizes=sizes), (seal(buffers),)
+        return wire.Packet(sizes=sizes, inline=tuple(map(bytes, packed.buffers))), ()
+    return wire.Packet(sizes=sizes), (seal(packed.buffers),)
 
 
 @contextlib.contextmanager
@@ -102,10 +99,7 @@ def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
             os.close(fd)
     if len(buffers) != len(packet.sizes):
         raise ValueError(f"a packet of {len(packet.sizes)} buffers came with {len(buffers)}")
-    if packet.header:
-        return Packed(packet.header, buffers)
-    # No header is empty itself: where it comes empty, the first buffer is the header.
-    return Packed(bytes(buffers[0]) if buffers else b"", buffers[1:])
+    return Packed(buffers)
 
 
 # What torch's own allocator gives, so that kernels run as fast on a mapped tensor.

@@ -124,7 +124,6 @@ class Inherited:
         log: descriptor of the file for its output.
         stacks: descriptor of the file for dumps of its stacks.
         disconnect: eventfd by which the agent has it shut down its connections to other ranks.
-        unneeded: descriptors of the agent's, to be closed.
     """
 
     agent_pid: int
@@ -137,16 +136,20 @@ class Inherited:
     log: int
     stacks: int
     disconnect: int
-    unneeded: tuple[int, ...]
 
 
-def main(inherited: Inherited) -> None:
-    """Be a rank until there are no more calls; ends the process."""
+def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
+    """Be a rank until there are no more calls; ends the process.
+
+    Args:
+        inherited: from the agent.
+        unneeded: descriptors of the agent's, to be closed.
+    """
     processes.die_with_parent(inherited.agent_pid)
     # A rank adopts its orphaned descendants. The agent would else, and would kill them at the end
     # of any rank.
     processes.adopt_orphans()
-    for fd in inherited.unneeded:
+    for fd in unneeded:
         with contextlib.suppress(OSError):
             os.close(fd)
     processes.reset_signals()
@@ -289,8 +292,6 @@ class Worker:
         )
         if outcome.sent is not None:
             self._sent = outcome.sent
-        if output.has_full_disk(self._inherited.log):
-            self.report_lost_output(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         self.context.end_call()
         self.interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
@@ -619,18 +620,13 @@ def _classify(error: BaseException) -> tuple[str, int]:
 
 def _shm_hint(error: BaseException, traceback: str) -> str:
     """What to do where the machine's shared memory is full; "" for any other error."""
-    if _is_full_shm(error, traceback):
-        return _FULL_SHM
-    is_of_nccl = isinstance(error, RuntimeError) and _SHM_OF_NCCL.search(shorten(error_text(error)))
-    return _FULL_SHM_OF_NCCL if is_of_nccl else ""
-
-
-def _is_full_shm(error: BaseException, traceback: str) -> bool:
-    """Whether a loader's worker found no room for a batch in the machine's shared memory."""
     if isinstance(error, OSError):
-        # The locks of its queues lie there too.
-        return error.errno == errno.ENOSPC and "SemLock" in traceback
-    return isinstance(error, RuntimeError) and bool(_SHM.search(shorten(error_text(error))))
+        # The locks of a loader's queues lie there, as its batches do.
+        return _FULL_SHM if error.errno == errno.ENOSPC and "SemLock" in traceback else ""
+    text = shorten(error_text(error)) if isinstance(error, RuntimeError) else ""
+    if _SHM.search(text):
+        return _FULL_SHM
+    return _FULL_SHM_OF_NCCL if _SHM_OF_NCCL.search(text) else ""
 
 
 def _lost_peer(error: BaseException) -> bool:

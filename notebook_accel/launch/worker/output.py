@@ -6,7 +6,6 @@ to it, in order, and it outlives everybody who reads it.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
@@ -19,13 +18,11 @@ from notebook_accel.launch.system.log_files import FULL_DISK
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["has_full_disk", "redirect", "reopen_streams"]
+__all__ = ["redirect", "reopen_streams"]
 
 # What else a disk says that is no doing of the function's: a limit (ulimit -f), damage, a network
 # file system that is gone.
 _LOST = (*FULL_DISK, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
-# File systems refuse a block some blocks before the last.
-_FULL_BYTES = 65_536
 _STREAMS = {"stdout": 1, "stderr": 2}
 
 
@@ -61,19 +58,6 @@ def _open_stream(name: str, on_lost: Callable[[OSError], None]) -> None:
     stream = io.TextIOWrapper(file, "utf-8", errors="replace", line_buffering=True)
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
-
-
-def has_full_disk(fd: int) -> bool:
-    """Whether the disk of this file has no room left.
-
-    What C code and children print is lost then, and nobody hears of the errors that they get.
-    """
-    with contextlib.suppress(OSError):  # the user's code has closed it
-        disk = os.fstatvfs(fd)
-        free = disk.f_bavail if os.geteuid() else disk.f_bfree
-        # One without blocks does not tell what it holds.
-        return disk.f_blocks > 0 and free * disk.f_frsize < _FULL_BYTES
-    return False
 
 
 class _LogFile(io.FileIO):

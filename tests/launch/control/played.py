@@ -135,7 +135,7 @@ class PlayedRun:
     ) -> RankCall:
         """Send a call, whose agents read it next."""
         call = self.new_call(timeout=timeout, advise=advise)
-        message = wire.BeginCall(payload=wire.Packet(header=b""), grace=0.1, last=last)
+        message = wire.BeginCall(payload=wire.Packet(), grace=0.1, last=last)
         self.pool.send_call(call, message, ())
         return call
 

@@ -83,7 +83,7 @@ def test_what_comes_late_for_an_old_call_is_dropped(one: PlayedRun) -> None:
     assert call.ended.wait(SECONDS)
     again = one.begin_call()
     agent.next()
-    agent.tell(wire.Returned, call=1, rank=0, value=wire.Packet(header=b""))
+    agent.tell(wire.Returned, call=1, rank=0, value=wire.Packet())
     agent.tell(wire.CallStarted, call=2, rank=1)
     eventually(lambda: again.state.ranks[1].status == "running", within=SECONDS, what="it came")
     assert not again.state.ranks[0].has_ended
@@ -186,7 +186,7 @@ def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(
 
     monkeypatch.setattr(Results, "keep", refuse)
     call = one.begin_call()
-    one.agents[0].tell(wire.Returned, rank=0, value=wire.Packet(header=b""))
+    one.agents[0].tell(wire.Returned, rank=0, value=wire.Packet())
     assert call.ended.wait(SECONDS)
     assert one.agents[0].killed.is_set()
     assert "notebook_accel itself failed (OSError: [Errno 12] Cannot" in call.state.error

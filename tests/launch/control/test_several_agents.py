@@ -7,7 +7,7 @@ from notebook_accel.launch.control.several_agents import MessagesForOthers, Stop
 from notebook_accel.launch.transport.scoreboard import LeavePoint
 from tests.descriptors import open_descriptors
 
-CALL = wire.BeginCall(call=1, payload=wire.Packet(header=b""), grace=10)
+CALL = wire.BeginCall(call=1, payload=wire.Packet(), grace=10)
 FIRST, SECOND = (0, 1), (2, 3)
 
 

@@ -19,7 +19,7 @@ MESSAGES: list[wire.Message] = [
     wire.Notice(text="mind"),
     wire.Output(rank=0, text="hello\n"),
     wire.Sample(rank=0, batches=3, total_batches=10, pass_start=2, steps=4, memory=5),
-    wire.Returned(rank=0, value=wire.Packet(header=b""), made_group=True),
+    wire.Returned(rank=0, value=wire.Packet(), made_group=True),
     wire.Raised(rank=0, kind="exception", type_name="E", text="", traceback=""),
     wire.RankEnded(rank=0, exitcode=0, wall=9.0),
     wire.Stacks(rank=0, text="here"),
@@ -147,7 +147,7 @@ def raised(kind: str) -> wire.Raised:
 @pytest.mark.parametrize(
     ("messages", "status"),
     [
-        ([wire.Returned(rank=0, value=wire.Packet(header=b""))], "succeeded"),
+        ([wire.Returned(rank=0, value=wire.Packet())], "succeeded"),
         ([raised("exception")], "failed"),
         ([raised("lost peer")], "failed"),
         ([raised("exit")], "failed"),
@@ -158,7 +158,7 @@ def raised(kind: str) -> wire.Raised:
         ([wire.RankEnded(rank=0, signal=9, ended_by_agent=True)], "stopped"),
         (
             [
-                wire.Returned(rank=0, value=wire.Packet(header=b"")),
+                wire.Returned(rank=0, value=wire.Packet()),
                 wire.RankEnded(rank=0, signal=9),
             ],
             "succeeded",

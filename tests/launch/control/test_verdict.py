@@ -32,7 +32,7 @@ def run(world_size: int, *messages: wire.Message, agents: Sequence[int] = ()) ->
 
 
 def returned(rank: int, **fields: Any) -> wire.Returned:
-    return wire.Returned(rank=rank, value=wire.Packet(header=b""), **fields)
+    return wire.Returned(rank=rank, value=wire.Packet(), **fields)
 
 
 def raised(rank: int, text: str = "bad", at: float = 10.0, **fields: Any) -> wire.Raised:

@@ -89,12 +89,12 @@ class Notebook:
         if reply["kind"] == "raised":
             error = payload.unpack_exception(reply["pickled"], packed.registry)
             raise Raised(reply["text"], error)
-        return payload.unpack_result(payload.Packed(reply["header"], buffers), packed.registry)
+        return payload.unpack_result(payload.Packed(buffers), packed.registry)
 
 
 def _send(to: socket.socket, packed: payload.Packed, **more: Any) -> None:
     sizes = [buffer.nbytes for buffer in packed.buffers]
-    message = pickle.dumps({"header": packed.header, "sizes": sizes, **more})
+    message = pickle.dumps({"sizes": sizes, **more})
     fd = segment.seal(packed.buffers)
     socket.send_fds(to, [message], [fd])
     os.close(fd)
@@ -127,7 +127,7 @@ def _serve(kernel: socket.socket) -> None:
             os._exit(0)
         del buffers
         if os.waitpid(pid, 0)[1]:
-            _send(kernel, payload.Packed(b""), kind="raised", text="died", pickled=None)
+            _send(kernel, payload.Packed(), kind="raised", text="died", pickled=None)
 
 
 def _be_rank(kernel: socket.socket, message: dict[str, Any], buffers: Any) -> None:
@@ -135,13 +135,13 @@ def _be_rank(kernel: socket.socket, message: dict[str, Any], buffers: Any) -> No
     sys.path[:] = message["path"]
     call = None
     try:
-        call = payload.unpack_call(payload.Packed(message["header"], buffers))
+        call = payload.unpack_call(payload.Packed(buffers))
         value = call.function(*call.args, **call.kwargs)
         _send(kernel, payload.pack_result(value, call), kind="returned")
     except BaseException as error:
         text = payload.name_cells(traceback.format_exc())
         pickled = payload.pack_exception(error, call)
-        _send(kernel, payload.Packed(b""), kind="raised", text=text, pickled=pickled)
+        _send(kernel, payload.Packed(), kind="raised", text=text, pickled=pickled)
 
 
 if __name__ == "__main__":

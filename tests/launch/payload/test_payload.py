@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -493,9 +494,9 @@ def test_a_big_tensor_is_never_copied_into_the_pickle(notebook: Notebook) -> Non
             return int(big.sum()), big[:5].clone(), text
     """)
     packed = notebook.pack("train").packed
-    assert len(packed.header) < 10_000
+    assert packed.buffers[0].nbytes < 10_000
     assert max(view.nbytes for view in packed.buffers) == 300_000_000
-    address = np.frombuffer(packed.buffers[0], dtype=np.uint8).ctypes.data
+    address = np.frombuffer(packed.buffers[1], dtype=np.uint8).ctypes.data
     assert address == notebook["big"].data_ptr()
     total, start, text = notebook.launch("train")
     assert (total, start.tolist(), len(text)) == (75_000, [1, 0, 0, 0, 0], 300_000)
@@ -650,7 +651,7 @@ def test_the_cells_sources_are_there(notebook: Notebook) -> None:
     assert 'Cell In[2], line 7, in fail\n    raise ValueError("too bad")' in text
     assert "/nowhere/" not in text
     packed = notebook.pack("train").packed
-    assert b"unused = 1" not in packed.header
+    assert b"unused = 1" not in bytes(packed.buffers[0])
 
 
 # ---- modules -------------------------------------------------------------------------------
@@ -750,5 +751,16 @@ def test_a_result_that_is_a_small_part_of_a_tensor_comes_without_the_rest() -> N
         packed = payload.pack_result({"part": part})
         assert sum(buffer.nbytes for buffer in packed.buffers) < 10_000
         copies = tuple(memoryview(bytearray(buffer)) for buffer in packed.buffers)
-        back = payload.unpack_result(payload.Packed(packed.header, copies), payload.Registry())
+        back = payload.unpack_result(payload.Packed(copies), payload.Registry())
         assert torch.equal(back["part"], part)
+
+
+def test_a_function_that_has_nothing_to_train_is_known() -> None:
+    def nothing(*given: Any) -> int:
+        return len(given)
+
+    def uses_math() -> float:
+        return math.pi
+
+    for function, given in ((nothing, (1, "text", [2])), (uses_math, ()), (print, ())):
+        assert not payload.pack_call(function, given).uses_torch

@@ -13,7 +13,7 @@ from jupyter_client.manager import KernelManager
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _SECONDS = 60
 
 _LAUNCHER = """
@@ -30,7 +30,7 @@ _LAUNCHER = """
         reply, buffers = ranks.call(packed.packed)
         if reply["kind"] == "raised":
             raise Raised(reply["text"], None)
-        return payload.unpack_result(payload.Packed(reply["header"], buffers), packed.registry)
+        return payload.unpack_result(payload.Packed(buffers), packed.registry)
 """
 
 

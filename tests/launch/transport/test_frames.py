@@ -67,7 +67,7 @@ def pump(one: FramedChannel, other: FramedChannel, until: int, *, paused: int = 
 
 
 def returned(rank: int, *contents: bytes) -> tuple[wire.Returned, tuple[int, ...]]:
-    packet, fds = pack(Packed(b"header", tuple(map(memoryview, contents))))
+    packet, fds = pack(Packed(tuple(map(memoryview, contents))))
     return wire.Returned(rank=rank, value=packet), fds
 
 
@@ -151,7 +151,7 @@ def test_what_an_agent_is_told_about_a_call_comes_after_the_call(
     pair: tuple[FramedChannel, FramedChannel],
 ) -> None:
     one, other = pair
-    packet, fds = pack(Packed(b"header", (memoryview(BIG),)))
+    packet, fds = pack(Packed((memoryview(BIG),)))
     one.post(wire.BeginCall(call=1, payload=packet, grace=10), fds)
     for message in (wire.Stop(call=1), wire.Kill(call=1), wire.Shutdown()):
         one.post(message)

@@ -103,7 +103,7 @@ def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came() -> None:
     state = after(state, at(2, "train", 2, closed=True), at(1, "epochs", 1), at(3, "train", 0))
     assert [b.depth for b in state.ranks[0].bars] == [0, 1, 1]
     state = after(state, at(3, "train", 2, closed=True), at(1, "epochs", 2, closed=True))
-    state = after(state, wire.Returned(rank=0, value=wire.Packet(header=b"")))
+    state = after(state, wire.Returned(rank=0, value=wire.Packet()))
     assert progress_text(state.ranks[0]) == "epochs: 2/2"
 
 

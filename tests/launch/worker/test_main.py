@@ -24,7 +24,6 @@ from notebook_accel.launch.worker.main import (
     Inherited,
     Outcome,
     Worker,
-    _is_full_shm,
     _says_lost_peer,
     _shm_hint,
     run_call,
@@ -70,7 +69,6 @@ def worker(_signals: None) -> Worker:
         log=-1,
         stacks=-1,
         disconnect=-1,
-        unneeded=(),
     )
     return Worker(inherited, Interrupts(board.row(0)))
 
@@ -149,7 +147,7 @@ def test_what_says_something_else(text: str) -> None:
     ],
 )
 def test_a_full_shared_memory_is_known(error: Exception, is_full: bool) -> None:
-    assert _is_full_shm(error, "in _make_name SemLock") is is_full
+    assert ("num_workers=0" in _shm_hint(error, "in _make_name SemLock")) is is_full
 
 
 def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
@@ -163,7 +161,7 @@ def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
 
 
 def test_a_full_disk_is_no_full_shared_memory() -> None:
-    assert not _is_full_shm(OSError(28, "No space left on device"), "in save")
+    assert not _shm_hint(OSError(28, "No space left on device"), "in save")
 
 
 @pytest.mark.parametrize("word", ["store ", "read error ", "timed out waiting ", "connection "])
