@@ -414,9 +414,6 @@ def _new_call(
         notices=request.notices,
         session="" if session is None else session.id,
         asked=request.asked,
-    )
-    first = replace(
-        first,
         arguments=request.arguments,
         notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
         detached=request.detach,

@@ -55,12 +55,6 @@ class StorePort(NamedTuple):
     port: int
     listener: socket.socket | None
 
-    @classmethod
-    def of(cls, bound: socket.socket, *, listens: bool) -> StorePort:
-        """Return the address of a bound socket, with the socket itself if ``listens``."""
-        host, port = bound.getsockname()
-        return cls(host, port, bound if listens else None)
-
 
 class Training(Protocol):
     """Interface of an object that can hand out its training state, to be saved after a stop."""
@@ -187,23 +181,14 @@ class LaunchedContext(RankContext):
     def __init__(
         self,
         *,
-        rank: int,
-        local_rank: int,
-        world_size: int,
-        local_world_size: int,
         run: str,
         send: Callable[[wire.Message], None],
         board: Scoreboard,
-        device: int | None = None,
         store_port: StorePort | None = None,
+        **numbers: Any,
     ) -> None:
-        super().__init__(
-            rank=rank,
-            local_rank=local_rank,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            device=device,
-        )
+        """Make the context; ``numbers`` are the arguments of :class:`RankContext`."""
+        super().__init__(**numbers)
         self.run = run
         self.store_port = store_port
         self.call = 0
@@ -211,7 +196,7 @@ class LaunchedContext(RankContext):
         self.lost_group = False
         self.send = send
         self._board = board
-        self._row = board.row(local_rank)
+        self._row = board.row(self.local_rank)
         self._pid = os.getpid()
         self._next_memory = 0.0
         # How many batches were given before the pass, and its length, as the board has them.

@@ -39,8 +39,8 @@ WITHOUT_DEVICES = {_VISIBLE: ""}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _DEFAULTS = dict.fromkeys(INTERFACES, "lo")
 # What a kernel leaves in its environment that would mislead a rank: the beginnings of names, and
-# whole names: ROLE_ARN or GROUP_ID are somebody's own.
-_KERNELS_OWN = ("JPY_", "PYDEVD_", "TORCHELASTIC_")
+# whole names. What torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
+_KERNELS_OWN = ("JPY_", "PYDEVD_")
 _KERNELS_OWN_NAMES = (
     "MPLBACKEND",
     "RANK",
@@ -52,6 +52,11 @@ _KERNELS_OWN_NAMES = (
     "ROLE_NAME",
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
 )
 
 

@@ -278,29 +278,18 @@ class RunState:
         return self.failure.message if self.failure else ""
 
 
-def starting(
-    *,
-    run: str,
-    name: str,
-    world_size: int,
-    started: float,
-    notices: tuple[str, ...] = (),
-    session: str = "",
-    asked: frozenset[int] | None = None,
-) -> RunState:
-    """Return the state of a run before its call is sent; ``asked=None`` means all ranks."""
+def starting(*, world_size: int, asked: frozenset[int] | None = None, **fields: Any) -> RunState:
+    """Return the state of a run before its call is sent.
+
+    Args:
+        world_size: number of ranks.
+        asked: those that are to call the function; None for all.
+        fields: others of :class:`RunState`.
+    """
     ranks = tuple(
         RankState(rank=rank, is_asked=asked is None or rank in asked) for rank in range(world_size)
     )
-    return RunState(
-        run=run,
-        name=name,
-        ranks=ranks,
-        started=started,
-        notices=notices,
-        began=time.monotonic(),
-        session=session,
-    )
+    return RunState(ranks=ranks, began=time.monotonic(), **fields)
 
 
 def _changed(value: S, **fields: Any) -> S:

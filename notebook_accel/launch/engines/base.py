@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import wire
@@ -70,19 +70,17 @@ class RankPlan:
     notices: tuple[str, ...] = ()
 
     @classmethod
-    def of_sizes(
-        cls,
-        *sizes: int,
-        environment: Mapping[str, str] | None = None,
-        notices: tuple[str, ...] = (),
-    ) -> RankPlan:
-        """Return a plan with one agent for each size, whose ranks differ only in their numbers."""
+    def of_sizes(cls, *sizes: int, **fields: Any) -> RankPlan:
+        """Return a plan with one agent for each size, whose ranks differ only in their numbers.
+
+        ``fields`` are the others of the plan.
+        """
         firsts = itertools.accumulate(sizes, initial=0)
         agents = (
             tuple(wire.RankSpec(rank=first + local, local_rank=local) for local in range(size))
             for first, size in zip(firsts, sizes, strict=False)
         )
-        return cls(agents=tuple(agents), environment=environment or {}, notices=notices)
+        return cls(agents=tuple(agents), **fields)
 
     @property
     def world_size(self) -> int:

@@ -101,7 +101,21 @@ class AgentEngine(Engine):
     def start_ranks(
         self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
     ) -> RankPool:
-        message = _launch_message(request, plan, run=run, start_method=self.start_method)
+        num_threads = num_threads_of(request.environment, plan.world_size)
+        of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
+        # Without each agent's ranks and folder.
+        message = wire.Launch(
+            run=run,
+            world_size=plan.world_size,
+            ranks=(),
+            environment=rank_environment(request.config, of_engine=of_engine),
+            directory=os.getcwd(),
+            path=tuple(import_path()),
+            log_dir=None,
+            num_threads=num_threads,
+            start_method=self.start_method,
+            notebook=request.notebook or pickle.dumps(capture(request.config.seed)),
+        )
         with held():
             links = self.start_agents(request, plan, run=run)
             try:
@@ -140,26 +154,6 @@ def abandon(links: Iterable[AgentLink]) -> None:
     for link in links:
         link.channel.close()
         link.end()
-
-
-def _launch_message(
-    request: LaunchRequest, plan: RankPlan, *, run: str, start_method: str
-) -> wire.Launch:
-    """Return the message that starts a run's ranks, without each agent's ranks and folder."""
-    num_threads = num_threads_of(request.environment, plan.world_size)
-    of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
-    return wire.Launch(
-        run=run,
-        world_size=plan.world_size,
-        ranks=(),
-        environment=rank_environment(request.config, of_engine=of_engine),
-        directory=os.getcwd(),
-        path=tuple(import_path()),
-        log_dir=None,
-        num_threads=num_threads,
-        start_method=start_method,
-        notebook=request.notebook or pickle.dumps(capture(request.config.seed)),
-    )
 
 
 class LocalEngine(AgentEngine):

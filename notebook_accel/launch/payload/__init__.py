@@ -144,14 +144,15 @@ def pack_call(
         )
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
         raise cannot_travel(function, args, kwargs, error) from cause(error)
-    labelled = tuple(_labelled(function, args, kwargs, pickler))
+    # Each of the call's objects from the notebook, by its name.
+    named = [arguments(function, args, kwargs), *(variables(*used) for used in pickler.used)]
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
     return PackedCall(
         packed=_as_packed(body, buffers, used_sources),
         registry=Registry((*before, *pickler.sent)),
         notices=_moved_notice(pickler.moved),
-        models=_unique(name for name, value in labelled if _is_model(value)),
+        models=_unique(name for each in named for name in each if _is_model(each[name])),
         # A function that goes by reference has nothing of its module in the pickle.
         uses_torch=b"torch" in body
         or (not pickler.used and "torch" in getattr(function, "__globals__", ())),
@@ -218,18 +219,6 @@ def _open_pickle(
 
 
 # ---- notices for the person ---------------------------------------------------------------
-
-
-def _labelled(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    pickler: CallPickler,
-) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each of the call's objects from the notebook."""
-    yield from arguments(function, args, kwargs).items()
-    for used, names in pickler.used:
-        yield from variables(used, names).items()
 
 
 def _moved_notice(moved: Sequence[tuple[str, int]]) -> tuple[str, ...]:

@@ -67,7 +67,6 @@ __all__ = [
     "main",
     "name_rank",
     "replace_libraries",
-    "run_call",
 ]
 
 
@@ -282,14 +281,7 @@ class Worker:
     def _answer(self, message: wire.BeginCall, fds: list[int]) -> int:
         """Run one call and tell how it ended; gives the exit code, should it be the last."""
         self._enter_call(message)
-        outcome = run_call(
-            message,
-            fds,
-            context=self.context,
-            interrupts=self.interrupts,
-            sent_before=self._sent,
-            setup_error=self._setup_error,
-        )
+        outcome = self.run_call(message, fds)
         if outcome.sent is not None:
             self._sent = outcome.sent
         self.context.end_call()
@@ -302,6 +294,55 @@ class Worker:
             # Others may wait for this rank in a collective.
             self._drop_group()
         return outcome.exitcode
+
+    def run_call(self, message: wire.BeginCall, fds: list[int]) -> Outcome:
+        """Call the function of ``message``, and say how it ended."""
+        if message.keeps_error:
+            # The frames of the error before go, with all that they hold of the device's memory.
+            self.context.kept_error = None
+        try:
+            return self._run(message, fds)
+        except KeyboardInterrupt as error:
+            # It came while the end of the function was being noted, before interrupts were turned
+            # off for it. No second one follows: the agent sends one SIGINT for each call.
+            self.interrupts.end_call()
+            return _raised(error, self.context, None)
+
+    def _run(self, message: wire.BeginCall, fds: list[int]) -> Outcome:
+        context, interrupts = self.context, self.interrupts
+        call: payload.UnpackedCall | None = None
+        try:
+            # Before any interrupt is raised: it closes the descriptors, which nobody else does.
+            packed = unpack(message.payload, fds)
+            interrupts.begin_call(message.call)
+            if self._setup_error is not None:
+                raise self._setup_error
+            call = payload.unpack_call(packed, sent_before=self._sent)
+            if message.by_value:
+                call = replace(call, sent=())
+            context.report(wire.CallStarted)
+            try:
+                value = call.function(*call.args, **call.kwargs)
+            except (RunStopped, SystemExit) as error:
+                _end_forked_child(context, error)
+                if isinstance(error, RunStopped) or _is_success(error):
+                    _finish(context)
+                raise
+            _end_forked_child(context)
+            _finish(context)
+            packed = payload.pack_result(value, call)
+            # What was printed, by the pickling of the result too, may take long to be written.
+            _flush_output()
+            # No interrupt is raised from here on: one that comes after the segment is made would
+            # lose its descriptor.
+            interrupts.end_call()
+            return _returned(packed, context, call, is_none=value is None)
+        except BaseException as error:  # the process boundary: the notebook is told of any
+            interrupts.end_call()
+            _end_forked_child(context, error)
+            if message.keeps_error:
+                context.kept_error = rank.KeptError(error)
+            return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
 
     def _enter_call(self, message: wire.BeginCall) -> None:
         output.reopen_streams(self.report_lost_output)
@@ -398,11 +439,11 @@ def _store_port(inherited: Inherited) -> rank.StorePort | None:
     bound = inherited.store_socket
     if bound is None:
         return None
-    is_first = inherited.spec.rank == 0
-    port = rank.StorePort.of(bound, listens=is_first)
-    if not is_first:
-        bound.close()
-    return port
+    host, port = bound.getsockname()
+    if inherited.spec.rank == 0:
+        return rank.StorePort(host, port, bound)
+    bound.close()
+    return rank.StorePort(host, port, None)
 
 
 # ---- one call ------------------------------------------------------------------------------
@@ -424,81 +465,6 @@ class Outcome:
     fds: tuple[int, ...] = ()
     exitcode: int = 0
     sent: tuple[Any, ...] | None = None
-
-
-def run_call(
-    message: wire.BeginCall,
-    fds: list[int],
-    *,
-    context: rank.LaunchedContext,
-    interrupts: Interrupts,
-    sent_before: Sequence[Any] | None,
-    setup_error: BaseException | None,
-) -> Outcome:
-    """Call the function of ``message``, and say how it ended.
-
-    Args:
-        message: what to call.
-        fds: the descriptors that came with it.
-        context: of this rank.
-        interrupts: lets a KeyboardInterrupt through while the call runs.
-        sent_before: the notebook's classes and functions that the calls before brought; None in
-            the first one.
-        setup_error: why the rank could not get ready, which is then how the call ends.
-    """
-    if message.keeps_error:
-        # The frames of the error before go, with all that they hold of the device's memory.
-        context.kept_error = None
-    try:
-        return _run(message, fds, context, interrupts, sent_before, setup_error)
-    except KeyboardInterrupt as error:
-        # It came while the end of the function was being noted, before interrupts were turned off
-        # for it. No second one follows: the agent sends one SIGINT for each call.
-        interrupts.end_call()
-        return _raised(error, context, None)
-
-
-def _run(
-    message: wire.BeginCall,
-    fds: list[int],
-    context: rank.LaunchedContext,
-    interrupts: Interrupts,
-    sent_before: Sequence[Any] | None,
-    setup_error: BaseException | None,
-) -> Outcome:
-    call: payload.UnpackedCall | None = None
-    try:
-        # Before any interrupt is raised: it closes the descriptors, which nobody else does.
-        packed = unpack(message.payload, fds)
-        interrupts.begin_call(message.call)
-        if setup_error is not None:
-            raise setup_error
-        call = payload.unpack_call(packed, sent_before=sent_before)
-        if message.by_value:
-            call = replace(call, sent=())
-        context.report(wire.CallStarted)
-        try:
-            value = call.function(*call.args, **call.kwargs)
-        except (RunStopped, SystemExit) as error:
-            _end_forked_child(context, error)
-            if isinstance(error, RunStopped) or _is_success(error):
-                _finish(context)
-            raise
-        _end_forked_child(context)
-        _finish(context)
-        packed = payload.pack_result(value, call)
-        # What was printed, by the pickling of the result too, may take long to be written.
-        _flush_output()
-        # No interrupt is raised from here on: one that comes after the segment is made would lose
-        # its descriptor.
-        interrupts.end_call()
-        return _returned(packed, context, call, is_none=value is None)
-    except BaseException as error:  # the process boundary: whatever it is, the notebook is told
-        interrupts.end_call()
-        _end_forked_child(context, error)
-        if message.keeps_error:
-            context.kept_error = rank.KeptError(error)
-        return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
 
 
 def _finish(context: rank.LaunchedContext) -> None:

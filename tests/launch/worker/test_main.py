@@ -26,7 +26,6 @@ from notebook_accel.launch.worker.main import (
     Worker,
     _says_lost_peer,
     _shm_hint,
-    run_call,
 )
 from notebook_accel.launch.worker.tracebacks import shorten
 
@@ -44,6 +43,10 @@ def _signals() -> Iterator[None]:
 
 @pytest.fixture
 def worker(_signals: None) -> Worker:
+    return new_worker()
+
+
+def new_worker() -> Worker:
     """A rank of two, whose agent says nothing."""
     ranks = tuple(wire.RankSpec(rank=rank, local_rank=rank) for rank in (0, 1))
     launch = wire.Launch(
@@ -204,14 +207,10 @@ def outcome_of(
     row = RankRow()
     row.interrupted_call = int(is_interrupted)
     try:
-        return run_call(
-            wire.BeginCall(run="r", call=1, payload=packet, grace=1.0),
-            [*fds],
-            context=context,
-            interrupts=Interrupts(row),
-            sent_before=None,
-            setup_error=None,
-        )
+        worker = new_worker()
+        worker.context, worker.interrupts = context, Interrupts(row)
+        message = wire.BeginCall(run="r", call=1, payload=packet, grace=1.0)
+        return worker.run_call(message, [*fds])
     finally:
         signal.signal(signal.SIGINT, before)
 
