@@ -220,7 +220,7 @@ class AcceleratorState(PartialState):
             ConfigError: no ``Accelerator`` was made with the plugin.
         """
         shown = self if is_initialized() else None
-        for name in [name for name in kwargs if name.endswith(("_plugin", "_config"))]:
+        for name in [name for name in kwargs if name.endswith(("plugin", "config"))]:
             plugin = kwargs.pop(name)
             if plugin is not None and plugin is not getattr(shown, name, None):
                 raise ConfigError(
