@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -194,6 +195,9 @@ class Session:
                 )
                 undo.callback(self.kill)
                 self._pool.start()
+            # An interrupt may still come before the caller has the session, which nobody can close
+            # then.
+            weakref.finalize(self, self._pool.kill).atexit = False
             undo.pop_all()
 
     def call(self, request: LaunchRequest) -> Run:
