@@ -6,9 +6,9 @@ The way of a launch, from ``notebook_launcher(f)`` to ``f`` and back. Each line 
     out, in the kernel
         notebook/launcher.py           notebook_launcher: the arguments -> one LaunchRequest
         launch/launcher.py             launch: checks, packs; launch_packed: plans; _begin_and_wait
-        launch/engines/local.py        AgentEngine.begin: agents and a RankPool on them; the call
+        launch/engines/local.py        AgentEngine.begin: a RankPool (sends wire.Launch); the call
         launch/control/call.py         RankCall.sent: the call; inside of it the run is opened
-        launch/control/pool.py         RankPool: sends each agent wire.Launch, then wire.BeginCall
+        launch/control/pool.py         RankPool: sends each agent wire.BeginCall
     in the agent
         launch/agent/agent.py          main: forks the ranks; _begin_call: sends each the call
     in each rank
@@ -22,9 +22,11 @@ The way of a launch, from ``notebook_launcher(f)`` to ``f`` and back. Each line 
 What they call on the way gives its answer and hands nothing over: ``template/`` is the clean
 process that forks an agent, ``payload/`` packs and unpacks, ``transport/`` and
 ``control/agent_link.py`` carry messages, ``agent/rank_process.py`` is a rank as its agent sees it,
-``control/state.py`` and ``control/verdict.py`` are pure functions.
+``control/state.py`` and ``control/verdict.py`` are pure functions, ``control/results.py`` keeps
+what ranks returned.
 
 Four records go this way: ``LaunchRequest`` (what was asked), ``payload.PackedCall`` (what travels),
 ``control.call.Call`` (the kernel's side, with its ``RunState``) and ``Run`` (the person's handle).
-A call of a session (``launcher.Session``) begins at ``control/call.py``, on ranks that are there.
+A call of a session (``launcher.Session.call``) goes on to ``control/call.py``, since its ranks are
+there.
 """

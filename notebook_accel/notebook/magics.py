@@ -57,7 +57,7 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
 
     Args:
         shell: of the notebook.
-        names: give the names of the notebook and of its session.
+        names: returns the names of the notebook and of its session.
     """
 
     def offer(_shell: Any, event: Any) -> Sequence[str]:
@@ -465,7 +465,7 @@ def _split(line: str) -> list[str]:
 
 
 def _parse_names(text: str | None) -> tuple[str, ...]:
-    """``a,b`` and ``a b`` as names, in the form in which Python keeps them."""
+    """Return the names in ``a,b`` or ``a b``, in NFKC form as Python has them."""
     names = tuple(unicodedata.normalize("NFKC", text or "").replace(",", " ").split())
     for name in names:
         if not name.isidentifier():

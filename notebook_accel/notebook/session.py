@@ -168,7 +168,7 @@ class StartingLine(View):
 
 _DEBUG = "`%accelerate debug` looks into its frames"
 _RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"
-# Between two looks at whether the person has interrupted; as in launch/run.py.
+# Between two looks at whether the person has interrupted; as in launch/control/call.py.
 _SLICE_SECONDS = 0.05
 _PLAIN = "text/plain"
 

@@ -51,7 +51,7 @@ def run_finalizers() -> None:
 
 
 def end_multiprocessing() -> None:
-    """Join children and empty queues (``multiprocessing.util._exit_function``).
+    """Join children and flush queues (``multiprocessing.util._exit_function``).
 
     Without it what was put into a queue last may not arrive.
     """

@@ -121,7 +121,7 @@ class PartialState(ProcessInfo):
         return environment.parse_flag_from_env("FORK_LAUNCHED")
 
     def set_device(self) -> None:
-        """Do nothing: the device was chosen when the state was made."""
+        """Make the process group if there is none; the device was chosen with it."""
         topology.topology()
 
     def destroy_process_group(self, group: ProcessGroup | None = None) -> None:

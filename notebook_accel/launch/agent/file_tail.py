@@ -90,9 +90,9 @@ class FileTail:
 
 
 def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
-    """Return (newest whole lines that fit a message, number of lines before, cut within a line).
+    """Return (newest data that fits a message, number of lines left out, begins within a line).
 
-    The last value is None if nothing was cut.
+    The last value is None if nothing was left out.
     """
     start = len(data) - _MAX_LIVE_BYTES
     if start <= 0:

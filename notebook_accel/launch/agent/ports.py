@@ -60,7 +60,7 @@ class RunPorts:
             self._is_new = True
 
     def master_for_rank_0(self) -> socket.socket | None:
-        """Return a new MASTER_PORT socket for rank 0; None if rank 0 has it or needs none."""
+        """Return the MASTER_PORT socket if rank 0 still has to get it, once; else None."""
         if self.master is None or not (self._is_new and self._has_peers):
             return None
         self._is_new = False

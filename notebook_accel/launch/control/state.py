@@ -283,7 +283,7 @@ def starting(*, world_size: int, asked: frozenset[int] | None = None, **fields: 
 
     Args:
         world_size: number of ranks.
-        asked: those that are to call the function; None for all.
+        asked: those for whom the call is meant; None for all.
         fields: others of :class:`RunState`.
     """
     ranks = tuple(

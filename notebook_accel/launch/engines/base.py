@@ -7,7 +7,7 @@
 An engine whose ranks have agents writes ``plan_ranks`` and ``start_agents`` (``AgentEngine`` in
 local.py); nothing else about ranks differs between engines.
 
-One launch passes through three records, from the person's side to the agents':
+An engine is given three records:
 
     LaunchRequest      what ranks are asked for, and the function that they are to call
     payload.PackedCall the function and its arguments, pickled

@@ -43,7 +43,7 @@ def use(run: str) -> None:
 
 
 def folder(run: str, agent: int) -> Path:
-    """The folder of an agent of ``run``, by the agent's pid."""
+    """Return the scratch folder of the agent of ``run`` with this pid."""
     return Path(tempfile.gettempdir()) / _name(run, agent)
 
 

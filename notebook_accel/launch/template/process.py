@@ -8,7 +8,7 @@
              the kernel's process ends -> end everything, at once
 
 Invariants: one thread, no device, no module of the user's, so that each fork is safe. A child
-writes the exception that ends it into a memfd of its own, and whoever asked for it is told.
+prints the exception that ends it to the template's standard error, whose end an error quotes.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class Worker:
         rank.enter(self.context)
 
     def _where(self) -> dict[str, int]:
-        """The process of the rank, where the agent has to be told: fields of ``RankReady``."""
+        """Return fields of ``RankReady`` about the rank's process; none if the agent knows it."""
         return {}
 
     def _set_up(self) -> None:

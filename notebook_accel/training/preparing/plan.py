@@ -110,10 +110,10 @@ def make_plan(
     step_scheduler_with_optimizer: bool,
     rng_types: Iterable[Any] | None,
 ) -> Plan:
-    """Check the settings, make the process group, and choose the strategy.
+    """Check the settings, make the process group and choose the strategy; return the plan.
 
     The settings are checked before the group is made, so that a mistake leaves no rank waiting in
-    it, and costs no time.
+    it, and costs no time. ``num_steps`` and ``plugin`` are those of gradient accumulation.
 
     Raises:
         ConfigError: a setting makes no sense.

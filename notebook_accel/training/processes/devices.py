@@ -249,7 +249,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def with_host(backend: str, device: torch.device) -> str:
-    """Return the backends for a named one; gloo is added for host tensors if it lacks them.
+    """Return ``backend``, with gloo for host tensors beside it if it is the device's own.
 
     Checkpoints, offloaded weights and objects are on the host.
     """

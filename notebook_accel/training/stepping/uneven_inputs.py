@@ -29,7 +29,7 @@ def join_uneven_inputs(
     """Let ranks have different numbers of batches within the block, by torch's ``Join``.
 
     Args:
-        joinables: the prepared models.
+        joinables: prepared models and optimizers.
         loaders: those that were prepared.
         even_batches: whether they fill their last round up within the block; None leaves them as
             they are.

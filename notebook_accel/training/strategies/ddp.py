@@ -110,11 +110,11 @@ _THAW_HOOKS: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
 
 
 def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> None:
-    """Let a wrapper follow ``requires_grad`` of its weights from now on.
+    """Call ``wrap_again(wrapped)`` before a forward for which other weights train than before.
 
-    DDP exchanges what trained as it was made. A weight that is thawed later would be stepped by
-    each rank on its own samples, so that ranks part without a word; after one that is frozen later
-    the next forward raises.
+    DDP exchanges the gradients of the weights that trained as it was made. With a weight that is
+    thawed later, ranks would silently diverge; after one that is frozen later the next forward
+    would raise.
     """
     weights = list(wrapped.parameters())
     trains, sizes = [one.requires_grad for one in weights], [one.shape for one in weights]
