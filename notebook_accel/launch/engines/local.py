@@ -38,6 +38,7 @@ from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.handle import ask_template
+from notebook_accel.launch.template.process import traceback_of
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.launch.transport.segment import sendable
 
@@ -283,5 +284,5 @@ def _how_it_ended(source: Template, pid: int) -> AgentEnd:
     if exited is None:
         return AgentEnd(f"(pid {pid}) is gone")
     # With 1 ends an agent that an exception has ended, which it wrote before.
-    text = source.error_output if exited.exitcode == 1 else ""
+    text = traceback_of(pid, source.error_output) if exited.exitcode == 1 else ""
     return AgentEnd(f"(pid {pid}) {processes.describe_exit(exited.exitcode)}", text)

@@ -331,14 +331,15 @@ class Template:
 
     @property
     def error_output(self) -> str:
-        """The end of what the process and its agents wrote to standard error, tracebacks mostly."""
+        """What the process and its agents wrote to standard error, tracebacks mostly."""
         if self._stderr.closed:
             return ""
-        self._stderr.seek(0)
-        return self._stderr.read().decode(errors="replace").strip()[-_MAX_ERROR_OUTPUT:]
+        # Not by seek and read, which would move the place where the processes write.
+        fd = self._stderr.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace").strip()
 
     def _what_it_wrote(self) -> str:
-        text = self.error_output
+        text = self.error_output[-_MAX_ERROR_OUTPUT:]
         return f" It wrote:\n{text}" if text else ""
 
 

@@ -36,7 +36,7 @@ from notebook_accel.launch.transport.handshake import accept
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["serve"]
+__all__ = ["serve", "traceback_of"]
 
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
@@ -62,6 +62,8 @@ _PRELOADED = (
 _IDLE_SECONDS = 1e7
 # A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
+# What stands around a child's traceback on standard error.
+_FAILED, _END = "process {} failed\n", "\n== end of the traceback"
 
 
 def serve(fd: int, kernel_pid: int) -> None:
@@ -228,8 +230,8 @@ class Server:
             act()
             code = 0
         except BaseException:  # the process ends here: the kernel reads what it was
-            traceback.print_exc()
-            sys.stderr.flush()
+            # In one write: another child may fail at the same time.
+            os.write(2, f"{_FAILED.format(os.getpid())}{traceback.format_exc()}{_END}\n".encode())
         finally:
             os._exit(code)
 
@@ -237,6 +239,15 @@ class Server:
 def _end_child(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+def traceback_of(pid: int, output: str) -> str:
+    """Return the traceback of the exception that ended a child of the template; "" for none.
+
+    ``output`` is what the template and its children wrote to standard error.
+    """
+    _, found, text = output.rpartition(_FAILED.format(pid))
+    return text.partition(_END)[0] if found else ""
 
 
 def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:
