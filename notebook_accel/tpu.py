@@ -104,8 +104,8 @@ def library() -> Library | None:
 
 @cache
 def backends() -> tuple[EntryPoint, ...]:
-    """What load_backends() loads; asked once in the template, since it takes a look at everything
-    that is installed."""
+    """The entry points ``torch.backends``: what torch loads by itself when it is imported. Found
+    once, in the template, since it takes a look at everything that is installed."""
     return tuple(entry_points(group="torch.backends"))
 
 

@@ -456,6 +456,6 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
 
 
 def _script(request: LaunchRequest) -> Callable[..., str]:
-    """Return :func:`script_of` for a request; ``world_size`` and ``file`` are missing."""
+    """Return a function of ``world_size`` and ``file`` that gives the call as a script's text."""
     called = request.function, request.args, request.kwargs
     return partial(script_of, *called, sources=request.sources)

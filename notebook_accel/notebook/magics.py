@@ -433,7 +433,7 @@ def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
 
 
 def _check_fresh(options: Any) -> None:
-    """Check that ``--fresh`` is given without options of a session."""
+    """Raise UsageError if an option that only a session takes is given beside ``--fresh``."""
     names = ("ranks", "bg", "pull", "each_rank", "push", "no_push")
     others = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if others:

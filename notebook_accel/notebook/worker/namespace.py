@@ -213,12 +213,12 @@ class Namespace:
     def get_ready(
         self, mentions: Iterable[str], *, renews_group: bool, function: Any = None
     ) -> None:
-        """Prepare process group and ``accelerator`` for the next cell. All ranks call it together.
+        """Renew the process group and provide ``accelerator``, where needed. All ranks call it.
 
         Args:
-            mentions: names that the cell may use.
-            renews_group: make the process group anew, which all ranks had.
-            function: what is called in the place of a cell.
+            mentions: names that the cell may use; they decide whether ``accelerator`` is provided.
+            renews_group: replace the process group, which all ranks had in the call before.
+            function: called in place of a cell; the globals that it uses are mentions too.
         """
         if renews_group:
             for line in import_module("notebook_accel.training.processes.renewal").renew_group():

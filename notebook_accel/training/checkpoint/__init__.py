@@ -374,7 +374,7 @@ class Checkpoints:
     def _trained_pieces(
         self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool
     ) -> Iterator[Piece]:
-        """Yield the pieces of weights and optimizer states, collected one after the other."""
+        """Yield weights and optimizer states: this rank's shards, else whole, if it ``writes``."""
         strategy = self._plan.strategy
         optimizers = [known.optimizer for known in self._prepared.optimizers]
         if strategy.saves_shards:

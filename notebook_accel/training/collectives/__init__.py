@@ -101,12 +101,12 @@ def set_debugging(asked: bool | None) -> None:
 
 
 def num_ranks(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in the group, 1 without a group."""
+    """Return the number of ranks in ``group`` (None: of all ranks); 1 if this one runs alone."""
     return dist.get_world_size(group) if has_process_group() else exchange().size
 
 
 def this_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return this rank's number in the group, 0 without a group."""
+    """Return this rank's number in ``group`` (None: of all ranks); 0 if it runs alone."""
     return dist.get_rank(group) if has_process_group() else exchange().rank
 
 

@@ -393,7 +393,7 @@ def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole weight on the host, in the precision in which it is stepped."""
+    """Join a weight (collective), on the host, as precise as its steps; return others as given."""
     if not isinstance(value, torch.nn.Parameter):
         return value
     from deepspeed.utils import safe_get_full_fp32_param

@@ -85,7 +85,7 @@ class DeepSpeedEngineWrapper:
             self.step_was_skipped = not self.engine.was_step_applied()
 
     def drop(self) -> None:
-        """Forget the gradients of a whole window that no step has used."""
+        """Forget a complete window's gradients that no step has used; an open window's stay."""
         if self._is_due:
             self.drop_all()
 
