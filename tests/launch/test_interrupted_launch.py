@@ -124,6 +124,14 @@ def test_of_a_session_and_its_calls(folder: Path) -> None:
     _interrupt_everywhere(begin, folder, folders_of_sessions=True)
 
 
+def test_a_session_that_nobody_got_is_ended(folder: Path) -> None:
+    # As after an interrupt that comes as the session is returned. The fixture looks at processes.
+    session = Session(LaunchRequest(config=ON_CPU))
+    call(session, len, (BIG,), view=View())
+    assert below(template().pid)
+    del session
+
+
 def _interrupt_everywhere(
     begin: Callable[[], None], folder: Path, *, folders_of_sessions: bool = False
 ) -> None:

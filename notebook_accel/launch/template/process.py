@@ -8,7 +8,7 @@
              the kernel's process ends -> end everything, at once
 
 Invariants: one thread, no device, no module of the user's, so that each fork is safe. A child
-prints the exception that ends it to the template's standard error, whose end an error quotes.
+prints the exception that ends it to the template's standard error, where the kernel reads it.
 """
 
 from __future__ import annotations
