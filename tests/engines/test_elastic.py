@@ -322,6 +322,22 @@ def test_a_failure_starts_the_ranks_again(other: OtherMachine) -> None:
     assert "exit code 7" in notices
 
 
+def test_a_machine_whose_rank_ends_long_before_the_others_stays(other: OtherMachine) -> None:
+    def train() -> str:
+        attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+        if attempt == "0" and rank == "1":
+            os._exit(7)
+        if attempt == "0":
+            try:
+                time.sleep(600)
+            finally:
+                time.sleep(2)  # the agent of the other machine has ended meanwhile
+        return attempt
+
+    run = on_two(train, other=other, max_restarts=1)
+    assert run.results == ["1", "1"]
+
+
 def test_restarts_come_to_an_end() -> None:
     def train() -> None:
         raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -83,6 +83,8 @@ class JoinedMachine:
         self._link = link
         self._answers: asyncio.Queue[wire.MachineAgentStarted | None] = asyncio.Queue()
         self._end: AgentEnd | None = None
+        self._passing: asyncio.Task[None] | None = None
+        # Set while the machine has no agent, and no channel of an agent is open.
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._stays = True
@@ -115,9 +117,7 @@ class JoinedMachine:
             how = f"on {self.name} {message.how}"
             self._end = AgentEnd(how, message.traceback)
             self._link.detach()
-            self._is_idle.set()
-            if not self._stays:
-                self._link.close()
+            self._note_end()
 
     def close_answers(self) -> None:
         """Note that the connection has ended; called by its link."""
@@ -141,6 +141,8 @@ class JoinedMachine:
         Raises:
             LaunchError: there is no agent.
         """
+        if not self._is_idle.wait(_END_SECONDS):
+            raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
         ours, theirs = socket.socketpair()
         try:
             answer = await_from_thread(self._start(theirs, run), _AGENT_SECONDS)
@@ -155,24 +157,33 @@ class JoinedMachine:
             ranks=ranks,
             sees_files=False,
             how_it_ended=self._how_it_ended,
-            kill=self._abort,
+            kill=self._kill_agent,
             launch_fields=fields(answer.directory),
         )
 
     async def _start(self, theirs: socket.socket, run: str) -> wire.MachineAgentStarted | None:
         self._end = None
         self._is_idle.clear()
-        passing = await self._link.attach(theirs)
-        passing.add_done_callback(self._end_agent)
+        self._passing = await self._link.attach(theirs)
+        self._passing.add_done_callback(self._end_agent)
         self._link.send(wire.StartMachineAgent(run=run, directory=os.getcwd()))
         return await self._answers.get()
 
     def _end_agent(self, _: asyncio.Task[None]) -> None:
-        """End the agent on the machine, after the run has closed its channel."""
-        if self._stays:
+        """End the agent on the machine, if it runs still, after its channel was closed."""
+        if self._end is not None:
+            self._note_end()
+        elif self._stays:
             self._link.send(wire.EndMachineAgent())
         else:
             self._link.close()
+
+    def _note_end(self) -> None:
+        """Free the machine for another agent, once the last one and its channel have ended."""
+        if self._passing is not None and self._passing.done():
+            self._is_idle.set()
+            if not self._stays:
+                self._link.close()
 
     def let_go(self) -> None:
         """Disconnect once the agent has ended, if any; called in the thread of the links."""
@@ -180,8 +191,10 @@ class JoinedMachine:
         if self._is_idle.is_set():
             self._link.close()
 
-    def _abort(self) -> None:
-        in_background().call_soon_threadsafe(self._link.abort)
+    def _kill_agent(self) -> None:
+        # The connection is all that reaches it. It is kept where the agent has ended by itself.
+        if self._end is None:
+            in_background().call_soon_threadsafe(self._link.abort)
 
     def _how_it_ended(self) -> AgentEnd:
         lost = AgentEnd(
