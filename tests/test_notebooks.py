@@ -165,6 +165,7 @@ def test_an_example_reaches_what_it_promises(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_the_cells_of_a_session_go_on_where_those_before_stopped() -> None:
     notebook = execute(NOTEBOOKS / "05_sessions.ipynb")
     assert last_text(notebook) == "the session has ended\n"

@@ -68,6 +68,7 @@ def test_a_script_trains_as_in_a_notebook(folder: Path, in_notebook: list[float]
     assert "settings of " in done.stderr
 
 
+@pytest.mark.long
 def test_a_file_of_accelerate_config_is_obeyed(folder: Path, in_notebook: list[float]) -> None:
     file = accelerate_yaml(folder, num_processes=2, distributed_type="MULTI_CPU")
     done = notebook_accel("launch", "--config_file", file, "train.py", folder=folder)

@@ -247,7 +247,14 @@ def left(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_a_machine_that_is_lost_ends_the_run(
     number: signal.Signals, other: OtherMachine, files_of_other: Path
 ) -> None:

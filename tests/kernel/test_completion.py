@@ -36,7 +36,7 @@ def offered(notebook: Notebook, text: str) -> set[str]:
     return set(matches)
 
 
-@pytest.mark.parametrize("jedi", ["as it is", "off"])
+@pytest.mark.parametrize("jedi", ["as it is", pytest.param("off", marks=pytest.mark.long)])
 def test_tab_offers_what_the_magic_takes_and_nothing_else(notebook: Notebook, jedi: str) -> None:
     if jedi == "off":
         notebook.run("%config IPCompleter.use_jedi = False")

@@ -129,6 +129,7 @@ def test_a_later_kernel_stops_it_and_nothing_is_left(
     assert "went on 0" in notebook.run(f"print(notebook_accel.find_run({run_id!r}).logs(0))")
 
 
+@pytest.mark.long
 def test_a_launch_that_is_interrupted_leaves_nothing(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run(f"{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
     cell = notebook.start("notebook_launcher(train, (folder,), 2, block=False, detach=True)")
@@ -190,6 +191,7 @@ def test_a_failure_and_a_killed_keeper_are_told(notebook: Notebook, tmp_path: Pa
     assert "attach(" in text
 
 
+@pytest.mark.long
 def test_errors_say_what_to_do(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run(f"{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
     launch = "notebook_launcher(train, (folder,), 2, detach=True"

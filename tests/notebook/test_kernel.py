@@ -305,7 +305,9 @@ def by_papermill(notebook: Any, folder: Path) -> Any:
     )
 
 
-@pytest.mark.parametrize("execute", [by_nbclient, by_papermill])
+@pytest.mark.parametrize(
+    "execute", [by_nbclient, pytest.param(by_papermill, marks=pytest.mark.long)]
+)
 def test_an_executed_notebook_holds_the_summary_once(
     execute: Callable[[Any, Path], Any], tmp_path: Path
 ) -> None:

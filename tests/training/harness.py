@@ -26,13 +26,15 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from notebook_accel import training
 from notebook_accel.launch.system.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "run_ranks", "with_long_ones"]
 
 _ROOT = Path(__file__).parents[2]
 _LENGTH = struct.Struct("!Q")
@@ -48,6 +50,18 @@ _OF_RANKS = (
     "torch.utils.data",
     "torchdata.stateful_dataloader",
 )
+
+
+def with_long_ones(num_ranks: Mapping[str, int]) -> list[Any]:
+    """Return the names of cases as parameters; those of four ranks and more are ``long``.
+
+    Args:
+        num_ranks: of each case. Four ranks keep two cores busy for half a minute.
+    """
+    return [
+        pytest.param(name, marks=[pytest.mark.long] if ranks >= 4 else [])
+        for name, ranks in num_ranks.items()
+    ]
 
 
 class RankError(AssertionError):

@@ -27,7 +27,7 @@ from notebook_accel.training.settings.parallelism import (
     TorchContextParallelConfig,
 )
 from tests.training import meshes
-from tests.training.harness import run_ranks
+from tests.training.harness import run_ranks, with_long_ones
 from tests.training.meshes import FLOAT_ERROR, SCALE, WIDTH, WORDS, check_weights, loss_of
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -209,7 +209,10 @@ def check(context: str, ours: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("context", [name for name, row in CONTEXTS.items() if row[0] < 8])
+@pytest.mark.parametrize(
+    "context",
+    with_long_ones({name: row[0] for name, row in CONTEXTS.items() if row[0] < 8}),
+)
 def test_divided_sequences_equal_one_process(context: str) -> None:
     for of_rank in trained(CONTEXTS[context][0]):
         check(context, of_rank[context])

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, GradScalerKwargs, ParallelismConfig
 from tests.training import meshes
-from tests.training.harness import run_ranks
+from tests.training.harness import run_ranks, with_long_ones
 from tests.training.meshes import (
     FLOAT_ERROR,
     MESHES,
@@ -235,7 +235,10 @@ def check(strategy: str, precision: str, ours: dict[str, Any], float_error: floa
 
 # On a busy machine four ranks share less than one core: the deadline is that of ``run_ranks``.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", [name for name, row in STRATEGIES.items() if row[0] < 8])
+@pytest.mark.parametrize(
+    "strategy",
+    with_long_ones({name: row[0] for name, row in STRATEGIES.items() if row[0] < 8}),
+)
 def test_a_strategy_equals_one_process(strategy: str) -> None:
     for of_rank in trained(STRATEGIES[strategy][0]):
         for precision, ours in of_rank[strategy].items():

@@ -15,7 +15,7 @@ from torch import nn
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
 from notebook_accel.training.strategies.spread_models import has_parts
 from notebook_accel.training.strategies.stages import balance
-from tests.training.harness import run_ranks
+from tests.training.harness import run_ranks, with_long_ones
 from tests.training.meshes import (
     BY_RANK,
     FLOAT_ERROR,
@@ -129,7 +129,7 @@ def parts_of_a_stage() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("pipeline", TRAINED)
+@pytest.mark.parametrize("pipeline", with_long_ones({p: PIPELINES[p][0] for p in TRAINED}))
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_equals_one_process(name: str, pipeline: str) -> None:
     ranks, shares, _ = PIPELINES[pipeline]

@@ -172,6 +172,7 @@ def test_torchrun_runs_what_was_exported(folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_an_exported_training_takes_the_same_steps(folder: Path) -> None:
     said = _by_torchrun(folder / "training.py", ACCELERATE_USE_CPU="true")
     in_the_notebook = (folder / "losses").read_text()

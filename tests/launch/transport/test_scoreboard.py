@@ -207,7 +207,13 @@ def _in_lockstep(
 
 
 @pytest.mark.parametrize("counter", COUNTERS)
-@pytest.mark.parametrize("agents", [(3,), (2, 2)], ids=["one agent", "two agents"])
+@pytest.mark.parametrize(
+    "agents",
+    [
+        pytest.param((3,), marks=pytest.mark.long, id="one agent"),
+        pytest.param((2, 2), id="two agents"),
+    ],
+)
 def test_processes_in_lockstep_never_leave_each_other_alone(
     counter: str, agents: Sequence[int]
 ) -> None:
