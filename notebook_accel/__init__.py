@@ -1,8 +1,8 @@
 """Train on many devices from a notebook cell.
 
-Importing this package touches no device, starts nothing and writes no environment: the public
-names, listed in ``__init__.pyi``, are imported when they are first used. In a notebook's kernel,
-fetching ``notebook_launcher`` also starts the process from which ranks will be forked.
+Importing this package touches no device, starts no process and sets no environment variable: each
+public name, listed in ``__init__.pyi``, is imported when it is first used. In a notebook's kernel,
+the first use of ``notebook_launcher`` also starts the process from which ranks will be forked.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ _fetch, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Give a public name, the version, or a module: ``accelerate.utils.set_seed`` needs no import
-    of ``accelerate.utils``, which Accelerate's own start has done."""
+    """Import a public name, ``__version__`` or a submodule when it is looked up (PEP 562).
+
+    Submodules are included because scripts write ``accelerate.utils.set_seed`` after
+    ``import accelerate`` alone, which works in Accelerate. Looking up ``notebook_launcher`` also
+    starts, in a notebook's kernel, the process from which ranks will be forked.
+
+    Raises:
+        AttributeError: the package has no such name.
+    """
     if name in __all__:
         if name == "notebook_launcher":
             from notebook_accel.notebook.warming import warm_kernel

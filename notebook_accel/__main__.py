@@ -1,4 +1,4 @@
-"""``python -m notebook_accel`` is the command line."""
+"""Runs the command line: ``python -m notebook_accel`` does what ``notebook-accel`` does."""
 
 from __future__ import annotations
 

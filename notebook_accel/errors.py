@@ -2,9 +2,9 @@
 
 NotebookAccelError(RuntimeError)
 ├── LaunchError          the run could not start
-├── WorkerError          a rank failed
+├── WorkerError          a rank (one of the run's processes) failed
 ├── RunStopped           the run was stopped before it had a result
-└── ConfigError(ValueError)   a setting that makes no sense, alone or with another
+└── ConfigError(ValueError)   a setting is invalid, alone or together with another
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _SHELL = {"IPython", "decorator", "decorator.py"}
 
 
 class _Run(Protocol):
-    """What an error needs to know of ``launch.run.Run``, which is built on this module."""
+    """The part of ``launch.run.Run`` (the handle of a run) that errors use.
+
+    ``launch.run`` imports this module, so this module cannot import ``Run`` itself.
+    """
 
     @property
     def id(self) -> str: ...
@@ -46,8 +49,9 @@ class NotebookAccelError(RuntimeError):
     """Base class of all errors that this package raises.
 
     Attributes:
-        run: the run that the error belongs to, or None. Its logs, its metrics and the results of
-            ranks that ended are still there.
+        run: handle of the run that failed or was stopped. Its logs, its metrics and the results of
+            ranks that had ended can still be read. None if no run was involved, as for an invalid
+            setting, and if the error was unpickled.
 
     Example:
         >>> from notebook_accel import LaunchConfig, NotebookAccelError
@@ -72,7 +76,12 @@ class NotebookAccelError(RuntimeError):
         return (_rebuild, (type(self), self.args), self.__getstate__())
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of this error: no frame of ours, and the message whole."""
+        """Return the text that IPython prints for this error, in place of the usual traceback.
+
+        IPython calls this method by its name. The text leaves out the frames of this package and of
+        IPython, since they do not help the user. The full message follows; for a failed rank it
+        contains the rank's own traceback.
+        """
         frames = list(takewhile(_is_outer, traceback.extract_tb(self.__traceback__)))
         frames = [frame for frame in frames if not _SHELL & set(Path(frame.filename).parts)]
         # One frame is the cell itself, right above.
@@ -83,7 +92,7 @@ class NotebookAccelError(RuntimeError):
         return [where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self._shown_message()}{hint}"]
 
     def _shown_message(self) -> str:
-        """The message as a notebook shows it."""
+        """Return the message as a notebook shows it; a subclass may shorten it."""
         return str(self)
 
 
@@ -106,7 +115,7 @@ class LaunchError(NotebookAccelError):
 
 
 class ConfigError(NotebookAccelError, ValueError):
-    """A setting is invalid, alone or together with another; it is a ``ValueError`` too.
+    """A setting is invalid, alone or together with another; the error is a ``ValueError``, too.
 
     Example:
         >>> from notebook_accel import LaunchConfig
@@ -120,7 +129,8 @@ class ConfigError(NotebookAccelError, ValueError):
 class RunStopped(NotebookAccelError):
     """A run was stopped before it had a result.
 
-    ``error.run`` is the run, and ``error.run.rescued`` what it was training.
+    ``error.run`` is the handle of the run. ``error.run.rescued`` holds the models, optimizer states
+    and step count from the moment of the stop, or None if nothing could be rescued.
 
     Example:
         >>> import time
@@ -137,16 +147,18 @@ class RunStopped(NotebookAccelError):
 
 
 class WorkerError(NotebookAccelError):
-    """A rank failed; the message has its traceback.
+    """A rank (one of the run's processes) failed; the message contains its traceback.
 
     Attributes:
-        rank: the rank whose failure is the cause; None if the agent itself died.
-        ranks: all ranks that failed, without those that only lost a peer.
+        rank: the rank whose failure caused the others; None if the agent, the process that starts
+            and watches the ranks, died itself.
+        ranks: the ranks that failed by themselves. Ranks that failed only because they lost the
+            connection to another one are left out.
         traceback: traceback of the failed rank as text; "" if it died without one.
-        exitcode: exit code of the rank's process, or the one that it would have where the process
-            stays (a session); None if a signal ended it.
-        signal: name of the signal that ended it, such as "SIGKILL"; None if none did.
-        run: the run.
+        exitcode: exit code of the rank's process; None if a signal ended it. The processes of a
+            session stay alive after a failure: for them, the exit code that it would have caused.
+        signal: name of the signal that ended the process, such as "SIGKILL"; None if none did.
+        run: handle of the run.
 
     Example:
         >>> from notebook_accel import WorkerError, notebook_launcher
@@ -170,15 +182,15 @@ class WorkerError(NotebookAccelError):
         exitcode: int | None = None,
         signal: str | None = None,
     ) -> None:
-        """Keep what is known of the failure.
+        """Store the facts about the failure in the attributes of the same names.
 
         Args:
             message: text of the error.
-            rank: as the attribute.
-            ranks: as the attribute.
-            traceback: as the attribute.
-            exitcode: as the attribute.
-            signal: as the attribute.
+            rank: see the attribute.
+            ranks: see the attribute.
+            traceback: see the attribute.
+            exitcode: see the attribute.
+            signal: see the attribute.
         """
         super().__init__(message)
         self.rank = rank
@@ -188,7 +200,11 @@ class WorkerError(NotebookAccelError):
         self.signal = signal
 
     def _shown_message(self) -> str:
-        """The message, with the rank's error named once: below its traceback, as Python has it."""
+        """Return the message, without naming the rank's exception twice.
+
+        The first line of the message ends with the exception ("rank 0 failed: ValueError: ...").
+        If the traceback below shows the exception as well, the first line becomes "rank 0 failed:".
+        """
         head, _, rest = str(self).partition("\n")
         who, _, said = head.partition(" failed: ")
         is_below = said and any(line.endswith(said) for line in self.traceback.splitlines())

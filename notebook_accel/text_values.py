@@ -1,4 +1,4 @@
-"""Settings as text: what a text of YAML, a variable or a form means, and a value in an error."""
+"""Converts settings from text (YAML, environment variables, the form) and to text (in errors)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ _repr.maxlevel, _repr.maxstring, _repr.maxother, _repr.maxlong = 3, 200, 200, 10
 
 
 def shown(value: object) -> str:
-    """``repr(value)``, of bounded length whatever the value is."""
+    """Return ``repr(value)`` for an error message, cut to a bounded length."""
     return _repr.repr(value)
 
 
 def parse_flag(name: str, text: str) -> bool:
-    """The flag that a text means: true, 1, yes, on, or the opposite.
+    """Return the bool that a text means: True for "true", "1", "yes", "on", "y" and "t".
+
+    Args:
+        name: name of the setting, for the error.
+        text: the text; "false", "0", "no", "off", "n" and "f" mean False. Case does not matter.
 
     Raises:
-        ConfigError: it means neither; the message calls it ``name``.
+        ConfigError: the text means neither.
     """
     found = value_of(text, bool)
     if not isinstance(found, bool):
@@ -37,7 +41,10 @@ def parse_flag(name: str, text: str) -> bool:
 
 
 def value_of(text: str, kind: Any) -> Any:
-    """The value of the type ``kind`` that a text means; the text itself where it means none."""
+    """Convert a text to the type ``kind``; return the text unchanged if that is impossible.
+
+    The caller checks the type of the result, and raises an error that names the setting.
+    """
     import msgspec
 
     if kind is bool:

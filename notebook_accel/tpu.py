@@ -1,7 +1,8 @@
-"""TPUs of this machine, and the library that is installed for them, without importing either.
+"""Finds this machine's TPUs and the library installed for them, without importing the library.
 
-torch_xla takes seconds to import and initialises the runtime with the first question, and whoever
-has a chip keeps others from it: the kernel must have none.
+torch_xla takes seconds to import, and the first question to it initialises its runtime, which
+claims the chips. A process that holds a chip keeps all others from using it, so the notebook's
+kernel must never hold one.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ _ASK_SECONDS = 120.0
 
 
 class Library(NamedTuple):
-    """What drives TPUs here.
+    """The installed library by which torch uses TPUs.
 
     Attributes:
         name: "torch_xla" or "torch_tpu".
-        version: of it.
-        problem: why it cannot be used; "" where it can.
+        version: version of the library.
+        problem: why the library cannot be used, and what to do; "" if it can be used.
     """
 
     name: str
@@ -82,7 +83,10 @@ class Library(NamedTuple):
 
 
 def library() -> Library | None:
-    """The library for TPUs that is installed; None where there is none."""
+    """Return the installed library for TPUs, torch_tpu before torch_xla; None if there is neither.
+
+    A torch_xla that was built for another version of torch is returned with a ``problem``.
+    """
     own = _version("torch_tpu")
     if own is not None:
         return Library("torch_tpu", own)
@@ -104,15 +108,20 @@ def library() -> Library | None:
 
 @cache
 def backends() -> tuple[EntryPoint, ...]:
-    """The entry points ``torch.backends``: what torch loads by itself when it is imported. Found
-    once, in the template, since it takes a look at everything that is installed."""
+    """Return the entry points ``torch.backends``: device libraries that ``import torch`` loads.
+
+    The search reads the metadata of every installed package, so its result is cached. The template
+    (the process from which ranks are forked) calls this once, and the ranks inherit the cache.
+    """
     return tuple(entry_points(group="torch.backends"))
 
 
 def load_backends() -> None:
-    """Import what torch would have imported by itself, in a rank or in a child that asks.
+    """Load the device libraries that ``import torch`` would have loaded (see :func:`backends`).
 
-    The template leaves them out, since it must not touch a device.
+    The template, the process from which ranks are forked, imports torch without them, since it must
+    not touch a device. So each rank calls this, and each child that lists the devices. It loads
+    nothing if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is "0" or ``ACCELERATE_USE_CPU`` is "true".
     """
     is_off = os.environ.get(AUTOLOAD) == "0" or os.environ.get("ACCELERATE_USE_CPU") == "true"
     for entry in () if is_off else backends():
@@ -120,11 +129,16 @@ def load_backends() -> None:
 
 
 def launch_variables(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """The variables by which ranks of torch_tpu find each other.
+    """Ask torch_tpu for the ``TORCH_TPU_*`` variables by which its ranks find each other.
+
+    torch_tpu is imported in a child process, since importing it may claim a chip.
 
     Args:
-        environment: of the launch; what it sets stays.
-        num_ranks: of this machine.
+        environment: environment of the launch, in which the child runs.
+        num_ranks: number of ranks on this machine.
+
+    Returns:
+        the variables by name, for the environment of the ranks.
 
     Raises:
         LaunchError: torch_tpu finds no TPU, or fails.
@@ -158,7 +172,10 @@ def _version(package: str) -> str | None:
 
 
 def count_chips() -> dict[str, int]:
-    """How many TPU chips of each kind are on the PCI bus, by their number there."""
+    """Count the TPU chips on the PCI bus, by PCI device id (``{"0x0063": 4}``).
+
+    The dictionary is empty if there is no chip, or if the bus cannot be read.
+    """
     chips: dict[str, int] = {}
     with contextlib.suppress(OSError):  # no bus, or no descriptor left, which the launch says
         for vendor in _PCI.glob("*/vendor"):
@@ -170,10 +187,14 @@ def count_chips() -> dict[str, int]:
 
 
 def count_devices(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The platform of torch_xla ("TPU", "CPU", ...; "" for none), and how many devices it has.
+    """Return the platform that torch_xla would use, and its number of devices here.
 
     Args:
-        environment: of the launch: PJRT_DEVICE names a platform.
+        environment: environment of the launch; its ``PJRT_DEVICE`` chooses the platform.
+
+    Returns:
+        the platform ("TPU", "CPU" or another value of ``PJRT_DEVICE``; "" if there is none), and
+        the number of devices, which is 0 for all platforms but "TPU" and "CPU".
     """
     chips = count_chips()
     platform = environment.get("PJRT_DEVICE") or ("TPU" if chips else "")
@@ -185,7 +206,7 @@ def count_devices(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def summary() -> str:
-    """One line on this machine's TPU and the library for it; "" where there is no TPU."""
+    """Return a line for the user about this machine's TPU and its library; "" without a TPU."""
     platform, count = count_devices(os.environ)
     if platform != "TPU" or not count:
         return ""
@@ -196,7 +217,11 @@ def summary() -> str:
 
 
 def is_torch_xlas(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this machine's accelerator is a TPU that torch_xla can use."""
+    """Return whether this machine has a TPU that torch_xla can use.
+
+    Args:
+        environment: environment of the launch; None means that of this process.
+    """
     found = library()
     if found is None or found.name != "torch_xla" or found.problem:
         return False

@@ -2,9 +2,9 @@
 
     main --table of commands--> function of a module here --> exit status
 
-Each command is a function of its name, given what follows the name. It returns the exit status: 0
-for success, 1 where a run or a check failed. Bad input raises one of the package's errors, which
-is one line on stderr and status 2, as of argparse.
+Each command is a function of the same name. It gets the arguments after its name and returns the
+exit status: 0 for success, 1 if a run or a check failed. For bad input it raises one of the
+package's errors; ``main`` prints it as one line on stderr and returns 2, as argparse does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit status."""
+    """Run a command and return its exit status.
+
+    Args:
+        arguments: name of the command and its arguments; None takes those of this process.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     name, *rest = given or ["--help"]
     if name == "--version":

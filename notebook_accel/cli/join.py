@@ -1,4 +1,4 @@
-"""``notebook-accel join HOST:PORT``: this machine's devices for a launch of another machine."""
+"""``notebook-accel join HOST:PORT``: lends this machine to a launch in a notebook elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["join"]
 
 
 def join(arguments: Sequence[str]) -> int:
-    """``notebook-accel join HOST:PORT --token TOKEN``: give a launch the ranks of this machine."""
+    """``notebook-accel join HOST:PORT --token TOKEN``: run ranks of a launch on this machine."""
     parser = ArgumentParser(prog="notebook-accel join", description=join.__doc__)
     parser.add_argument("address", metavar="HOST:PORT", help="as the launch in the notebook says")
     parser.add_argument("--token", help="as the launch says; else NOTEBOOK_ACCEL_JOIN_TOKEN")

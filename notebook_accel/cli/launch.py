@@ -1,10 +1,10 @@
-"""``notebook-accel launch``: a script on several ranks, which torchrun starts and watches.
+"""``notebook-accel launch``: runs a script on several ranks, which torchrun starts and watches.
 
     options, files, variables, Slurm --settings, machines--> environment of the ranks
                                                        `---> torch.distributed.run
 
-A rank learns all that it is told from its environment, as of ``accelerate launch``: the script
-needs no argument for it, and no line.
+All settings reach the ranks by environment variables, as with ``accelerate launch``: the script
+needs no arguments and no code for them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ _ELASTIC_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """``notebook-accel launch [options] script.py [arguments of the script]``."""
+    """``notebook-accel launch [options] script.py [arguments of the script]``: run a script.
+
+    Returns:
+        the exit status: 0, or 1 if a rank failed.
+    """
     typed = launch_parser().parse_args(arguments)
     _check_script(typed)
     config, machines, notices = resolve_options(typed)
@@ -72,7 +76,10 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def launch_parser() -> ArgumentParser:
-    """The options of torchrun, with those of the settings."""
+    """Return a parser with torchrun's options and an option for each setting of a launch.
+
+    Options of torchrun that a setting, a config file or Slurm can set too are None unless typed.
+    """
     from torch.distributed.run import get_args_parser
 
     parser: ArgumentParser = get_args_parser()
@@ -89,13 +96,18 @@ def launch_parser() -> ArgumentParser:
 def run_typed(
     typed: Namespace, config: LaunchConfig, machines: dict[str, Any], notices: Sequence[str]
 ) -> int:
-    """Start the ranks, and wait for their end; gives the exit status.
+    """Start the ranks by torchrun and wait for their end.
+
+    It changes this process's environment, which the ranks inherit, and ``typed``.
 
     Args:
-        typed: the options.
-        config: the settings.
-        machines: what the config file says of the machines, by torchrun's names.
-        notices: lines for the person.
+        typed: the parsed options of :func:`launch_parser`.
+        config: settings of the launch.
+        machines: entries of the config file about machines, by the names of torchrun's options.
+        notices: lines to print for the user first.
+
+    Returns:
+        the exit status: 0, or 1 if a rank failed.
 
     Raises:
         ConfigError, LaunchError: no rank was started; the message says why.
@@ -127,7 +139,11 @@ def run_typed(
 
 
 def _check_script(typed: Namespace) -> None:
-    """Check that the script, module or program exists, before ranks start."""
+    """Check that the script, module or program exists, before any rank starts.
+
+    Raises:
+        ConfigError: it does not exist, or ``--module`` and ``--no-python`` were both given.
+    """
     name = typed.training_script
     if typed.module and typed.no_python:
         raise ConfigError("--module and --no-python exclude each other: leave one out")
@@ -148,7 +164,18 @@ def _check_script(typed: Namespace) -> None:
 
 
 def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchConfig) -> None:
-    """Complete torchrun's options about machines: from the config file, then from Slurm."""
+    """Fill in torchrun's options about machines that were not typed.
+
+    They come from the config file, then from the settings, then from Slurm's variables.
+
+    Args:
+        typed: the parsed options, changed in place.
+        machines: entries of the config file about machines, by the names of torchrun's options.
+        config: settings of the launch.
+
+    Raises:
+        ConfigError: there are several machines, and no address at which they meet.
+    """
     for name, value in machines.items():
         if getattr(typed, name) is None:
             setattr(typed, name, value)
@@ -178,10 +205,12 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
 
 
 def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
-    """Set this process's environment, which the ranks inherit, and how many start here.
+    """Set this process's environment, which the ranks inherit, and the number of ranks here.
+
+    The number is stored in ``typed.nproc_per_node``.
 
     Returns:
-        Lines for the person.
+        lines for the user.
 
     Raises:
         ConfigError: there are more ranks than devices.
@@ -255,7 +284,10 @@ def _seed(typed: Namespace, config: LaunchConfig) -> None:
 
 @contextlib.contextmanager
 def _shown(typed: Namespace) -> Iterator[None]:
-    """Show the output of several ranks with their numbers, unless torchrun was told what to do."""
+    """Inside the block, print the output of several ranks with the rank before each line.
+
+    It does nothing for a single rank, or if torchrun's ``--tee`` or ``--redirects`` was given.
+    """
     if typed.nproc_per_node == "1" or typed.tee != "0" or typed.redirects != "0":
         yield
         return

@@ -1,4 +1,4 @@
-"""Commands about this machine: ``env`` and ``doctor``."""
+"""Commands about this machine: ``env`` (versions, devices, settings) and ``doctor`` (problems)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _required() -> list[str]:
-    """The packages without which this one does not work."""
+    """Return the names of the packages that this one requires, without those of its extras."""
     lines = metadata.requires("notebook-accel") or ()
     return [re.split(r"[\s<>=!~;\[(]", line)[0] for line in lines if "extra ==" not in line]
 
@@ -65,7 +65,7 @@ def _version(package: str) -> str:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """``notebook-accel doctor``: 1 where something stops a launch."""
+    """``notebook-accel doctor``: print what stops or hurts launches; status 1 if one is stopped."""
     description = "Look for what stops or hurts a launch; the exit status is 1 for what stops one."
     ArgumentParser(prog="notebook-accel doctor", description=description).parse_args(arguments)
     findings = examine()

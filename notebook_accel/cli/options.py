@@ -1,11 +1,11 @@
-"""Settings as options of a command line.
+"""Settings of a launch as options of a command line.
 
-    rows of LaunchConfig and of the plugins --add_settings--> options
-    what was typed --typed_settings--> settings by our names, and lines about what is not used
+    settings of LaunchConfig and of the plugins --add_settings--> options
+    typed options --typed_settings--> settings by our names, and lines about unused options
 
-An option has the setting's own name and the one of ``accelerate launch``, each with ``_`` or ``-``
-between its words. What is in no row here is what Accelerate's launcher alone has: flags that choose
-a kind of launch, and the names in its YAML that ranks read.
+Each option has the setting's own name and that of ``accelerate launch``, with ``_`` or ``-``
+between words. The tables in this file are for options of ``accelerate launch`` that are no settings
+here: flags that choose a kind of launch, and YAML entries that ranks read.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _SECTIONS = ("dynamo_config", "fp8_config")
 
 
 def spellings(*names: str) -> list[str]:
-    """Return the options for these names, with underscores and with dashes."""
+    """Return the options for some names, each with underscores and with dashes, without repeats."""
     both = (f"--{text}" for name in names if name for text in (name, name.replace("_", "-")))
     return list(dict.fromkeys(both))
 
 
 def add_settings(parser: ArgumentParser) -> None:
-    """Add an option for each setting of a launch."""
+    """Add an option for each setting of a launch, and those that only ``accelerate launch`` has."""
     spelled = _Spelled(parser)
     machines = parser.add_argument_group("machines, as in `accelerate launch`")
     for key, option in _MACHINES.items():
@@ -99,13 +99,23 @@ def _add_plugins(parser: ArgumentParser, spelled: _Spelled) -> None:
 
 
 class _Spelled:
-    """The spellings of all options that a parser has so far."""
+    """Adds options to a parser's groups under the names that are still free.
+
+    Names may be taken, since torchrun's options and several settings share some. argparse would
+    raise an error for the second use.
+    """
 
     def __init__(self, parser: ArgumentParser) -> None:
         self._probe = ArgumentParser(parents=[parser], add_help=False)
 
     def add(self, group: Any, names: Iterable[str], **options: Any) -> None:
-        """Add an option to a group, with those spellings that no earlier option has."""
+        """Add an option under those of its spellings that are free; add nothing if none is.
+
+        Args:
+            group: argument group of the parser, to which the option is added.
+            names: names of the option; the first is its ``dest`` unless ``options`` has another.
+            options: arguments of ``add_argument``.
+        """
         free = [text for text in spellings(*names) if self._is_free(text)]
         if free:
             if "action" not in options:
@@ -126,10 +136,13 @@ def _help(row: Setting) -> str:
 
 
 def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return the typed settings by our names, and lines about options that are not used.
+    """Return the settings that were typed, by name, and lines about options that are not used.
+
+    Args:
+        typed: the parsed options of :func:`add_settings`.
 
     Raises:
-        ConfigError: an option makes no sense here.
+        ConfigError: an option is not supported, or its value is invalid.
     """
     rows = settings_of(LaunchConfig)
     values = vars(typed)
@@ -160,7 +173,10 @@ def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name, value) of the typed options of a group, such as those of a plugin."""
+    """Return (name, value) of the typed options whose ``dest`` begins with ``prefix`` and a space.
+
+    Such a prefix is the name of a plugin.
+    """
     return [
         (name.partition(" ")[2], value)
         for name, value in values.items()
@@ -177,12 +193,17 @@ def _variables(typed: Iterable[str]) -> dict[str, str]:
 
 
 def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], list[str]]:
-    """Return the launch's settings, the file's entries on machines, and lines for the person.
+    """Return the settings of a launch by typed options, config file and environment.
 
-    Options of a plugin are joined with those that the config file gives.
+    For a setting that is a mapping (``env``, a plugin), typed options are added to the entries of
+    the file that ``--config_file`` names.
+
+    Returns:
+        the settings; the file's entries about machines, by the names of torchrun's options; and
+        lines for the user.
 
     Raises:
-        ConfigError: a setting makes no sense, alone or with another.
+        ConfigError: a setting is invalid, alone or together with another.
     """
     given, notices = typed_settings(typed)
     in_file: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Commands about the runs of notebooks: ``runs``, ``stop`` and ``logs``.
 
-They read the folders of runs (launch/control/run_folder.py). A stop is a request in the run's
-folder, which the kernel that holds the run takes from there.
+They read the folder of each run (launch/control/run_folder.py). To stop a run, they write a request
+there; the notebook's kernel that started the run reads and executes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def runs(arguments: Sequence[str]) -> int:
-    """``notebook-accel runs``: print the runs on disk, newest last."""
+    """``notebook-accel runs``: print the runs on this machine, the newest last."""
     parser = ArgumentParser(prog="notebook-accel runs", description="List runs, the newest last.")
     parser.add_argument("-n", type=int, default=20, metavar="N", help="how many; 20 unless given")
     found = run_list.runs(everywhere=True)[-max(1, parser.parse_args(arguments).n) :]
@@ -63,7 +63,12 @@ def _row(run: Run) -> tuple[str, ...]:
 
 
 def stop(arguments: Sequence[str]) -> int:
-    """``notebook-accel stop [RUN]``: ask a run to stop."""
+    """``notebook-accel stop [RUN]``: ask a run to stop, and wait until its kernel has read that.
+
+    Raises:
+        ConfigError: no run goes on, or several do and none was named.
+        LaunchError: the kernel did not react within 10 seconds.
+    """
     parser = ArgumentParser(
         prog="notebook-accel stop",
         description="Stop a run as its Stop button does: the ranks leave at the same step. Once "
@@ -91,7 +96,7 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def logs(arguments: Sequence[str]) -> int:
-    """``notebook-accel logs [RUN] [-f]``: print what the ranks printed; -f goes on."""
+    """``notebook-accel logs [RUN] [-f]``: print the ranks' output; -f follows it to the end."""
     parser = ArgumentParser(
         prog="notebook-accel logs", description="Print what the ranks of a run printed."
     )
@@ -123,7 +128,11 @@ def logs(arguments: Sequence[str]) -> int:
 
 
 def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
-    """Print the complete lines of a log from byte ``start``; return the byte after them."""
+    """Print the complete lines of a rank's log from byte ``start`` on, each after ``label``.
+
+    Returns:
+        the byte after the last complete line, from which to print next.
+    """
     folder.check()
     with (
         contextlib.suppress(FileNotFoundError),
@@ -149,10 +158,10 @@ def _goes_on(run: Run) -> bool:
 
 
 def _chosen(text: str | None, found: Sequence[Run]) -> Run:
-    """Return the one run whose id is, or ends with, the text.
+    """Return the one run whose id is or ends with ``text``; None takes the only run in ``found``.
 
     Raises:
-        ConfigError: it is none of them, or several.
+        ConfigError: no run fits, or several do.
     """
     fitting = [run for run in found if text is None or run.id.endswith(text)]
     if len(fitting) == 1:

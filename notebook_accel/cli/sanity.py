@@ -1,9 +1,9 @@
-"""``notebook-accel test``: a small training as it is configured, and a verdict a check.
+"""``notebook-accel test``: trains a small model with the configured settings, and checks it.
 
-    test --by torchrun, or --engine--> check_training on every rank --> one line a check
+    test --by torchrun, or by --engine--> check_training on every rank --> one line a check
 
-The ranks' part is this very module, started as a script. What raises in it ends the run with its
-traceback; a check says only whether what came out is right.
+Under torchrun, the ranks run this very module as a script. An exception in a check ends the run
+with its traceback; a check returns only whether its result is right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _TOLERANCE = 0.05
 
 
 def test(arguments: Sequence[str]) -> int:
-    """``notebook-accel test``, with the options of ``launch``."""
+    """``notebook-accel test``, with the options of ``launch``: run the checks and print a verdict.
+
+    Returns:
+        the exit status: 0 if all checks passed.
+    """
     from notebook_accel.cli.launch import launch_parser, run_typed
     from notebook_accel.cli.options import resolve_options
     from notebook_accel.config.engines import ENGINES
@@ -50,7 +54,7 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
-    """Run the checks by the configured engine; return the exit status."""
+    """Run the checks by the engine of ``config``, as a notebook does; return the exit status."""
     from notebook_accel.launch.launcher import launch
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.view.plain import PlainView
@@ -64,7 +68,13 @@ def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
 
 
 def check_training() -> bool:
-    """Run all checks; rank 0 prints a line for each. Gives whether all passed on all ranks."""
+    """Run all checks on this rank; all ranks must call it (collective).
+
+    Rank 0 prints a line for each check.
+
+    Returns:
+        whether all checks passed on all ranks.
+    """
     from notebook_accel import Accelerator, DataLoaderConfiguration
 
     # Batches are those of one process, divided.
@@ -82,7 +92,10 @@ def check_training() -> bool:
 
 
 def _from_all(value: Any) -> list[Any]:
-    """Gather a value from every rank, also within a model-parallel group."""
+    """Return the values of all ranks, in order of the ranks; all ranks must call it (collective).
+
+    Unlike ``accelerator.gather``, it has a value of each rank even where some share their samples.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -173,14 +186,14 @@ _CHECKS: dict[str, Callable[[Accelerator], tuple[bool, str]]] = {
 
 
 def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    """A model, its optimizer, and a loader whose batches are divided among the ranks."""
+    """Return a model, its optimizer, and a loader; each batch is to be divided among the ranks."""
     import torch
     from torch import nn
 
     from notebook_accel import set_seed
 
     class Net(nn.Sequential):
-        """Blocks for stages of a pipeline, with a plan for tensor parallelism."""
+        """A model with layers for pipeline stages, and a plan for tensor parallelism."""
 
         tp_plan = {"0": "colwise", "2": "rowwise"}  # noqa: RUF012
 
@@ -197,7 +210,7 @@ def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
 def _steps(
     accelerator: Accelerator, model: Any, optimizer: Any, loader: Any
 ) -> Iterator[torch.Tensor]:
-    """Train; gives each step's loss."""
+    """Train for one epoch, and yield each step's loss; all ranks must iterate (collective)."""
     from torch.nn.functional import mse_loss
 
     for inputs, targets in loader:
@@ -207,7 +220,7 @@ def _steps(
 
 
 def _losses_of_one_process(model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """The losses of the same training by torch alone, on the CPU."""
+    """Train the same model by torch alone on the CPU, and return its losses for comparison."""
     from torch.nn.functional import mse_loss
 
     losses = []

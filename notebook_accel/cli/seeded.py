@@ -1,4 +1,4 @@
-"""Runs a script, or a module, with its random numbers seeded: what ``launch --seed`` starts.
+"""Runs a script or module after seeding its random numbers, for ``notebook-accel launch --seed``.
 
 python -m notebook_accel.cli.seeded SEED script|module NAME ARGUMENTS...
 """
@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Seed, then run what the command line names, as Python would."""
+    """Seed all random generators, then run the script or module as ``__main__``, as Python does."""
     from notebook_accel.training.processes.seeding import set_seed
 
     seed, kind, name, *arguments = sys.argv[1:]

@@ -1,7 +1,7 @@
 """``notebook-accel config``: asks for the settings of launches, and saves them.
 
-The questions are the rows of ``LaunchConfig`` that the form of ``config_picker`` shows unfolded,
-and those of one kind of parallelism.
+It asks for the settings that the notebook's form (``config_picker``) shows without unfolding, and
+for the options of one kind of parallelism.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ __all__ = ["config"]
 
 
 def config(arguments: Sequence[str]) -> int:
-    """``notebook-accel config``: write the config file, by questions, by default or converted."""
+    """``notebook-accel config [default | convert]``: write a config file of settings.
+
+    Without a word it asks for the settings in the terminal. ``default`` writes the defaults, unless
+    the file exists. ``convert`` takes the settings from a file of ``accelerate config``.
+    """
     parser = ArgumentParser(
         prog="notebook-accel config",
         description="Ask for the settings of launches, with those saved before as defaults. "
@@ -56,7 +60,11 @@ def config(arguments: Sequence[str]) -> int:
 
 
 def _converted(source: str | None) -> LaunchConfig:
-    """Return the settings of an Accelerate config file, and print the entries not used."""
+    """Return the settings of an Accelerate config file, and print its entries not used here.
+
+    Args:
+        source: the file; None takes the default file of ``accelerate config``.
+    """
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{cache}/huggingface")
     found, notices = settings_in_file(source or f"{home}/accelerate/default_config.yaml")
@@ -81,13 +89,19 @@ def _asked(path: Path) -> LaunchConfig:
 
 
 def _ask_all(rows: Mapping[str, Setting], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for each row; return the answers by name, without unset ones."""
+    """Ask for each setting in ``rows``; return the values by name, without those left open.
+
+    ``before`` has the values saved before, which an empty answer keeps.
+    """
     found = {name: _ask(name, row, before.get(name)) for name, row in rows.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _ask(name: str, row: Setting, before: Any) -> Any:
-    """Ask for one setting until the answer is valid; return its value."""
+    """Ask for one setting until the answer is valid, and return its value.
+
+    An empty answer returns ``before``, or the setting's default if ``before`` is None.
+    """
     about = row.about.replace("``", "`")
     if row.texts:
         about += f" ({', '.join(row.texts)})"
@@ -102,7 +116,11 @@ def _ask(name: str, row: Setting, before: Any) -> Any:
 
 
 def _answer(label: str, about: str, default: Any) -> str:
-    """Ask one question; return the answer, "" for the default."""
+    """Ask one question in the terminal; return the answer, "" if the user only pressed Enter.
+
+    Raises:
+        ConfigError: standard input has ended, so nobody can answer.
+    """
     try:
         return input(f"{label}: {about}\n  [{default}] ").strip()
     except EOFError:

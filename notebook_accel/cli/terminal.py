@@ -1,9 +1,9 @@
-"""What several ranks print, in one terminal: each line with its rank, and their bars below.
+"""Prints the output of several ranks in one terminal: lines with their ranks, progress bars below.
 
     files of ranks --tail (torchrun's --tee)--> RankOutput.write --> lines, and bars that stay
 
-Where the output is no terminal, or Rich is not installed, there are plain lines, and of a bar the
-one that it ends with.
+If the output is no terminal, or Rich is not installed, only lines are printed, and of each progress
+bar its last state.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 class _Display:
-    """Prints lines one after the other, whichever rank they come from."""
+    """Prints the lines of all ranks in the order in which they come, without progress bars."""
 
     def line(self, stream: TextIO, rank: int, text: str) -> None:
         stream.write(f"[rank {rank}] {text}\n")
         stream.flush()
 
     def bar(self, rank: int, text: str) -> None:
-        """Show how far a rank is."""
+        """Show the newest state of a rank's progress bar; here nothing, as in a file."""
 
 
 class _RichDisplay(_Display):
-    """Keeps the newest bar of each rank below the lines."""
+    """Prints lines by Rich, and keeps the newest progress bar of each rank below them."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -81,9 +81,16 @@ class _RichDisplay(_Display):
 
 
 class RankOutput:
-    """A stream for torchrun's tail, whose threads write text that begins with ``LABEL``.
+    """Replaces ``sys.stdout`` or ``sys.stderr`` while torchrun runs, and prints lines of ranks.
 
-    A text is a line, or the part of one that has been printed so far.
+    torchrun's tail threads (``--tee``) write the ranks' output to it, in pieces that begin with
+    ``LABEL``. A piece is a line, or the part of a line that the rank has written so far. Text
+    without the label is the launcher's own, and is passed on.
+
+    Args:
+        stream: the stream that it replaces.
+        display: prints the lines and bars.
+        lock: shared by the objects for stdout and stderr, so that their lines do not mix.
     """
 
     def __init__(self, stream: TextIO, display: _Display, lock: threading.Lock) -> None:
@@ -105,7 +112,7 @@ class RankOutput:
         self._stream.flush()
 
     def close_lines(self) -> None:
-        """Print what has no end yet."""
+        """Print the last lines of ranks that have no line end, at the end of the run."""
         with self._lock:
             for rank, text in self._open.items():
                 if text:
@@ -137,7 +144,10 @@ class RankOutput:
 
 @contextlib.contextmanager
 def ranks_in_terminal() -> Iterator[None]:
-    """Show what torchrun's tail writes to ``sys.stdout`` and ``sys.stderr`` inside of the block."""
+    """Inside the block, label the ranks' output, which torchrun writes to stdout and stderr.
+
+    In a terminal with Rich, the ranks' progress bars stay below the lines.
+    """
     lock, out, err = threading.Lock(), sys.stdout, sys.stderr
     display = _Display()
     with contextlib.ExitStack() as undo:

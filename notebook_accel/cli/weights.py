@@ -1,4 +1,4 @@
-"""Commands about weights: ``merge-weights``, and ``estimate-memory``, which Accelerate does."""
+"""Commands about weights: ``merge-weights``, and ``estimate-memory``, which runs Accelerate's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["estimate_memory", "merge_weights"]
 
 
 def merge_weights(arguments: Sequence[str]) -> int:
-    """``notebook-accel merge-weights CHECKPOINT FOLDER``: write sharded weights as whole files."""
+    """``notebook-accel merge-weights CHECKPOINT FOLDER``: merge FSDP's shards into one file."""
     parser = ArgumentParser(
         prog="notebook-accel merge-weights",
         description="Write the sharded weights of a checkpoint of FSDP into one file.",
@@ -47,7 +47,11 @@ def merge_weights(arguments: Sequence[str]) -> int:
 
 
 def estimate_memory(arguments: Sequence[str]) -> int:
-    """``notebook-accel estimate-memory MODEL``: print what it needs, by Accelerate's command."""
+    """``notebook-accel estimate-memory MODEL``: print a model's memory, by Accelerate's command.
+
+    Raises:
+        ConfigError: Accelerate is not installed.
+    """
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(
             "Accelerate does it, and is not installed: pip install 'notebook-accel[accelerate]'"

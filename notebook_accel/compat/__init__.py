@@ -1,1 +1,5 @@
-"""Doors for code that imports the module paths of Accelerate; they open beside this package."""
+"""Modules under the paths of Accelerate's modules, for code that imports from these.
+
+``notebook_accel/compat/state.py`` is importable as ``notebook_accel.state``, the counterpart of
+``accelerate.state``.
+"""

@@ -1,13 +1,13 @@
-"""Accelerate itself: what the doors give of it, where it is installed.
+"""Fetches names that this package lacks from Hugging Face Accelerate, if it is installed.
 
-Loading and offloading of big models with its hooks, probes of libraries, constants, most trackers:
-a name that is not ours comes from Accelerate's module of the same path, which is imported when the
-name is first asked for. Where Accelerate is not installed, a name is a :class:`Missing`, so that a
-line which imports ten names runs, and only the use of one that is not there raises.
+Such names are big-model loading and offloading with their hooks, checks for libraries, constants,
+and most trackers. A module of ``compat/`` looks them up in Accelerate's module of the same path,
+which is imported when a name is first looked up. If Accelerate is not installed, the name is a
+:class:`Missing`: a line that imports ten names runs, and only the use of the missing one raises.
 
-Code that puts our package in Accelerate's place (``sys.modules["accelerate"] = notebook_accel``)
-finds ours under its name. Accelerate's files are then imported as submodules of this module, whose
-``__path__`` is their folder: they import each other by relative names.
+Code may put this package in Accelerate's place (``sys.modules["accelerate"] = notebook_accel``).
+Accelerate's own files are then imported as submodules of this module, whose ``__path__`` is
+Accelerate's folder. That works since they import each other by relative names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ __all__ = ["Missing", "door", "open_below"]
 
 
 def _folder() -> list[str]:
-    """Where Accelerate is installed: asked of the finders, which do not look into sys.modules."""
+    """Return Accelerate's folder in a list, for ``__path__``; [] if it is not installed.
+
+    It asks the import finders, since ``sys.modules["accelerate"]`` may be this package.
+    """
     for finder in sys.meta_path:
         spec = finder.find_spec("accelerate", None)
         if spec is not None:
@@ -42,10 +45,13 @@ __path__ = _folder()
 
 
 def door(path: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a door: the names of Accelerate's module ``path`` that are not ours.
+    """Return a module ``__getattr__`` that looks names up in Accelerate's module ``path``.
+
+    A module of ``compat/`` uses it for the names that this package does not define. If Accelerate
+    is not installed, it returns a :class:`Missing`.
 
     Args:
-        path: such as "utils.modeling".
+        path: path below ``accelerate``, such as "utils.modeling".
     """
 
     def fetch(name: str) -> Any:
@@ -57,14 +63,15 @@ def door(path: str) -> Callable[[str], Any]:
 
 
 def open_below(package: str, path: str, names: Sequence[str]) -> None:
-    """Put doors below a door into ``sys.modules``, where imports by path find them.
+    """Make submodules of a module of ``compat/``, so that imports by their paths work.
 
-    Each has all that is ours of the door above, wherever Accelerate defines it.
+    Each gets all public names of the module above, in whichever submodule Accelerate defines them.
+    Other names come from Accelerate (see :func:`door`).
 
     Args:
-        package: the door above, by the name under which it was imported.
-        path: of Accelerate's module that it stands for: "utils".
-        names: of Accelerate's modules there.
+        package: the module above, by the name under which it was imported.
+        path: path of its counterpart below ``accelerate``: "utils".
+        names: names of the submodules.
     """
     above = sys.modules[package]
     ours = {name: value for name, value in vars(above).items() if not name.startswith("_")}
@@ -85,10 +92,13 @@ def _load(path: str) -> ModuleType:
 
 
 def _make_state(here: Topology) -> None:
-    """Make Accelerate's ``PartialState``, by which its trackers and loggers know the main process.
+    """Fill Accelerate's ``PartialState``, by which its trackers and loggers find the main process.
 
-    By itself it looks for other ranks on a GPU or for ``PartialState(cpu=True)`` alone, so that
-    each of several ranks on the CPU is told that it is the only one.
+    Left to itself, it detects several ranks only on GPUs or with ``PartialState(cpu=True)``. Each
+    of several ranks on the CPU would then take itself for the main process.
+
+    Args:
+        here: this rank's number, the number of ranks, the device and so on.
     """
     for root in ("accelerate", __name__):
         module: Any = sys.modules.get(f"{root}.state")
@@ -108,7 +118,7 @@ def _make_state(here: Topology) -> None:
 
 
 class Missing:
-    """A name that would come from Accelerate, which is not installed: its use raises."""
+    """Stands for a name of Accelerate, which is not installed; any use of it raises ImportError."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,8 @@
-"""Door: ``accelerate.inference`` under our name, with what it has imported there."""
+"""Makes ``notebook_accel.inference`` a counterpart of ``accelerate.inference``.
+
+It has this package's versions of the names that are defined or imported there. Other names come
+from Accelerate, if it is installed (see ``_accelerate.door``).
+"""
 
 from notebook_accel.compat import _accelerate
 

@@ -1,3 +1,3 @@
-"""Door: ``accelerate.launchers`` under our name, whose import brings no torch."""
+"""Makes ``notebook_accel.launchers`` a counterpart of ``accelerate.launchers``, without torch."""
 
 from notebook_accel.notebook.launcher import debug_launcher, notebook_launcher

@@ -1,4 +1,8 @@
-"""Door: ``accelerate.local_sgd`` under our name, with what it has imported there."""
+"""Makes ``notebook_accel.local_sgd`` a counterpart of ``accelerate.local_sgd``.
+
+It has this package's versions of the names that are defined or imported there. Other names come
+from Accelerate, if it is installed (see ``_accelerate.door``).
+"""
 
 from notebook_accel.compat import _accelerate
 from notebook_accel.training.accelerator import Accelerator

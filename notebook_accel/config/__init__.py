@@ -1,4 +1,4 @@
-"""The settings of a launch: what there is, and where values come from."""
+"""The settings of a launch: which there are, how they are checked, and where values come from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Converts the YAML that ``accelerate config`` writes into settings of a launch.
 
-    the file's names --settings_from--> settings by our names, and lines about what is not used
+    the file's names --settings_from--> settings by our names, and lines about unused entries
 
-What Accelerate's launcher tells its ranks by variables that are no setting here (``dynamo_config``,
-``fp8_config``, ``enable_cpu_affinity``, how context parallelism exchanges) becomes ``env``.
+Some entries are no setting here: ``dynamo_config``, ``fp8_config``, ``enable_cpu_affinity``, and
+the communication strategy of context parallelism. Accelerate's launcher passes them to its ranks as
+environment variables, so they become entries of the setting ``env``.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ def is_accelerates(data: Mapping[str, Any]) -> bool:
 def settings_from(
     data: Mapping[str, Any], settings: Mapping[str, Setting]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the file by our names, and lines about entries that are not used.
+    """Convert the contents of Accelerate's YAML file to settings of this package.
 
     Args:
-        data: of the file.
-        settings: the rows of a launch's settings.
+        data: contents of the file.
+        settings: the settings of a launch, by name.
+
+    Returns:
+        the settings by name, and lines for the user about entries that are not used.
 
     Raises:
-        ConfigError: it asks for what is not there, or a section makes no sense.
+        ConfigError: the file asks for something that this package lacks, or an entry is invalid.
     """
     _check_possible(data)
     found = {
@@ -89,7 +93,10 @@ def settings_from(
 
 
 def _count_for_each_machine(found: dict[str, Any]) -> None:
-    """Divide the number of processes of all machines by the number of machines, in place."""
+    """Divide ``num_processes``, a total in Accelerate's file, by the number of machines, in place.
+
+    With one machine, the address of the main machine is dropped, since nothing needs it.
+    """
     num_nodes, total = as_count("num_machines", found.get("num_nodes", 1)), "num_processes"
     if num_nodes == 1:
         found.pop("master_addr", None)
@@ -118,7 +125,7 @@ def _check_possible(data: Mapping[str, Any]) -> None:
 
 
 def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Return variables for compiling and 8-bit computing, and the names of unused entries."""
+    """Return environment variables for torch.compile and fp8, and the entries that are not used."""
     compiling = _section(data, "dynamo_config")
     if compiling.get("dynamo_backend") in _NOTHING:
         compiling = {}
@@ -135,7 +142,10 @@ def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
 
 
 def _section(data: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the entries below ``section``; the section's prefix is added to names without it."""
+    """Return the entries of a section, all named with its prefix.
+
+    In ``dynamo_config``, ``backend`` and ``dynamo_backend`` both become ``dynamo_backend``.
+    """
     given = data.get(section) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{section}: {shown(given)}: expected names with values below it")

@@ -1,4 +1,7 @@
-"""Checks of one setting's value: each error has what was given, and what was expected."""
+"""Checks of a single setting's value; each error shows the value and what was expected.
+
+``name`` is always the name by which the error calls the setting.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,10 @@ __all__ = [
 
 
 def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """Return ``value`` as an int; numpy's whole numbers count.
+    """Return ``value`` as an int; numpy's integers are accepted, bools are not.
 
     Raises:
-        ConfigError: it is no whole number from ``least`` to ``most``; the message calls it
-            ``name``.
+        ConfigError: it is no whole number from ``least`` to ``most`` (None: no upper limit).
     """
     number = as_index(value)
     if number is None or number < least or (most is not None and number > most):
@@ -56,7 +58,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_positive(name: str, value: Any) -> float:
-    """Return ``value`` as an int or float above 0.
+    """Return ``value``, a number above 0: an int as it is, others (numpy's too) as a float.
 
     Raises:
         ConfigError: it is no number above 0.
@@ -68,7 +70,7 @@ def as_positive(name: str, value: Any) -> float:
 
 
 def as_text(name: str, value: Any) -> str:
-    """Return ``value`` as a plain str; members of a text enum count.
+    """Return ``value`` as a plain str; a member of a str enum gives its text.
 
     Raises:
         ConfigError: it is no text.
@@ -79,10 +81,10 @@ def as_text(name: str, value: Any) -> str:
 
 
 def as_address(name: str, value: Any) -> str:
-    """Return ``value``, which must be a host name or an IPv4 address.
+    """Return ``value``, a host name or an IPv4 address, without surrounding spaces.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is no text, or has other characters than such a name.
     """
     address = as_text(name, value).strip()
     if not re.fullmatch(r"[A-Za-z0-9._-]+", address):
@@ -91,7 +93,7 @@ def as_address(name: str, value: Any) -> str:
 
 
 def as_index(value: Any) -> int | None:
-    """Return ``value`` as an int if it is a whole number, also of numpy; None for all else."""
+    """Return ``value`` as an int if it is one (numpy's count too); None for bools and all else."""
     if isinstance(value, bool):
         return None
     try:
@@ -101,11 +103,10 @@ def as_index(value: Any) -> int | None:
 
 
 def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """Return ``value`` as a number of seconds.
+    """Return ``value``, a number of seconds, as a float.
 
     Raises:
-        ConfigError: it is text, a flag, NaN or negative; or 0 with ``above_zero``. The message
-            calls it ``name``.
+        ConfigError: it is text, a bool, NaN or negative, or it is 0 and ``above_zero`` is true.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value < 0 or (above_zero and not value):
@@ -127,12 +128,14 @@ def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def as_env(name: str, value: Any) -> dict[str, str]:
-    """Return a mapping of environment variables as a dict of plain texts.
+    """Return a mapping of environment variables as a dict of plain strings.
 
-    Errors leave the texts out: they may be secrets, and a notebook is saved with its errors.
+    Errors never show the variables' values: those may be secrets, and a notebook is saved with its
+    errors.
 
     Raises:
-        ConfigError: it names the first variable that cannot be one.
+        ConfigError: a name or value cannot be in an environment; the message has the first such
+            name.
     """
     expected = "expected a mapping of names to texts, such as env={'N': '4'}"
     if not isinstance(value, Mapping):
@@ -158,10 +161,14 @@ def as_env(name: str, value: Any) -> dict[str, str]:
 
 
 def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
-    """Return the indices of accelerators, given as a list or as text with commas; or "cpu".
+    """Return the indices of accelerators as a tuple, or "cpu".
+
+    Args:
+        name: name of the setting in errors.
+        value: a list of indices, text with commas ("0,2"), or "cpu".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of these, or an index is negative or comes twice.
     """
     if isinstance(value, str) and value == "cpu":
         return "cpu"
@@ -174,7 +181,7 @@ def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
 
 
 def _as_indices(value: Any) -> tuple[int, ...]:
-    """Return the whole numbers in a list or text; () if it has anything else."""
+    """Return the whole numbers in a list or comma-separated text; () if an entry is none."""
     try:
         parts = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
     except (TypeError, ValueError):
@@ -184,7 +191,12 @@ def _as_indices(value: Any) -> tuple[int, ...]:
 
 
 def check_enough(wanted: int, available: int, why: str) -> None:
-    """Refuse more ranks than accelerators; the message says ``why`` there are no more.
+    """Check that there is an accelerator for each rank.
+
+    Args:
+        wanted: number of ranks.
+        available: number of accelerators.
+        why: why there are no more, for the error: "devices=[0, 1]".
 
     Raises:
         ConfigError: ``wanted`` is more than ``available``.

@@ -1,7 +1,8 @@
-"""How DeepSpeed is asked for: the fields of ``DeepSpeedPlugin``.
+"""The fields of ``DeepSpeedPlugin``, as settings with checks and environment variables.
 
-A field left at None takes its entry of the configuration, then its variable, then its default. This
-file imports neither torch nor DeepSpeed, since the notebook's kernel reads it.
+A field that is None takes its value from DeepSpeed's configuration, else from its environment
+variable, else its default. This file imports neither torch nor DeepSpeed, since the notebook's
+kernel, which never loads them, reads it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ _DEVICES = ("none", "cpu", "nvme")
 
 
 def _option(stem: str, kind: type, about: str, **row: Any) -> Any:
-    """An option whose variables are ``ACCELERATE_<stem>`` and its twin."""
+    """Return a field with two environment variables, ``ACCELERATE_<stem>`` and our own spelling.
+
+    Our own, ``NOTEBOOK_ACCEL_<stem>``, wins. The other arguments are those of :class:`Setting`.
+    """
     variables = {"variable": f"ACCELERATE_{stem}", "own": f"NOTEBOOK_ACCEL_{stem}"}
     return setting(kind=kind, about=about, **variables, **row)
 
 
 @dataclass
 class DeepSpeedOptions:
-    """Fields of ``DeepSpeedPlugin``."""
+    """Base class of ``DeepSpeedPlugin`` that declares its fields.
+
+    The fields made by ``_option`` can also be set as ``LaunchConfig(deepspeed={...})``.
+    """
 
     hf_ds_config: Any = _option(
         "DEEPSPEED_CONFIG_FILE",

@@ -1,7 +1,7 @@
-"""The engines, one row each: what a person reads of it, and which settings it obeys.
+"""The engines (ways to start ranks), one row each: description, class, supported settings.
 
-A new engine is a file in ``launch/engines/`` and its row here. Its class is imported when a launch
-takes it.
+A new engine is a file in ``launch/engines/`` and a row here. Its class is imported only when a
+launch uses it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ __all__ = ["ENGINES", "EngineKind"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """What the settings know of an engine.
+    """Facts about an engine that can be checked without importing it.
 
     Attributes:
-        about: where its ranks are, in a few words.
-        path: module and name of its class, with a colon; the module is below ``launch.engines``.
-        obeys: the settings that it obeys and others refuse, of ``num_nodes`` and ``max_restarts``.
-        max_ranks: how many ranks it can have; None: any number.
-        runs_scripts: whether torchrun starts the same ranks for a script.
+        about: where its ranks run, in a few words for the user.
+        path: module below ``launch.engines``, a colon, and the engine's class.
+        obeys: which of the settings ``num_nodes`` and ``max_restarts`` it supports; a launch that
+            sets one that its engine lacks is refused.
+        max_ranks: the largest number of ranks; None for any number.
+        runs_scripts: whether ``notebook-accel launch``, which starts a script by torchrun, accepts
+            this engine.
     """
 
     about: str

@@ -1,4 +1,4 @@
-"""The file of settings on the disk: its YAML is read as it is, and replaced as a whole."""
+"""Reads and writes YAML files of settings; a file is written atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     """Return the path with "~" replaced by the home folder.
 
     Raises:
-        ConfigError: there is no such home folder.
+        ConfigError: the home folder of "~" or "~user" is unknown.
     """
     try:
         return Path(path).expanduser()
@@ -33,10 +33,10 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file atomically; a file that exists keeps its mode.
+    """Replace a file's content atomically, or make the file; an existing file keeps its mode.
 
     Raises:
-        OSError: the file cannot be written; one that exists does not change.
+        OSError: the file cannot be written; an existing file is then unchanged.
     """
     mode: int | None = None
     with contextlib.suppress(FileNotFoundError), file.open("r+b") as old:
@@ -54,10 +54,10 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def not_too_large(file: IO[bytes]) -> IO[bytes]:
-    """Return the open file, if it is small enough to be read as a whole.
+    """Return the open ``file`` if it has at most 1 GB, so that it can be read into memory.
 
     Raises:
-        OSError: it is larger than 1 GB; the file stays open.
+        OSError: the file is larger. It is not closed.
     """
     size = os.fstat(file.fileno()).st_size
     if size > _MOST_BYTES:
@@ -69,10 +69,10 @@ def not_too_large(file: IO[bytes]) -> IO[bytes]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, unchecked; {} for an empty file.
+    """Return the mapping in a YAML file, without checking names and values; {} for an empty file.
 
     Raises:
-        ConfigError: the file is missing, cannot be read, or holds no mapping.
+        ConfigError: the file is missing, cannot be read, or contains no mapping.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         # Reading a FIFO or a terminal would wait for its writer for ever.

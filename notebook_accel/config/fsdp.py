@@ -1,7 +1,7 @@
-"""How FSDP is asked for: the fields of ``FullyShardedDataParallelPlugin``.
+"""The fields of ``FullyShardedDataParallelPlugin``, as settings with checks and variables.
 
-A field left at None takes its variable, then its default. What they mean is in
-training/: this file imports no torch, since the notebook's kernel reads it.
+A field that is None takes its value from its environment variable, else its default. What ranks do
+with the values is in training/: this file imports no torch, since the notebook's kernel reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _option = partial(setting, own="")
 
 @dataclass
 class FsdpOptions:
-    """Fields of ``FullyShardedDataParallelPlugin``."""
+    """Base class of ``FullyShardedDataParallelPlugin`` that declares its fields.
+
+    The fields made by ``_option`` can also be set as ``LaunchConfig(fsdp={...})``.
+    """
 
     fsdp_version: int | None = _option(
         kind=int,

@@ -1,4 +1,4 @@
-"""``LaunchConfig``: the settings of a launch, one row each (see :mod:`setting`)."""
+"""``LaunchConfig``: the settings of a launch, each declared once, as a field (see setting.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BACKENDS = {"nccl": False, "gloo": True}
 
 
 def _options(name: str) -> Any:
-    """A setting that is a mapping of a plugin's options."""
+    """Return the field of a kind of parallelism; its value is a mapping of the plugin's options."""
     plugin = PLUGINS[name]
     return setting(
         about=f"Fields of ``{plugin.plugin_class}``, for every ``Accelerator`` that is not given "
@@ -55,10 +55,10 @@ def _options(name: str) -> Any:
 class LaunchConfig:
     """Settings of a launch, checked at construction.
 
-    ``notebook_launcher(..., config=...)`` takes one. Arguments of the launch win over it.
+    Pass it as ``notebook_launcher(..., config=...)``. Arguments of that call override its settings.
 
     Raises:
-        ConfigError: a setting is invalid, alone or with another.
+        ConfigError: a setting is invalid, alone or together with another.
 
     Example:
         >>> from notebook_accel import LaunchConfig
@@ -194,7 +194,7 @@ class LaunchConfig:
 
     @property
     def _asked_of_engine(self) -> list[str]:
-        """The settings asked for that only some engines obey."""
+        """Names of the settings that only some engines support and that differ from the default."""
         some = dict.fromkeys(name for kind in ENGINES.values() for name in kind.obeys)
         return [name for name in some if getattr(self, name) != getattr(LaunchConfig, name)]
 
@@ -232,15 +232,15 @@ class LaunchConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LaunchConfig:
-        """Read a YAML file, of this package or of ``accelerate config``.
+        """Read the settings from a YAML file, written by this package or by ``accelerate config``.
 
-        A warning names the settings of Accelerate's file that a launch here does not use.
+        A warning names the entries of Accelerate's file that have no effect here.
 
         Args:
             path: the file.
 
         Raises:
-            ConfigError: the file is missing, is no mapping, or has a setting that is invalid.
+            ConfigError: the file is missing, contains no mapping, or has an invalid setting.
 
         Example:
             >>> import os, tempfile
@@ -255,16 +255,16 @@ class LaunchConfig:
         return cls(**settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings that differ from the defaults as YAML.
+        """Write the settings that differ from the defaults to a YAML file.
 
-        The folder is made. A file that exists is replaced as a whole and keeps its mode. It does
-        not change if the new one cannot be written.
+        Missing folders are made. An existing file is replaced atomically and keeps its mode; if the
+        new content cannot be written, the file is unchanged.
 
         Args:
             path: the file.
 
         Raises:
-            ConfigError: the path begins with "~", and there is no such home folder.
+            ConfigError: the path begins with "~", and that home folder is unknown.
             OSError: the file cannot be written.
         """
         file = expanded(path)
@@ -287,7 +287,7 @@ class LaunchConfig:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that differ from the defaults, as plain values.
+        """Return the settings that differ from the defaults; tuples become lists, as in YAML.
 
         Example:
             >>> config.to_dict()
@@ -308,21 +308,22 @@ def _engine_that_obeys(names: Sequence[str]) -> str:
 
 
 def shares_devices(config: LaunchConfig) -> bool:
-    """Whether the backend of a launch lets several ranks share an accelerator."""
+    """Return whether a launch's backend lets several ranks share an accelerator ("gloo" does)."""
     return _BACKENDS.get(config.backend or "", False)
 
 
 def settings_in_file(
     path: str | os.PathLike[str], taken_out: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the checked settings of a YAML file, and lines about what in it is not used.
+    """Return the checked settings of a YAML file, and lines for the user about unused entries.
 
     Args:
-        path: the file.
-        taken_out: names of entries in Accelerate's file that are left out here; gets their values.
+        path: the file, in this package's format or Accelerate's.
+        taken_out: entries of Accelerate's file that the caller handles, as keys. They are left out
+            of the settings, and their values, or None, are stored in this dictionary.
 
     Raises:
-        ConfigError: the file is missing, or has a setting that is invalid.
+        ConfigError: the file is missing, or has an invalid setting.
     """
     name = f"config file {os.fspath(path)!r}"
     not_used: list[str] = []
@@ -340,10 +341,10 @@ def settings_in_file(
 
 
 def check_names(data: Mapping[Any, Any]) -> None:
-    """Raise for keys that are no settings.
+    """Check that all keys are names of settings.
 
     Raises:
-        ConfigError: there are such keys; the message names them.
+        ConfigError: some are not; the message names them.
     """
     known = [field.name for field in fields(LaunchConfig)]
     unknown = [name for name in data if name not in known]

@@ -1,4 +1,4 @@
-"""How a mesh of ranks is asked for: the fields of ``ParallelismConfig``.
+"""The fields of ``ParallelismConfig``, which says how many ranks each kind of parallelism uses.
 
 This file imports no torch, since the notebook's kernel reads it.
 """
@@ -23,7 +23,10 @@ def _size(name: str, about: str) -> Any:
 
 @dataclass
 class MeshOptions:
-    """Fields of ``ParallelismConfig``."""
+    """Base class of ``ParallelismConfig`` that declares its fields.
+
+    The sizes made by ``_size`` can also be set as ``LaunchConfig(parallelism={...})``.
+    """
 
     dp_replicate_size: int | None = _size(
         "dp_replicate_size", "Copies of the model (or of its shards) that read different samples"

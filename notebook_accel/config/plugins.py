@@ -1,10 +1,10 @@
-"""The kinds of parallelism that a launch can choose without a line in the function.
+"""The kinds of parallelism that a launch's settings can choose, without a change to the function.
 
-    LaunchConfig(fsdp={...}) --check--> variables of Accelerate's launcher --> the plugin in a rank
+    LaunchConfig(fsdp={...}) --check--> environment variables --> the plugin in a rank
 
-A rank's ``Accelerator`` that is given no plugin makes one from these variables; their names are
-Hugging Face Accelerate's, so that its YAML and its launcher mean the same here. The options are
-declared in fsdp.py, deepspeed.py and mesh.py beside this file, on which the plugins' classes stand.
+An ``Accelerator`` in a rank that is given no plugin makes one from these variables. They have the
+names of Hugging Face Accelerate, so that its YAML files and its launcher work here. The options are
+declared in fsdp.py, deepspeed.py and mesh.py beside this file, by base classes of the plugins.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["PLUGINS", "Plugin"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """One kind of parallelism.
+    """A kind of parallelism (FSDP, DeepSpeed, a mesh) that settings can choose.
 
     Attributes:
-        title: what a person reads in a list.
+        title: name of it for the user, as in a list.
         about: what it does, in a sentence.
-        plugin_class: the name of the public class whose fields these are.
-        options_class: the dataclass that declares them.
-        switch: the variable that turns it on.
-        section: the name of its part in Accelerate's YAML.
-        without_effect: names in that part which are accepted and change nothing.
-        read_by_ranks: names in that part that are no options: ranks read and check them from a
-            variable of the same name.
-        composes: whether it can be asked for beside another one.
-        needs_options: whether it changes nothing unless an option is given.
+        plugin_class: name of the public class for it that a function can pass to its Accelerator.
+        options_class: base class of that class, which declares the options.
+        switch: environment variable that turns it on.
+        section: name of its section in Accelerate's YAML.
+        without_effect: entries of that section that are accepted and change nothing.
+        read_by_ranks: entries of that section that are no options here. They become environment
+            variables of the same names, which the ranks read and check.
+        composes: whether it can be combined with another kind that composes.
+        needs_options: whether turning it on without an option changes nothing.
     """
 
     title: str
@@ -57,14 +57,18 @@ class Plugin:
 
     @property
     def options(self) -> Mapping[str, Setting]:
-        """Its options by name."""
+        """The options that settings, YAML and variables can set, by name."""
         return settings_of(self.options_class)
 
     def check(self, name: str, given: object) -> dict[str, Any] | None:
-        """The options as a dictionary of their own; None stays None.
+        """Check the options, and return them as a new dictionary without those that are None.
+
+        Args:
+            name: name of the setting in errors: "fsdp".
+            given: the options; None, which chooses no such parallelism, is returned as None.
 
         Raises:
-            ConfigError: there is no such option, or its value makes no sense.
+            ConfigError: an option is unknown, or its value is invalid.
         """
         if given is None:
             return None
@@ -87,7 +91,7 @@ class Plugin:
         }
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """The environment that makes a rank's Accelerator take these options."""
+        """Return the environment variables by which a rank's Accelerator makes this plugin."""
         texts = {
             option.variable: str(given[name]).lower() if option.kind is bool else str(given[name])
             for name, option in self.options.items()
@@ -96,16 +100,16 @@ class Plugin:
         return {self.switch: "true", **texts}
 
     def asked_by(self, environment: Mapping[str, str]) -> bool | None:
-        """Whether the environment turns it on or off; None where it says neither.
+        """Return whether an environment turns the plugin on (True), off (False), or neither (None).
 
         Raises:
-            ConfigError: its switch is no flag.
+            ConfigError: the switch's text is no flag.
         """
         text = environment.get(self.switch, "").strip()
         return parse_flag(self.switch, text) if text else None
 
     def left_open(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-        """The given options of which the environment says nothing itself."""
+        """Return those of the given options that have no variable set in the environment."""
         set_there = {
             name
             for name, option in self.options.items()
@@ -114,10 +118,12 @@ class Plugin:
         return {name: value for name, value in given.items() if name not in set_there}
 
     def from_accelerate(self, section: object) -> dict[str, Any]:
-        """The options that this part of Accelerate's YAML gives.
+        """Return the options that a section of Accelerate's YAML sets, by our names.
+
+        Entries without effect, and those that only ranks read, are left out.
 
         Raises:
-            ConfigError: it has a name that cannot be carried over.
+            ConfigError: the section is no mapping, or has an entry that is not supported.
         """
         if not isinstance(section, Mapping):
             raise ConfigError(
@@ -145,7 +151,7 @@ class Plugin:
         return found
 
     def variables_of_accelerate(self, section: Mapping[str, Any]) -> dict[str, str]:
-        """What this part of Accelerate's YAML says that is no option, as variables of the ranks."""
+        """Return environment variables for the section's entries that only ranks read."""
         found = {name.upper(): section.get(name) for name in self.read_by_ranks}
         return {name: str(value) for name, value in found.items() if value}
 

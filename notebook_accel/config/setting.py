@@ -1,11 +1,11 @@
-"""One setting is one row: its check, texts and names stand at the field of its dataclass.
+"""Declares each setting once, as a dataclass field with its check, texts and other names.
 
     @dataclass
     class LaunchConfig:
         grace: float = setting(10.0, check=as_seconds, label="Grace", about="Seconds that ...")
 
-Environment, YAML, form, ``help()`` and documentation read the rows by :func:`settings_of`; there is
-no second list of settings.
+The code for environment variables, YAML, the form, ``help()`` and the documentation gets them from
+:func:`settings_of`, so there is no second list of settings to keep up to date.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ _CHECKS: Mapping[Any, Callable[[str, Any], Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is known of one setting.
+    """All facts about one setting; :func:`setting` stores them in the field's metadata.
 
     Attributes:
-        name: of the field.
-        kind: its type; texts of YAML, variables and the form are read as that.
-        default: of the field.
-        about: one sentence or two on what it does, without the last full stop.
-        check: called with a name for errors and a value that is not None; gives the value in its
-            plain form, or raises ConfigError. None checks for the choices, or the type.
-        choices: the texts that it may be, or a function that gives them; none for any.
-        label: what stands before it in the form; "" is the name.
-        unset: what leaving it open means.
-        variable: the variable of Accelerate's launcher, if there is one.
-        own: the package's own variable, "" for none; None is ``NOTEBOOK_ACCEL_<NAME>``.
-        yaml: its name in the YAML of ``accelerate config``, where that is another one.
-        is_for_ranks: whether ranks read it from variables.
-        is_first: whether the form shows it unfolded.
-        numbers: torch's numbers of the choices, which that YAML may have in their place.
-        or_choice_of: another setting, whose choices that YAML may have in this one's place.
-        entry: of DeepSpeed's configuration.
-        fallback: the value where neither the field nor the variable says one.
+        name: name of the field.
+        kind: type of the value; text from YAML, variables and the form is converted to it.
+        default: default of the field.
+        about: what it does, in one or two sentences without the final full stop.
+        check: called as ``check(name, value)`` with the name for errors and the value; returns the
+            value in its plain form, or raises ConfigError. None checks the type ``kind``. It is not
+            used for a setting with ``choices``.
+        choices: the allowed texts, or a function that returns them; empty allows any value.
+        label: label in the form; "" shows the name.
+        unset: what it means to leave the setting at its default.
+        variable: environment variable of Accelerate's launcher; "" if there is none.
+        own: this package's environment variable; None for ``NOTEBOOK_ACCEL_<NAME>``, "" for none.
+        yaml: name of its entry in the YAML of ``accelerate config``. "" means that there is none; a
+            plugin's option then has an entry of its own name.
+        is_for_ranks: whether ranks read the setting from their environment.
+        is_first: whether the form shows the setting without unfolding more of them.
+        numbers: the numbers that Accelerate's YAML may have instead of ``choices``, in their order.
+        or_choice_of: another setting, whose choices Accelerate's YAML may have as this one's value.
+        entry: dotted name of the entry in DeepSpeed's configuration.
+        fallback: value of a plugin's option that neither the field nor a variable sets.
     """
 
     name: str = ""
@@ -82,10 +84,10 @@ class Setting:
     fallback: Any = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the value in its plain form; None stays None where that leaves the setting open.
+        """Check a value and return it in its plain form; None stays None if None is the default.
 
         Raises:
-            ConfigError: it makes no sense; the message calls it ``name``.
+            ConfigError: the value is invalid; the message calls the setting ``name``.
         """
         if value is None and self.default is None:
             return None
@@ -96,12 +98,15 @@ class Setting:
 
     @property
     def texts(self) -> Sequence[str]:
-        """The texts that it may be; none for any."""
+        """The allowed texts; empty if any value is allowed."""
         return self.choices() if callable(self.choices) else self.choices
 
     def from_text(self, text: Any) -> Any:
-        """Return the value that YAML, a variable or the form means, which may have written a flag
-        or a number as text; the text itself where it is none."""
+        """Convert text from YAML, a variable or the form to this setting's type.
+
+        An int may stand for a flag or a choice, as in YAML. Other values, and text that cannot be
+        converted, are returned unchanged: :meth:`checked` then refuses what is invalid.
+        """
         choices = self.texts
         if type(text) is int and (choices or self.kind is bool):
             text = str(text)
@@ -113,19 +118,19 @@ class Setting:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The variables that may say it: the package's own, then Accelerate's."""
+        """The environment variables that can set it: this package's, then Accelerate's."""
         own = f"NOTEBOOK_ACCEL_{self.name.upper()}" if self.own is None else self.own
         return tuple(filter(None, (own, self.variable)))
 
     def variable_set(self, environment: Mapping[str, str]) -> str | None:
-        """Return the first of its variables that has a text; None where none has."""
+        """Return the first of :attr:`variables` that is set and not blank; None if none is."""
         return next((name for name in self.variables if environment.get(name, "").strip()), None)
 
     def from_environment(self) -> Any:
-        """Return what the environment says, or the fallback.
+        """Return the value from this process's environment, or the fallback if no variable is set.
 
         Raises:
-            ConfigError: the variable's text makes no sense.
+            ConfigError: the variable's text is invalid.
         """
         variable = self.variable_set(os.environ)
         if variable is None:
@@ -134,14 +139,20 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """What it does and what leaving it open means, for ``help()``."""
+        """What the setting does and what its default means, for ``help()``."""
         unset = f" {self.default}: {self.unset}." if self.unset else ""
         variable = f" Variable {self.variable}." if self.variable else ""
         return f"{self.about}.{unset}{variable}"
 
 
 def setting(default: Any = None, **row: Any) -> Any:
-    """Return a dataclass field that is a setting; the arguments are those of :class:`Setting`."""
+    """Return a dataclass field that is a setting.
+
+    Args:
+        default: default of the field.
+        row: the attributes of :class:`Setting`; also ``shows=False``, which keeps the value out of
+            the dataclass's ``repr``.
+    """
     shows = row.pop("shows", True)
     metadata = {_ROW: Setting(default=default, **row)}
     return field(default=default, repr=shows, metadata=metadata)
@@ -149,7 +160,10 @@ def setting(default: Any = None, **row: Any) -> Any:
 
 @functools.cache
 def settings_of(kind: Any) -> Mapping[str, Setting]:
-    """Return the settings of a dataclass by their names, in the order of its fields."""
+    """Return the settings of a dataclass by name, in the order of its fields.
+
+    Fields that were not made by :func:`setting` are left out.
+    """
     rows = {one.name: one.metadata[_ROW] for one in fields(kind) if _ROW in one.metadata}
     # Types that only a type checker can import are given in the row.
     hints = get_type_hints(kind) if any(row.kind is None for row in rows.values()) else {}
@@ -159,8 +173,10 @@ def settings_of(kind: Any) -> Mapping[str, Setting]:
 
 
 def documented(kind: _Class) -> _Class:
-    """Class decorator: add the settings with their types, defaults and meanings to the docstring,
-    so that ``help()`` shows them."""
+    """Append the settings of a class to its docstring, for ``help()`` (a class decorator).
+
+    Each is listed with its type, default and meaning.
+    """
     rows = [
         f"{one.name}: {one.type} = {one.default!r}\n"
         + textwrap.indent(textwrap.fill(one.metadata[_ROW].text, 90), "    ")

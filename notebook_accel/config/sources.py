@@ -1,15 +1,15 @@
-"""Where the settings of a launch come from.
+"""Determines the settings of a launch from the places that can set them.
 
     argument > config= > NOTEBOOK_ACCEL_* > ACCELERATE_* > default config file > default
 
-:func:`resolve` takes each setting from the first of these that gives it. An argument, a mapping
-and a YAML file give what is written in them, also where that is the default; a ``LaunchConfig``
-gives what differs from the defaults, since it cannot tell what was written.
+:func:`resolve` takes each setting from the first of these places that sets it. Arguments, a mapping
+and a YAML file set all that they mention, even to the default value. A ``LaunchConfig`` sets only
+what differs from the defaults, since it does not know what its caller wrote.
 
-Mappings are no text: ``fsdp``, ``deepspeed`` and ``parallelism`` have a variable of Accelerate's
-launcher for each option (config/plugins.py), which ranks read by themselves. What the default
-config file says of such an option, or of such a variable in ``env``, holds only where the
-environment does not say it.
+``fsdp``, ``deepspeed`` and ``parallelism`` are mappings, so no single variable can set them. Each
+of their options has a variable of Accelerate's launcher (config/plugins.py), which ranks read. The
+default config file therefore sets such an option, or such a variable in ``env``, only where the
+environment does not set the variable.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def default_config_path() -> Path:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | bool:
-    """Write a config file, unless there is one already.
+    """Write a config file with the given mixed precision and defaults for all else.
 
     Args:
         mixed_precision: "no", "bf16", "fp16" or "fp8".
         save_location: the file; None is the default config file, which every launch reads.
 
     Returns:
-        The path; False if the file existed, which does not change.
+        The path of the new file; False if the file exists already, which is then left unchanged.
 
     Raises:
         ConfigError: ``mixed_precision`` is unknown.
@@ -93,15 +93,15 @@ def resolve(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> tuple[LaunchConfig, list[str]]:
-    """Return the settings of a launch, and lines for the person about their sources.
+    """Return the settings of a launch, and lines for the user ("settings of ... are used").
 
     Args:
-        arguments: what the caller gave, by the names of the fields; None leaves a field open.
-        config: where the fields that the arguments leave open come from, before the environment
-            and the default config file.
+        arguments: arguments of the call, by the names of the settings; None means not given.
+        config: sets what the arguments do not; it wins over the environment and the default config
+            file.
 
     Raises:
-        ConfigError: a setting that makes no sense, or a name that is none.
+        ConfigError: a setting is invalid, or a name is no setting.
     """
     given, notices = _given(arguments, config)
     saved: dict[str, Any] = {}
@@ -128,9 +128,10 @@ def resolve(
 
 
 def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each setting from the first source that has it.
+    """Return each setting from the first source that sets it.
 
-    If a source chooses an engine of few ranks, the larger numbers of later sources are dropped.
+    If a source chooses an engine with a limited number of ranks, a larger ``num_processes`` of a
+    later source is ignored.
     """
     found: dict[str, Any] = {}
     for source in sources:
@@ -146,10 +147,12 @@ def given_settings(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings that the caller itself gives, for the arguments of :func:`resolve`.
+    """Return the settings of a call, without the environment and the default config file.
+
+    The arguments are those of :func:`resolve`.
 
     Raises:
-        ConfigError: a name that is none, or a file that cannot be used.
+        ConfigError: a name is no setting, or the config file cannot be used.
     """
     return _given(arguments, config)[0]
 
@@ -158,7 +161,7 @@ def _given(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings given (arguments before ``config``), and lines about unused entries."""
+    """Return what :func:`given_settings` does, and lines for the user about unused file entries."""
     given: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, LaunchConfig):
@@ -183,7 +186,7 @@ def _given(
 def _from_environment(
     environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings from the environment that are not ``given`` already."""
+    """Return the settings that the environment sets, except those ``given`` by the call."""
     found: dict[str, Any] = {}
     for name, row in settings_of(LaunchConfig).items():
         variable = None if name in (*_NO_VARIABLE, *given) else row.variable_set(environment)
@@ -195,10 +198,15 @@ def _from_environment(
 def _left_open(
     saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the ``saved`` settings that the environment neither sets nor rules out.
+    """Return the settings of the default config file that the environment leaves open.
 
-    A plugin that the environment turns off, or that does not compose with one that the environment
-    or the call asks for, is left out as a whole.
+    A plugin is set to None if the environment turns it off, or if it cannot be combined with a
+    plugin that the environment or the call asks for.
+
+    Args:
+        saved: settings of the default config file.
+        environment: the environment variables.
+        given: settings of the call.
     """
     found = dict(saved)
     refuses_cpu = value_of(environment.get("ACCELERATE_USE_CPU", ""), bool) is False
@@ -219,7 +227,7 @@ def _left_open(
 
 
 def _is_beaten(name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:
-    """Return whether the call or environment asks for a plugin that excludes this one."""
+    """Return whether the call or environment asks for a plugin that plugin ``name`` excludes."""
     return any(
         given.get(other) is not None or plugin.asked_by(environment)
         for other, plugin in PLUGINS.items()

@@ -1,7 +1,10 @@
-"""Starts, feeds, watches and ends ranks. It is plain Python and knows no notebook.
+"""The launcher: starts the ranks of a run, sends them calls, watches them and ends them.
 
-The way of a launch, from ``notebook_launcher(f)`` to ``f`` and back. Each line is a file below
-``notebook_accel/``, which hands over to the next one::
+A rank is one process of a run. This package does not depend on Jupyter: what shows a run in a
+notebook is in ``notebook_accel/notebook/``.
+
+A launch goes from ``notebook_launcher(f)`` in the kernel to ``f`` in each rank, and back. Each line
+names a file below ``notebook_accel/`` and what runs there; it hands over to the next line::
 
     out, in the kernel
         notebook/launcher.py           notebook_launcher: the arguments -> one LaunchRequest
@@ -19,14 +22,15 @@ The way of a launch, from ``notebook_launcher(f)`` to ``f`` and back. Each line 
         launch/launcher.py             _wait_in_cell: waits for that, raises the run's error
         launch/run.py                  Run: the results
 
-What they call on the way gives its answer and hands nothing over: ``template/`` is the clean
-process that forks an agent, ``payload/`` packs and unpacks, ``transport/`` and
-``control/agent_link.py`` carry messages, ``agent/rank_process.py`` is a rank as its agent sees it,
-``control/state.py`` and ``control/verdict.py`` are pure functions, ``control/results.py`` keeps
+The other modules are helpers of these: ``template/`` is the clean process from which agents are
+forked, ``payload/`` pickles and unpickles calls and results, ``transport/`` and
+``control/agent_link.py`` carry messages, ``agent/rank_process.py`` is the agent's record of a rank,
+``control/state.py`` and ``control/verdict.py`` are pure functions, and ``control/results.py`` keeps
 what ranks returned.
 
-Four records go this way: ``LaunchRequest`` (what was asked), ``payload.PackedCall`` (what travels),
-``control.call.Call`` (the kernel's side, with its ``RunState``) and ``Run`` (the person's handle).
-A call of a session (``launcher.Session.call``) goes on to ``control/call.py``, since its ranks are
-there.
+Four objects describe a launch, one after the other: ``LaunchRequest`` (what the user asked for),
+``payload.PackedCall`` (the pickled function and arguments), ``control.call.Call`` (the kernel's
+record of the call, with its ``RunState``) and ``Run`` (the user's handle). A call of a session
+(``launcher.Session.call``) skips the engine and goes straight to ``control/call.py``, because the
+ranks of a session run already.
 """

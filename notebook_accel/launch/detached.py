@@ -1,12 +1,15 @@
-"""Runs that outlive the kernel: the kernel's side. A keeper process conducts such a run.
+"""Runs that outlive the kernel (``detach=True``): the part that runs in a kernel.
 
-    launch_detached: --exec, Detach--> keeper (keeper.py): ranks, folder, logs, results
+A separate process, the keeper (keeper.py), launches such a run and controls it in place of a
+kernel::
+
+    launch_detached: --exec, Detach--> keeper: starts the ranks; writes the run's folder
     kernel: AttachedCall <--RunSnapshot---- keeper       over the socket pair of the launch
     later:  attach -> AttachedCall <------ keeper       over the socket in the run's folder
 
-The keeper is a process of its own session, and no child of the kernel: a kernel that shuts down
-ends its children. It conducts the run as a kernel does, and ends with it. A kernel that is attached
-sees each new state; logs, metrics and results it reads from the run's folder.
+The keeper has its own Unix session and is no child of the kernel, because a kernel that shuts down
+ends its children. It exits when its run has ended. An attached kernel gets the run's states from
+the keeper; it reads logs, metrics and results from the run's folder.
 """
 
 from __future__ import annotations
@@ -69,10 +72,14 @@ _STACKS_SECONDS = 10.0
 
 
 def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
-    """Refuse a detached run that blocks its cell, or whose engine ends it with the kernel.
+    """Raise an error if a launch with ``detach=True`` has arguments that contradict it.
+
+    Args:
+        config: settings of the launch; runs of their engine must be able to outlive the kernel.
+        block: whether the launch waits in its cell for the end of the run.
 
     Raises:
-        ConfigError: the cell waits for it, or the engine's runs end with the kernel.
+        ConfigError: ``block`` is true, or runs of the engine end with the kernel.
     """
     if block:
         raise ConfigError(
@@ -94,15 +101,16 @@ def launch_detached(
     notebook_file: str,
     script: Callable[..., str],
 ) -> Run:
-    """Have a new keeper process launch the run; return its handle.
+    """Start a keeper process that launches the run; return the run's handle once the run has begun.
 
     If the launch is interrupted, the keeper ends the run.
 
     Args:
-        request: what is called.
-        packed: the same, pickled.
-        notebook_file: the notebook's file, "" for none.
-        script: writes the function as a script, for ``world_size`` ranks and a ``file``.
+        request: the settings, the function and its arguments.
+        packed: the function and its arguments, pickled.
+        notebook_file: path of the notebook's file; "" for none.
+        script: takes ``world_size`` and ``file`` (the script's name) and returns the call as the
+            text of a script, for ``Run.export``.
 
     Raises:
         ConfigError, LaunchError: the keeper, or the ranks, could not be started.
@@ -162,15 +170,16 @@ def launch_detached(
 
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:
-    """Return the handle of a detached run, and show the run here if it goes on.
+    """Return the handle of a detached run; if the run still goes on, show it live in this kernel.
 
     Args:
-        run_id: as ``run.id`` says it.
+        run_id: the run's id, as in ``run.id``.
         view: makes the view of a run that goes on.
-        view_of_past: makes that of one that has ended.
+        view_of_past: makes the view of a run that has ended.
 
     Raises:
-        NotebookAccelError: there is no such run, or it is none that was detached.
+        NotebookAccelError: there is no such run, it was not launched with ``detach=True``, or its
+            keeper cannot be reached from here.
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
@@ -213,7 +222,13 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
 
 
 def _opened(call: AttachedCall, source: Callable[..., str] | None = None) -> Run:
-    """Return the handle of a run that a keeper conducts, after listing and showing the run."""
+    """Add a run that a keeper controls to the list of runs, show it, and return its handle.
+
+    Args:
+        call: the call of the run; its thread is started here.
+        source: returns the call as the text of a script, for ``Run.export``; None where this
+            kernel does not have the function.
+    """
     run = Run(call, results=call.results, source=source)
     with held():
         run_list.add(run)
@@ -227,7 +242,11 @@ def _state_of(snapshot: wire.RunSnapshot) -> RunState:
 
 
 class AttachedCall(Call):
-    """A detached run's call, which a keeper process conducts, as this kernel sees it."""
+    """A detached run as a kernel that is attached to it sees it.
+
+    A thread receives the run's states from its keeper process. Methods such as ``stop`` and
+    ``kill`` send a request to the keeper, which carries it out.
+    """
 
     view: View
 

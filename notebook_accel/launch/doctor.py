@@ -1,10 +1,11 @@
-"""What on this machine stops a launch, or will hurt a training: each finding with its remedy.
+"""Checks of this machine for ``%accelerate doctor``: what prevents launches or may hurt a training.
 
-    examine() --one question after the other--> findings --> %accelerate doctor
+    examine() --one check after the other--> findings, each with its remedy --> as_lines
 
-A question is a function that gives findings; :data:`_QUESTIONS` lists them, in the order in which
-they are shown. None of them uses a device here: what torch must be asked, a child of the template
-answers (template/process.py).
+A check is a function that takes the :class:`Machine` and yields findings; :data:`_QUESTIONS` lists
+all of them, in the order in which findings are shown. No check uses an accelerator in this process,
+since that would take memory of the device: a child of the template, the clean process from which
+ranks start, asks torch (template/process.py).
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _NVIDIA_SECONDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The answer to one question.
+    """One result of a check of this machine.
 
     Attributes:
-        subject: what was looked at.
-        found: what was seen.
-        remedy: what to do; "" where all is well, or ``found`` says it.
-        stops: whether no launch succeeds.
+        subject: what was checked, such as "memory".
+        found: what the check saw.
+        remedy: what the user should do; "" if all is well, or if ``found`` says it already.
+        stops: whether no launch can succeed because of it.
     """
 
     subject: str
@@ -63,18 +64,29 @@ class Finding:
 
     @property
     def level(self) -> str:
-        """:data:`FINE`, :data:`HURTS` (a training may suffer) or :data:`STOPS` (no launch)."""
+        """How serious it is: :data:`FINE`, :data:`HURTS` or :data:`STOPS`.
+
+        :data:`HURTS` means that a training may fail or be slow, :data:`STOPS` that no launch
+        succeeds.
+        """
         return STOPS if self.stops else HURTS if self.remedy else FINE
 
 
 def examine() -> list[Finding]:
-    """Ask all questions of this machine; it takes a few seconds where no launch was made yet."""
+    """Run all checks of this machine, and return their findings.
+
+    It takes a few seconds if this process has launched nothing yet, since the template process,
+    which is asked about accelerators, has to start first.
+    """
     machine = look_at_machine()
     return [finding for question in _QUESTIONS for finding in question(machine)]
 
 
 def as_lines(findings: Iterable[Finding]) -> list[str]:
-    """The findings as a terminal shows them."""
+    """Return each finding as text: a sign (✓, ! or ✗) and the result.
+
+    A remedy follows on a second line.
+    """
     return [
         f"{SIGNS[each.level]} {each.subject}: {each.found}"
         + (f"\n    to do: {each.remedy}" if each.remedy else "")
@@ -143,7 +155,11 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _ask_nvidia(query: str) -> list[str]:
-    """The lines that nvidia-smi answers with; none where it is not there or gives no answer."""
+    """Return the lines that nvidia-smi prints; none if it is missing, fails or takes too long.
+
+    Args:
+        query: the option that chooses what is printed, such as "--query-gpu=name".
+    """
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -175,7 +191,10 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def _free_in_container() -> int:
-    """Bytes below the limit of this process's control group; very many where there is none."""
+    """Return how many bytes this process's control group may still take, as in a container.
+
+    Without a limit of a control group it is :data:`_UNLIMITED`, more than any machine has.
+    """
     try:
         limit = (_GROUP / "memory.max").read_text().strip()
         used = int((_GROUP / "memory.current").read_text())

@@ -1,12 +1,13 @@
-"""The store at which ranks exchange addresses when they make a process group.
+"""The store (a ``TCPStore``) at which ranks exchange addresses when they make a process group.
 
-    rank 0:  server, one as long as the process lives, on the socket that the launch reserved
+    rank 0:  one server, for the life of the process, on the socket that the launch reserved
                  ^
-    each rank, for each group:  a client of its own, whose keys have the group's prefix
+    each rank, for each process group:  its own client, whose keys have the prefix of that group
 
-A group that is destroyed and made again finds the same server, and none of the first one's keys.
-Torch makes a server for each group: there, a rank that comes early connects to the old server,
-which is about to close, and is reset or waits for ever.
+A process group that is destroyed and made again uses the same server with another prefix, and so
+sees no key of the first one. Torch alone would make a new server for each group. A rank that comes
+early would then connect to the old server, which is about to close, and its connection would be
+reset, or it would wait for ever.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ _POLL_SECONDS = 0.001
 
 
 def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
-    """Return an empty store for the next process group; all ranks get the same one.
+    """Return an empty store for the next process group, the same one on all ranks.
 
-    Ranks count their groups per call: a rank that failed to make a group in the call before still
-    agrees with the others in this call.
+    Each rank must call it once for each process group that all ranks make. Ranks count these groups
+    anew in each call of the user's function, and the count is in the prefix of the store's keys: a
+    rank that failed to make a group in an earlier call still agrees with the others.
 
     Args:
-        rank: of this process in the group; rank 0 serves the store, unless it does already.
-        timeout: how long to wait for rank 0, and for each key.
-        at: the address; without a listener, rank 0 makes one there.
+        rank: of this process in the group; rank 0 also serves the store, unless it does already.
+        timeout: how long to wait for rank 0 to listen, and for each key.
+        at: the address of the store; if it has no listener, rank 0 opens a socket there.
 
     Raises:
-        ConfigError: rank 0 cannot listen there.
+        ConfigError: rank 0 cannot listen at the address.
     """
     from torch import distributed
 
@@ -59,7 +61,7 @@ def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
 
 
 def is_served(port: int) -> bool:
-    """Whether this rank serves the store at this port."""
+    """Return whether this process runs the server of the store at ``port``; only rank 0 may."""
     address, _ = current().shared.get(_SERVER, (None, None))
     return address is not None and bool(address[1] == port)
 
@@ -86,9 +88,10 @@ def _serve(timeout: timedelta, at: StorePort) -> None:
 
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until rank 0 listens; torch's store would sleep half a second after a refusal.
+    """Wait until rank 0 listens at the address; return in any case once ``timeout`` is over.
 
-    If rank 0 does not listen in time, opening the store raises the error.
+    Opening torch's store right away would be slower: after a refused connection it sleeps for half
+    a second. If rank 0 does not listen in time, opening the store raises the error.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:

@@ -1,12 +1,13 @@
-"""The keeper of a detached run: the process that conducts the run in the place of a kernel.
+"""The keeper of a detached run: the process that launches and controls it, as a kernel would.
 
-    Detach, a packed call --> launch_packed, as in a kernel; the run has begun
-    RunSnapshot --> the kernel that launched; its Alive says that somebody has the run's id
-    until the run has ended: each new state --> all attached kernels; Stop, Kill, ... <-- them
+    Detach, a pickled call, from the kernel --> launch_packed, as in a kernel; the run has begun
+    RunSnapshot --> that kernel; its Alive in return says that it has the run's id
+    until the run has ended: its new states --> all attached kernels; Stop, Kill, ... <-- them
     the last state --> them; the socket is removed, and the process ends
 
-It imports no torch and nothing of the notebook's; its own template watches it, as it would a
-kernel: where the keeper is killed, the ranks end.
+The keeper imports neither torch nor anything of the notebook. It has a template process of its own,
+from which its ranks start and which watches it as it would watch a kernel: if the keeper is killed,
+the ranks end.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ _KILL_SECONDS = 10.0
 
 
 def serve(fd: int) -> None:
-    """Launch the run that is received over the socket ``fd``, and conduct it to its end."""
+    """Launch the run that a kernel sends over a socket, and control it until it has ended.
+
+    This is the main function of the keeper process. If the launch fails, it sends the error to the
+    kernel and returns. If the kernel disconnects before it has the run's id, the run is killed.
+
+    Args:
+        fd: descriptor of the socket; it is connected to the kernel.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise_limit()
@@ -102,7 +110,7 @@ def serve(fd: int) -> None:
 
 
 def _drop(call: Call) -> None:
-    """Kill a run of which nobody has a handle, and remove its folder."""
+    """Kill a run and delete its folder, since no kernel has its handle: the launch has failed."""
     call.kill()
     call.ended.wait(_KILL_SECONDS)
     call.folder.remove()
@@ -123,7 +131,13 @@ def _snapshot(call: Call) -> wire.RunSnapshot:
 
 
 def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> None:
-    """Serve the attached kernels until the run has ended, and they have its last state."""
+    """Serve attached kernels until the run has ended; then give them some seconds to see its end.
+
+    Args:
+        call: the call of the run.
+        listener: the socket at which more kernels attach.
+        launcher: connection to the kernel that launched the run.
+    """
     kernels = [_Kernel(call, launcher)]
     with listener:
         while not call.ended.is_set():
@@ -138,9 +152,10 @@ def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> No
 
 
 class _Kernel:
-    """An attached kernel: one thread sends it the states of the run, one takes its requests.
+    """A kernel that is attached to the run: one thread sends it states, another takes its requests.
 
-    A kernel that is stopped, or reads slowly, holds up its own threads alone.
+    Each kernel has its own two threads, so that one that is stopped or reads slowly does not hold
+    up the others.
     """
 
     def __init__(self, call: Call, channel: Channel) -> None:
@@ -156,7 +171,11 @@ class _Kernel:
             self._channel.send(message)
 
     def _send_states(self) -> None:
-        """Send each new state that the kernel reads fast enough for, and the last one."""
+        """Send new states of the run until it has ended, and its last one in any case.
+
+        The pause after a state grows with the time that sending takes, and states in between are
+        skipped: those of many ranks are large.
+        """
         seen: RunState | None = None
         pause, has_ended = 0.0, False
         with contextlib.suppress(OSError):  # the kernel is gone

@@ -1,9 +1,10 @@
-"""Launches and sessions: checks what is asked for, packs it, and has an engine begin the run.
+"""Launches and sessions: check the request, pickle the function, have an engine begin the run.
 
     launch --> launch_packed --> _begin_and_wait, with Engine.begin, which starts ranks
     Session.call -------------> _begin_and_wait, with Session._send
 
-The engine's side is engines/local.py; from the sending of the call on the run goes on by itself.
+A session is a set of ranks that stay alive between calls. The engines' part is in engines/local.py.
+Once a call is sent, the thread of the ranks' pool (control/pool.py) brings the run to its end.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _MAX_NAME = _MAX_ARGUMENTS = 60
 
 
 def launch(request: LaunchRequest) -> Run:
-    """Call a function on every rank of a new run; return the handle of the run.
+    """Start ranks, call a function on each of them, and return the handle of this run.
+
+    If ``request.block`` is set, it returns after the run has ended, else as soon as it has begun.
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
@@ -88,9 +91,14 @@ def launch(request: LaunchRequest) -> Run:
 
 
 def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
-    """Start ranks for a call that was checked and packed; return the handle of its run.
+    """Start the ranks, send them the pickled call, return the run: the second half of a launch.
 
-    The keeper of a detached run calls it with the packed call of the notebook.
+    :func:`launch` calls it in the kernel. The keeper process of a detached run calls it too, with
+    the call that the kernel has pickled.
+
+    Args:
+        request: the launch, whose arguments are checked already.
+        packed: the pickled function and arguments; None for an engine that needs no pickle.
 
     Raises:
         ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`launch`.
@@ -108,17 +116,19 @@ def _begin_and_wait(
     world_size: int,
     session: RunFolder | None = None,
 ) -> Run:
-    """Begin a call, open its run, and return the run; waits for its end if the request blocks.
+    """Begin a call, list and show its run, and return it; wait for its end if the request blocks.
 
-    An interrupt that comes while the run begins goes to its ranks, as one that comes while the
-    cell waits, and is raised once they have ended. One that comes before the run has begun leaves
-    nothing of it.
+    A KeyboardInterrupt that comes while the run begins, or while the cell waits, is passed on to
+    the ranks, and is raised here once they have ended. If the run cannot begin, its folder is
+    removed and the view is told.
 
     Args:
-        request: what is called.
-        begin: sends the call, inside of whose block nothing is heard from the ranks.
+        request: the settings, the function and its arguments.
+        begin: returns a context manager that sends the call and yields it. Within its block no
+            message of the ranks is handled, so that the run is listed and shown first.
         world_size: number of ranks.
-        session: the folder of the session whose ranks are called.
+        session: the folder of the session whose ranks are called; None for a launch, which starts
+            ranks of its own.
     """
     run: Run | None = None
     try:
@@ -148,26 +158,28 @@ def _begin_and_wait(
 class Session:
     """Ranks that stay alive between calls, with the state that earlier calls left in them.
 
-    Its ranks end with :meth:`close`, or with this process. After a call that did not return on
-    every rank the ranks destroy their process group; the next one makes it anew.
+    The ranks end with :meth:`close`, or with this process. After a call that did not return on
+    every rank, the ranks destroy their process group, and the next call that needs one makes it
+    anew.
 
     Attributes:
-        request: what the ranks were asked for. A call is the same with a function, its arguments
-            and a view.
-        newest_call: the run of the call that was sent last, :meth:`ask` included, whoever waits
-            for it; without results. None before the first.
-        notices: lines for the person about the choice of ranks (``RankPlan.notices``).
+        request: the settings and environment of the ranks. A request for a call is a copy with a
+            function, its arguments and a view.
+        newest_call: a handle without results of the call that was sent last, including calls of
+            :meth:`ask`; None before the first call.
+        notices: lines for the user about the choice of ranks (``RankPlan.notices``).
     """
 
     def __init__(self, request: LaunchRequest) -> None:
-        """Start the ranks. Calls may be sent at once; they begin when the ranks are ready.
+        """Start the ranks without waiting for them: an early call begins when they are ready.
 
         Args:
-            request: how to launch; its view shows that the ranks come, if that takes long.
+            request: the settings; its view shows that ranks are starting, if that takes long. Its
+                function is not called.
 
         Raises:
-            ConfigError: the engine has no ranks that could stay, or there are more ranks than
-                accelerators.
+            ConfigError: ranks of this engine cannot stay alive between calls, or there are more
+                ranks than accelerators.
             LaunchError: the ranks could not be started.
         """
         preflight.check_platform()
@@ -201,7 +213,10 @@ class Session:
             undo.pop_all()
 
     def call(self, request: LaunchRequest) -> Run:
-        """Call the function of ``request`` on every rank; return the run of the call.
+        """Call the function of ``request`` on every rank, and return the run of this call.
+
+        If ``request.block`` is set, it returns after the call has ended, else as soon as it was
+        sent.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -216,7 +231,15 @@ class Session:
 
     @contextlib.contextmanager
     def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
-        """Send a call to the ranks; within the block the caller opens its run."""
+        """Send a call to the ranks of this session, and yield the call.
+
+        Messages of the ranks wait until the block ends, so that the caller can list and show the
+        run.
+
+        Args:
+            packed: the pickled function and arguments.
+            new: the folder, view and first state of the call.
+        """
         with sendable(packed.packed) as (packet, fds):
             call = RankCall(self._pool, packed, new)
             with call.sent(packet, fds, last=False):
@@ -227,7 +250,13 @@ class Session:
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})
     ) -> list[Any]:
-        """Call a function on every rank without listing a run; return the results of the ranks.
+        """Call a function on every rank, wait, and return the result of each rank, in their order.
+
+        It is for internal questions: no view shows the call, and the list of runs does not keep it.
+
+        Args:
+            function: called on each rank.
+            kwargs: its keyword arguments.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -255,7 +284,7 @@ class Session:
 
     @property
     def status(self) -> str:
-        """ "starting", "ready", "busy" (in a call), "broken" (a rank has ended) or "ended"."""
+        """Status: "starting", "ready", "busy" (in a call), "broken" (a rank died) or "ended"."""
         if self._pool.ended.is_set():
             return "ended"
         processes = {process.status for process in self._pool.processes}
@@ -272,7 +301,7 @@ class Session:
 
     @property
     def log_dir(self) -> Path:
-        """Folder with a file of all output for each rank."""
+        """Folder with one log file for each rank, which has the rank's output of all calls."""
         return self._folder.path
 
     def read_log(self, rank: int) -> str:
@@ -280,13 +309,13 @@ class Session:
         return self._folder.read_log(rank)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Return each rank's current Python stack as text."""
+        """Return the current Python stacks of all ranks as text, or of ``rank`` alone."""
         return stacks_text(self._pool.stacks(rank), {})
 
     def close(self, grace: float = LaunchConfig.grace) -> None:
-        """End the ranks after their current call; at once after ``grace`` seconds.
+        """End the ranks after their current call, and wait; kill them after ``grace`` seconds.
 
-        An interrupt ends them at once, too.
+        A KeyboardInterrupt while it waits kills them at once, too.
         """
         try:
             self._pool.shut_down()
@@ -296,7 +325,7 @@ class Session:
                 self.kill()
 
     def kill(self) -> None:
-        """Kill the ranks and all that they started, now."""
+        """Kill the ranks and all processes that they started; wait some seconds for their end."""
         self._pool.kill()
         self._pool.ended.wait(_KILL_SECONDS)
 
@@ -308,11 +337,11 @@ def notebook_file() -> str:
 
 
 def check_ranks(config: LaunchConfig) -> None:
-    """Refuse settings with which no ranks can be started; starts nothing.
+    """Raise an error if no ranks could be started with these settings; start none.
 
     Raises:
         ConfigError: more ranks are asked for than there can be.
-        LaunchError: this system starts none, or not as many.
+        LaunchError: this system cannot start ranks, or not this many.
     """
     preflight.check_platform()
     request = _checked(LaunchRequest(config=config))
@@ -322,7 +351,14 @@ def check_ranks(config: LaunchConfig) -> None:
 
 
 def _checked(request: LaunchRequest) -> LaunchRequest:
-    """Check the arguments of a request; return it with name, environment and view completed."""
+    """Check the arguments of a request; return a copy in which missing fields are filled in.
+
+    These are the run's name, the text of its arguments and the environment. The view is wrapped, so
+    that its errors do not end the run.
+
+    Raises:
+        ConfigError: an argument makes no sense.
+    """
     function, args, kwargs = request.function, request.args, request.kwargs
     preflight.check_wait(block=request.block, timeout=request.timeout)
     preflight.check_call(function, args, kwargs)
@@ -345,14 +381,17 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
 
 
 def _wait_in_cell(run: Run, *before: Presses) -> None:
-    """Wait for the run; interrupts go to its ranks, and are raised once they have ended.
+    """Wait for the end of the run in the main thread, and raise the run's error if it has one.
+
+    A KeyboardInterrupt meanwhile is passed on to the ranks, and is raised here once they have
+    ended.
 
     Args:
-        run: what is waited for.
-        before: the interrupts that were held while the run began.
+        run: the run.
+        before: the interrupts that were held back while the run began; they are passed on, too.
 
     Raises:
-        KeyboardInterrupt: the person interrupted, and the ranks have ended.
+        KeyboardInterrupt: the user interrupted, and the ranks have ended.
         WorkerError, RunStopped, TimeoutError: as ``Run.wait``.
     """
     with held(patience=None) as presses:
@@ -371,7 +410,12 @@ def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall
 
 
 def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
-    """Return the plan of ranks, after checking that this machine can hold them."""
+    """Return which ranks the engine will start, after checking that this machine can start them.
+
+    Raises:
+        ConfigError: the settings do not fit this machine.
+        LaunchError: the chosen port, or enough open files, cannot be had.
+    """
     engine.warm_up(request)
     preflight.check_port(request.config)  # before an engine listens there itself
     plan = engine.plan_ranks(request)
@@ -395,13 +439,13 @@ def _new_call(
     session: RunFolder | None,
     undo: contextlib.ExitStack,
 ) -> NewCall:
-    """Make a call with its folder and first state; nothing is sent yet.
+    """Make a call's folder on disk and the first state of its run; nothing is sent yet.
 
     Args:
-        request: what is called.
+        request: the settings, the function and its arguments.
         world_size: number of ranks.
-        session: the folder of the session whose ranks are called.
-        undo: takes what removes all of it again.
+        session: the folder of the session whose ranks are called; None for a launch.
+        undo: gets callbacks that remove the folder again, for a launch that fails later on.
     """
     undo.callback(request.view.launch_failed)
     if session is not None:
@@ -440,10 +484,11 @@ def _new_call(
 
 
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:
-    """Keep the handle of a run whose launch raises ``error``, in the list of runs.
+    """Keep the handle of a run in the list of runs, since its launch raises ``error``.
 
-    The caller gets no handle otherwise. An interrupted run is ended first, and the
-    KeyboardInterrupt gets the handle as its attribute ``run``.
+    The launch returns no handle then, and ``last_run()`` has to find it. If ``error`` is a
+    KeyboardInterrupt, the run is killed first, and the error gets the handle as its attribute
+    ``run``.
     """
     run_list.keep(run)
     if isinstance(error, KeyboardInterrupt):
@@ -456,6 +501,9 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
 
 
 def _script(request: LaunchRequest) -> Callable[..., str]:
-    """Return a function of ``world_size`` and ``file`` that gives the call as a script's text."""
+    """Return a function that gives the call of ``request`` as the text of a script for torchrun.
+
+    It takes the keywords ``world_size`` and ``file`` (the script's name). ``Run.export`` calls it.
+    """
     called = request.function, request.args, request.kwargs
     return partial(script_of, *called, sources=request.sources)

@@ -1,4 +1,7 @@
-"""What this machine has to train on, found out without using any of it here."""
+"""The accelerators, cores and memory of this machine; no accelerator is used to find them out.
+
+Torch is asked in a child process, since a process that uses a GPU takes some of its memory.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ __all__ = ["Device", "Machine", "look_at_machine", "machine_with"]
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator.
+    """One accelerator of this machine, such as a GPU.
 
     Attributes:
-        index: among those that are visible.
-        name: as its driver says.
-        memory: bytes in all; 0 where that is unknown.
+        index: its number among the accelerators that are visible.
+        name: its name, as its driver reports it.
+        memory: its total memory in bytes; 0 if that is unknown.
     """
 
     index: int
@@ -37,18 +40,18 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices, cores, memory and versions of this machine.
+    """The accelerators, cores, memory and library versions of this machine.
 
     Attributes:
         kind: torch's device type of the accelerators; "cpu" if there are none.
         devices: the accelerators.
         num_cores: number of cores that this process may use.
-        memory: bytes of memory of the host in all.
-        free_memory: bytes of it that are available.
-        versions: versions of torch and of the accelerators' library.
-        problem: why torch can use no accelerator; "" if torch does not say.
-        error: why the accelerators could not be counted; "" where they could.
-        tpu: one line on its TPU and the library for it; "" where there is none.
+        memory: total memory of the host, in bytes.
+        free_memory: available memory of the host, in bytes.
+        versions: versions of torch and of the accelerators' library, by name.
+        problem: why torch can use no accelerator, such as an old driver; "" if torch does not say.
+        error: why the accelerators could not be counted; "" if they were.
+        tpu: one line about its TPU and the library for it; "" if there is none.
     """
 
     kind: str
@@ -63,7 +66,10 @@ class Machine:
 
 
 def look_at_machine() -> Machine:
-    """Return the devices, cores and memory of this machine; a child process asks torch."""
+    """Return the devices, cores and memory of this machine; a child process asks torch.
+
+    If the child process fails, the result has no devices, and its ``error`` says why.
+    """
     environment = rank_environment(LaunchConfig())
     try:
         found = ask_template(environment, lambda source: source.count_devices(environment))
@@ -73,7 +79,11 @@ def look_at_machine() -> Machine:
 
 
 def machine_with(found: Devices) -> Machine:
-    """Return this machine with the given accelerators."""
+    """Return the description of this machine, whose accelerators have been counted already.
+
+    Args:
+        found: the accelerators, as a child process has counted them.
+    """
     memories = found.memory or (0,) * len(found.names)
     memory = psutil.virtual_memory()
     return Machine(

@@ -1,4 +1,4 @@
-"""Checks before a launch, each with its remedy; nothing has been started when one fails."""
+"""Checks before a launch: each raises an error that says what to do, before anything is started."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ _INLINE = "otherwise take engine='inline', which runs the function in the notebo
 
 
 def check_wait(*, block: object, timeout: object) -> None:
-    """Refuse what says nothing about how long to wait for the run.
+    """Raise an error if ``block`` or ``timeout`` of a launch has no valid value.
 
     Raises:
-        ConfigError: ``block`` is no flag, or ``timeout`` no number of seconds above 0.
+        ConfigError: ``block`` is no bool, or ``timeout`` is neither None nor a number of seconds
+            above 0.
     """
     if not isinstance(block, bool):
         raise ConfigError(f"block={shown(block)}: expected True or False")
@@ -54,10 +55,11 @@ def check_wait(*, block: object, timeout: object) -> None:
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-    """Refuse a call that must fail in every rank.
+    """Raise an error if ``function(*args, **kwargs)`` must fail in every rank.
 
     Raises:
-        ConfigError: ``function`` is no function, or does not take these arguments.
+        ConfigError: ``function`` is no function (a model, for example), or does not take these
+            arguments.
     """
     # A model is callable as well: who wrote train(...) for train passes the model that it returned.
     if not callable(function) or hasattr(type(function), "state_dict"):
@@ -98,10 +100,11 @@ def _short(value: object) -> str:
 
 
 def check_platform() -> None:
-    """Refuse a place where no process can be started for a run, before one is tried.
+    """Raise an error if this system cannot start the processes of a run; start none.
 
     Raises:
-        LaunchError: it names what is missing, and what to do.
+        LaunchError: the system, the current folder or the folder for temporary files does not
+            allow it, or too many files are open; the message says what to do.
     """
     with held():  # an interrupt in it would leave a descriptor open
         check_open_files()
@@ -132,10 +135,10 @@ def check_platform() -> None:
 
 
 def check_port(config: LaunchConfig) -> None:
-    """Refuse a port that cannot be had.
+    """Raise an error if the port that the user chose (``use_port``) cannot be bound here.
 
     Raises:
-        LaunchError: it is taken, or not for this user.
+        LaunchError: the port is in use, or this user may not bind it.
     """
     if config.use_port is None:
         return
@@ -151,7 +154,10 @@ def check_port(config: LaunchConfig) -> None:
 
 
 def check_fits(config: LaunchConfig, machine: Machine) -> None:
-    """Refuse the devices and ranks that a launch with these settings would refuse on ``machine``.
+    """Raise the error that a launch with these settings would raise on ``machine``; start nothing.
+
+    It looks at the chosen devices and the number of ranks. The settings form and the command line
+    call it before a launch.
 
     Raises:
         ConfigError: there is no such accelerator, or there are more ranks than accelerators.
@@ -170,7 +176,7 @@ def check_fits(config: LaunchConfig, machine: Machine) -> None:
 
 
 def crowding(config: LaunchConfig, machine: Machine) -> str:
-    """What to expect where there are too many ranks for the cores or the memory; "" elsewhere."""
+    """Return a warning if there are too many ranks for the machine's cores or memory; else ""."""
     ranks = config.num_processes or 1
     needed = ranks * _BYTES_OF_RANK
     has_cores = ranks <= _MAX_RANKS_OF_CORE * machine.num_cores
@@ -183,10 +189,10 @@ def crowding(config: LaunchConfig, machine: Machine) -> str:
 
 
 def check_files_of_ranks(world_size: int) -> None:
-    """Refuse more ranks than one agent can have files open for.
+    """Raise an error if the agent, the process that starts the ranks, could not open enough files.
 
     Raises:
-        LaunchError: the hard limit of open files is too low for them.
+        LaunchError: the hard limit of open files (``ulimit -Hn``) is too low for so many ranks.
     """
     hard, needed = hard_limit(), files_needed(world_size)
     if hard is not None and hard < needed:

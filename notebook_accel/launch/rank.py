@@ -1,11 +1,10 @@
-"""Who this rank is, how it reports, and how it learns of a stop.
+"""The context of this rank: its numbers, its reports to the notebook, and requests to stop.
 
-By this module the ``training`` package talks to whatever has launched it.
-
-Code that trains asks :func:`current` and never cares who started the process. Under our
-launcher the answer is a :class:`LaunchedContext`; anywhere else (plain Python, torchrun, a
-notebook's kernel) it is a :class:`RankContext`, which knows what the environment says and drops
-every report.
+Through this module the ``training`` package talks to whatever has launched the process. Training
+code asks :func:`current`, and need not know who started it. In a rank that notebook_accel started,
+the answer is a :class:`LaunchedContext`, which reports to the rank's agent (the process that
+started it). Anywhere else (plain Python, torchrun, a notebook's kernel) it is a
+:class:`RankContext`, which has its numbers from environment variables and drops every report.
 """
 
 from __future__ import annotations
@@ -44,11 +43,12 @@ _MEMORY_SECONDS = 1.0
 
 
 class StorePort(NamedTuple):
-    """Address of the store of this run's process groups, reserved before any rank began.
+    """Address of the ``TCPStore`` of a run's process groups, reserved before any rank began.
 
     Attributes:
-        host, port: of the store.
-        listener: in rank 0, the bound socket on which its store listens; None elsewhere.
+        host, port: the address.
+        listener: on rank 0, the bound socket on which it serves the store, if one was reserved;
+            None on other ranks.
     """
 
     host: str
@@ -57,23 +57,26 @@ class StorePort(NamedTuple):
 
 
 class Training(Protocol):
-    """Interface of an object that can hand out its training state, to be saved after a stop."""
+    """Protocol of a training whose state can be saved when the run is stopped."""
 
     def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
         The first form that can be pickled is kept.
+
+        Args:
+            num_steps: number of optimizer steps of the current call, to be stored with the state.
         """
 
 
 @dataclass
 class KeptError:
-    """An error that is kept in its rank for a debugger, with the frames that raised it.
+    """An exception that a rank keeps, with its frames, so that a debugger can look into them later.
 
     Attributes:
-        error: what a call raised.
-        debugger: the one that looks into it, kept between questions so that it stays in the frame
-            to which the person moved; None until somebody asks.
+        error: the exception that a call raised.
+        debugger: the debugger of this error, kept between the user's commands so that it stays in
+            the frame that the user chose; None before the first command.
     """
 
     error: BaseException
@@ -81,22 +84,26 @@ class KeptError:
 
 
 class RankContext:
-    """Context of a rank whose reports go nowhere: a single process, or one under torchrun.
+    """Context of a rank that drops all reports: of a single process, or of a rank under torchrun.
+
+    It is also the base class of :class:`LaunchedContext`, which sends reports.
 
     Attributes:
-        rank, local_rank: of this rank; world_size, local_world_size: number of ranks, of all
-            machines and of this one.
-        device_index: of its accelerator among those that it sees: ``device``, else ``local_rank``.
-        shared: what the state classes of ``training`` keep for this rank; they are views of it.
+        rank, local_rank: number of this rank among all ranks, and among those of this machine.
+        world_size, local_world_size: number of ranks on all machines, and on this one.
+        device_index: index of the rank's accelerator among those that its process sees; it is
+            ``local_rank`` unless ``device`` was given.
+        shared: dict in which the state classes of ``training`` keep their values for this rank.
         launched: whether notebook_accel started this rank.
-        call: number of the call that the ranks serve; it is the same on all of them.
-        before_return: functions to call after the function of the call has returned (or left by
-            ``RunStopped`` or ``sys.exit(0)``), and before the rank says so; the key of each is
-            the object that asked for it.
-        kept_error: what the newest call raised, of those that keep it (``keeps_error`` of
-            ``wire.BeginCall``).
-        store_port: where the ranks of one machine meet; None leaves it to MASTER_ADDR and
-            MASTER_PORT.
+        call: number of the current call, the same on all ranks; 0 before the first call and outside
+            of notebook_accel.
+        before_return: functions that run when the called function has ended well (it returned, or
+            raised ``RunStopped`` or ``sys.exit(0)``), before the rank reports its end. The key of
+            each is the object that registered it.
+        kept_error: the error of the newest call that asked for errors to be kept, for a debugger
+            (``keeps_error`` of ``wire.BeginCall``); None if it raised none.
+        store_port: the address at which ranks make their process groups; None if MASTER_ADDR and
+            MASTER_PORT tell it.
     """
 
     launched = False
@@ -123,7 +130,10 @@ class RankContext:
 
     @classmethod
     def from_environment(cls) -> RankContext:
-        """Return a context from RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."""
+        """Return a context from torchrun's RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
+
+        Without these variables it is the context of a single process.
+        """
         rank = int(os.environ.get("RANK", "0"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(
@@ -134,47 +144,70 @@ class RankContext:
         )
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Report values, shown live and kept in ``run.metrics``.
+        """Report metrics, shown live and kept in ``run.metrics``; a no-op in this base class.
+
+        Args:
+            values: metrics by name.
+            step: the step that they belong to; None for no step.
 
         Raises:
             ConfigError: ``step`` is no whole number of 64 bits.
         """
 
     def bar(self, **state: Any) -> None:
-        """Report the state of a progress bar: the fields of ``wire.Bar``."""
-
-    def notice(self, text: str) -> None:
-        """Show one line to the person; equal lines of several ranks are shown once."""
-
-    def count_batch(self, total: int | None = None, number: int | None = None) -> None:
-        """Count a batch that a prepared loader is about to give.
+        """Report the state of a progress bar; a no-op in this base class.
 
         Args:
-            total: batches of a whole pass through the loader; None where nobody knows.
-            number: of this batch in its pass, from 1 on, those included that a resumed pass left
-                out; None counts the batches of the call.
+            **state: the fields of ``wire.Bar``.
+        """
+
+    def notice(self, text: str) -> None:
+        """Show one line to the user, once if several ranks send it; a no-op in this base class."""
+
+    def count_batch(self, total: int | None = None, number: int | None = None) -> None:
+        """Count a batch that a prepared loader is about to give; a no-op in this base class.
+
+        All ranks must count equally many batches: after a request to stop, each waits here until it
+        is known at which batch all of them leave.
+
+        Args:
+            total: number of batches in one pass through the loader; None if unknown.
+            number: number of this batch in its pass, from 1 on, counting batches that a resumed
+                pass skipped. None: progress is the number of batches in the whole call.
 
         Raises:
-            RunStopped: a stop was asked for, the function never reads ``should_stop``, and this
-                is the step at which all ranks leave.
+            RunStopped: a stop was asked for, and this is the batch at which all ranks leave. It is
+                not raised if the function reads ``should_stop``.
         """
 
     def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
-        """Count a step of a prepared optimizer; ``device_memory()`` returns bytes in use."""
+        """Count a step of a prepared optimizer; a no-op in this base class.
+
+        Args:
+            device_memory: returns the bytes in use on the device, None if unknown. It is called at
+                most once a second, since it takes time. None: the memory is not measured.
+        """
 
     def should_stop(self) -> bool:
-        """Whether a stop was asked for; it turns True at the same read on all ranks."""
+        """Return whether a stop was asked for; always False in this base class.
+
+        All ranks must read it equally often: it becomes True at the same read on all of them, so
+        that they leave their loops together.
+        """
         return False
 
     def note_training(self, training: Training) -> None:
-        """Set the training whose state is saved if the run is stopped."""
+        """Set the training to save if the run is stopped; a no-op in this base class."""
 
     def note_group(self) -> None:
-        """Note that the rank has joined a process group."""
+        """Note that the rank has joined a process group, for the report at the end of the call.
+
+        It does nothing in this base class.
+        """
 
 
 class LaunchedContext(RankContext):
-    """Context of a rank that notebook_accel started: it reports to its agent."""
+    """Context of a rank that notebook_accel started: it reports to its agent, which started it."""
 
     launched = True
 
@@ -187,7 +220,15 @@ class LaunchedContext(RankContext):
         store_port: StorePort | None = None,
         **numbers: Any,
     ) -> None:
-        """Make the context; ``numbers`` are the arguments of :class:`RankContext`."""
+        """Make the context of a rank.
+
+        Args:
+            run: id of the run.
+            send: sends a message to the agent.
+            board: shared memory in which this rank counts its batches and steps, for its agent.
+            store_port: the address at which ranks make their process groups.
+            **numbers: arguments of :class:`RankContext`.
+        """
         super().__init__(**numbers)
         self.run = run
         self.store_port = store_port
@@ -209,22 +250,29 @@ class LaunchedContext(RankContext):
 
     @property
     def is_own_process(self) -> bool:
-        """Whether this is the rank's process, and no child that it forked."""
+        """Whether this code runs in the rank's process, and not in a child forked from it.
+
+        A worker of a DataLoader is such a child, for example.
+        """
         return os.getpid() == self._pid
 
     def count_on(self, board: Scoreboard) -> None:
-        """Use another scoreboard from now on, in a child that the rank forked.
+        """Use another scoreboard from now on; for a child process that the rank forked.
 
-        The rank's own row must count the rank alone, and other ranks must not wait for the child.
+        Else the child's batches and steps would count as the rank's, and at a stop other ranks
+        would wait for the child.
+
+        Args:
+            board: a scoreboard of the child's own.
         """
         self._board, self._row = board, board.row(self.local_rank)
         self._pass = (0, None)
 
     def begin_call(self, number: int, *, has_group: bool) -> None:
-        """Begin the call of this number: counts and reports belong to it from now on.
+        """Begin a call: counts and reports belong to it from now on.
 
         Args:
-            number: of the call.
+            number: number of the call.
             has_group: whether the rank is in a process group already.
         """
         self.call = number
@@ -233,7 +281,11 @@ class LaunchedContext(RankContext):
         self._pass, self._stepped = (0, None), None
 
     def end_call(self) -> None:
-        """End the call: forget the training that it noted."""
+        """End the call: forget its training, and show the progress of the last pass with a step.
+
+        A pass is one way through a loader. The last one of a call is mostly a validation, which
+        makes no steps of an optimizer, and people ask how far the training came.
+        """
         self._training = None
         # A validation mostly comes last, and how far the training came is what people ask.
         if self._stepped is not None and self._stepped[0] != self._pass:
@@ -248,7 +300,10 @@ class LaunchedContext(RankContext):
         self._training, self._any_training = training, weakref.ref(training)
 
     def parts_to_rescue(self) -> Iterator[object]:
-        """Yield this rank's part of the training state in several forms; nothing if none is set."""
+        """Yield this rank's part of the training state in several forms, the best first.
+
+        It yields nothing if nothing was trained in this call.
+        """
         training = self._training
         # What an earlier call prepared counts as trained in this call once this call has taken a
         # batch or made a step.
@@ -257,11 +312,11 @@ class LaunchedContext(RankContext):
         return iter(()) if training is None else training.parts_to_rescue(self._row.steps)
 
     def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
-        """Return a message of this rank about its current call."""
+        """Return a message of class ``kind`` with these fields, about this rank's current call."""
         return kind(run=self.run, call=self.call, rank=self.rank, **fields)
 
     def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
-        """Send a message of this rank, unless this is a child process of it."""
+        """Send such a message (:meth:`message`) to the agent; a forked child sends none."""
         if self.is_own_process:
             self.send(self.message(kind, **fields))
 
@@ -310,7 +365,11 @@ class LaunchedContext(RankContext):
 
 
 def _whole(step: Any) -> int:
-    """Return a step as an int; NumPy's and torch's integers are accepted."""
+    """Return a step as an int; NumPy's and torch's integers are accepted.
+
+    Raises:
+        ConfigError: ``step`` is no number, or does not fit into 64 bits.
+    """
     try:
         number = int(step)
     except (TypeError, ValueError, OverflowError):
@@ -329,10 +388,11 @@ _lock = threading.Lock()
 
 
 def current() -> RankContext:
-    """Return the context of this rank.
+    """Return the context of the rank in which this code runs.
 
-    A thread that the user's code started has no ContextVar of its rank, and gets the context of the
-    process.
+    Where ranks are threads of one process, each thread has a context of its own, in a ContextVar. A
+    thread that the user's code started has none, and gets the context of the process. A process
+    without a context gets one from its environment variables at the first call.
     """
     global _process_context
     context = _context.get()
@@ -347,12 +407,17 @@ def current() -> RankContext:
 
 
 def has_context() -> bool:
-    """Return whether this rank has a context yet: the first :func:`current` makes it."""
+    """Return whether a context exists already; without one, the first :func:`current` makes it."""
     return (_context.get() or _process_context) is not None
 
 
 def enter(context: RankContext, *, whole_process: bool = True) -> None:
-    """Make ``context`` that of this thread, and by default of the whole process."""
+    """Make ``context`` what :func:`current` returns in this thread.
+
+    Args:
+        context: the context of a rank.
+        whole_process: whether threads without a context of their own get it, too.
+    """
     global _process_context
     _context.set(context)
     if whole_process:
@@ -360,6 +425,9 @@ def enter(context: RankContext, *, whole_process: bool = True) -> None:
 
 
 def has_process_group() -> bool:
-    """Whether this process has a default process group, whoever made it; imports no torch."""
+    """Return whether this process has a default process group, whoever made it.
+
+    It does not import torch: a process without torch has no group.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())

@@ -1,8 +1,8 @@
-"""What is asked for: ranks, and a function that they are to call.
+"""The request for a launch: the settings, and the function that each rank is to call.
 
-A :class:`LaunchRequest` is built where the person's arguments arrive (``notebook_launcher``, a
-magic, the picker, the command line) and passed on whole: to the launcher, to the engine that brings
-the ranks about, and to the call that runs on them.
+A :class:`LaunchRequest` is built where the user's arguments arrive (``notebook_launcher``, a
+magic, the picker, the command line). It is passed to the launcher, to the engine that starts the
+ranks, and to the call that runs on them.
 """
 
 from __future__ import annotations
@@ -22,32 +22,35 @@ __all__ = ["LaunchRequest"]
 
 
 def _nothing() -> None:
-    """In the place of the person's function, where ranks are asked for and nothing is called."""
+    """Do nothing; stands for the user's function in a request that only starts ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """One launch, or one call of a session.
+    """What the user asked for: one launch, one call of a session, or the ranks of a session.
 
     Attributes:
-        config: how to launch.
-        function, args, kwargs: each rank calls ``function(*args, **kwargs)``. A session is asked
-            for without them.
-        name: what the person calls the run; "": as the function.
+        config: the settings of the launch.
+        function, args, kwargs: each rank calls ``function(*args, **kwargs)``. A request for the
+            ranks of a session leaves them out.
+        name: name of the run; "" stands for the name of the function.
         view: shows the run.
-        sources: the cells from which code comes.
-        block: wait for the end, and raise the run's error.
-        timeout: seconds after which the run is ended; None for never.
-        detach: the run goes on when this process ends (detached.py).
-        notices: lines for the person that are known already.
-        advise: say at the end what a training function seems to have forgotten.
-        asked: the ranks on which a session's call does its work, as views show it; None for all.
-        brings_globals: whether the globals of a function of the notebook travel along; otherwise it
-            uses what the ranks of a session have under these names.
-        keeps_error: a rank keeps what the call raises, for a debugger.
-        environment: of every rank, without what the engine adds; the launcher fills it in.
-        arguments: what the function is called with, as a short text; the launcher fills it in.
-        notebook: what cells have set up beside variables, pickled; b"": as it is in this process.
+        sources: the notebook's cells, whose source is needed for error messages and exports.
+        block: whether the launch waits for the end of the run and raises the run's error.
+        timeout: seconds after which the run is ended; None for no limit.
+        detach: whether the run goes on when this process ends (detached.py).
+        notices: lines for the user that are known before the launch.
+        advise: whether to tell the user at the end what the function seems to have forgotten.
+        asked: ranks for which a call of a session is meant; views show that the others were not
+            asked. None for all ranks.
+        brings_globals: whether the notebook's globals that the function uses are sent with it;
+            otherwise it uses what the ranks of the session have under these names.
+        keeps_error: whether a rank keeps the exception that the call raises, for a debugger.
+        environment: variables of every rank, without those that the engine adds; the launcher
+            fills it in if it is empty.
+        arguments: the function's arguments as a short text; the launcher fills it in.
+        notebook: pickled state of the notebook other than its variables, such as random generators
+            and loggers; b"" for the state of this process.
     """
 
     config: LaunchConfig
@@ -70,5 +73,5 @@ class LaunchRequest:
     notebook: bytes = b""
 
     def without_function(self) -> LaunchRequest:
-        """The same ranks, without what is the person's and should not be kept or pickled."""
+        """Return a copy without the user's function and arguments, which should not be kept."""
         return replace(self, function=_nothing, args=(), kwargs={})

@@ -1,9 +1,10 @@
-"""The handle of a run: what the person holds while it goes on and after it has ended.
+"""The handle of a run, which the user holds while the run goes on and after it has ended.
 
-handle (Run) --------> call (control/call.py): the state, and who ends the ranks
+handle (Run) --------> call (control/call.py): the state, and the methods that end the ranks
       \\-------------> results, function: freed with the last handle
 
-Views and the list of runs (run_list.py) have a :class:`Run` of the same call without results.
+Views and the list of runs (run_list.py) hold another :class:`Run` of the same call, which has no
+results, so that they keep no large results alive.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Run:
     this object.
 
     Attributes:
-        id: name of the run's folder, for ``find_run`` and ``attach``.
+        id: name of the run's folder, by which ``find_run`` and ``attach`` find the run.
         name: name that the launch gave, else that of the function.
         config: settings of the launch.
 
@@ -85,12 +86,12 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The whole state of the run now, as one immutable value."""
+        """The current state of the run and of each of its ranks, as one immutable value."""
         return self._call.state
 
     @property
     def status(self) -> str:
-        """ "starting", "running", "stopping", "succeeded", "failed" or "stopped"."""
+        """Status: "starting", "running", "stopping", "succeeded", "failed" or "stopped"."""
         return self.state.status
 
     @property
@@ -105,7 +106,7 @@ class Run:
 
     @property
     def progress(self) -> list[Progress]:
-        """Every progress bar of every rank, closed ones too.
+        """Every progress bar of every rank, including closed ones.
 
         ``n`` and ``total`` count items, ``rate`` is in items per second, ``elapsed`` in seconds.
         Batches of prepared loaders and steps are no bars: ``run.state.ranks[0]`` has their numbers.
@@ -139,8 +140,11 @@ class Run:
 
         Raises:
             IndexError: there is no such rank.
-            NotebookAccelError: the results are gone: they lived as long as the launch's own handle.
-            WorkerError: as :meth:`wait`, and so are RunStopped and TimeoutError.
+            NotebookAccelError: the results are gone, since the handle that the launch returned was
+                dropped; or the run goes on in another process.
+            WorkerError: a rank failed.
+            RunStopped: the run was stopped before the rank had a result.
+            TimeoutError: the run's own ``timeout`` ended it.
         """
         index = self._index_of(rank)
         self.wait()
@@ -155,7 +159,11 @@ class Run:
         return self._results.get(index)
 
     def _index_of(self, rank: int) -> int:
-        """Return the number of a rank; accepts negative numbers and integers of numpy."""
+        """Return a rank's number from 0 on; accepts negative numbers and integers of numpy.
+
+        Raises:
+            IndexError: there is no such rank.
+        """
         with contextlib.suppress(TypeError):
             if -len(self) <= operator.index(rank) < len(self):
                 return operator.index(rank) % len(self)
@@ -163,12 +171,12 @@ class Run:
 
     @property
     def results(self) -> list[Any]:
-        """What each rank returned, None for a rank without a result; waits for the end.
+        """List of what each rank returned, None for a rank without a result; waits for the end.
 
-        It raises no error of a run that failed.
+        Unlike ``run[0]``, it raises no error if the run has failed.
 
         Raises:
-            NotebookAccelError: the run belongs to another process, which alone has its results.
+            NotebookAccelError: the run goes on in another process, which alone has its results.
         """
         self._call.wait()
         return results_now(self)
@@ -179,20 +187,20 @@ class Run:
 
         It has these attributes:
 
-        - ``models``: the prepared models of the newest ``Accelerator``, unwrapped, whole and on the
-          CPU. None stands for a model that cannot be pickled, or was spread over the ranks before
-          ``prepare``: make it anew and load its weights.
-        - ``weights``: their whole weights, as state dicts.
+        - ``models``: the prepared models of the newest ``Accelerator``, unwrapped, with all their
+          weights, on the CPU. None stands for a model that cannot be pickled, or was spread over
+          the ranks before ``prepare``: make the model anew and load its weights.
+        - ``weights``: the state dict of each model, with all weights.
         - ``optimizers``, ``schedulers``: their state dicts.
-        - ``step``: number of steps of this call.
+        - ``step``: number of optimizer steps of this call.
         - ``missing``: lines that name what could not be rescued.
 
         A function that reads ``should_stop``, or catches the interrupt, returns by itself: its
-        result is kept instead. Without the handle of the launch, as after a restart of the kernel,
-        all but the models comes from the run's folder, up to 1 GB.
+        result is kept instead. If the handle that the launch returned is gone, as after a restart
+        of the kernel, everything but the models comes from the run's folder, up to 1 GB.
 
         Raises:
-            NotebookAccelError: it is neither in this kernel nor in the run's folder.
+            NotebookAccelError: the state is neither in this kernel nor in the run's folder.
         """
         self._call.wait()
         if self._results is not None and self._results.has_rescued:
@@ -210,10 +218,11 @@ class Run:
         """Wait for the end of the run.
 
         Args:
-            timeout: seconds to wait; None waits without a limit. The run goes on afterwards.
+            timeout: seconds to wait; None for no limit. The run goes on after a wait that timed
+                out.
 
         Returns:
-            The run.
+            This run.
 
         Raises:
             WorkerError: a rank failed.
@@ -236,7 +245,7 @@ class Run:
         return self
 
     def _error(self) -> BaseException | None:
-        """Return the error of a run that has ended, with ``run`` set; None if it has none."""
+        """Return the error of a run that has ended, whose ``run`` is this one; None without one."""
         failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))
@@ -284,15 +293,16 @@ class Run:
     # ---- ending it -------------------------------------------------------------------------
 
     def stop(self, grace: float | None = None) -> None:
-        """Ask all ranks to leave at the same step, and return at once.
+        """Ask all ranks to leave the function at the same step, and return at once.
 
-        Ranks that have not left after ``grace`` seconds, or once none makes progress for a second,
-        are interrupted. No rank is interrupted once all of them have left their loop, or have read
-        ``should_stop``: what follows the loop may take its time. A second call interrupts in any
-        case.
+        A rank leaves when it asks a prepared loader for a batch; a function that reads
+        ``should_stop`` decides by itself. Ranks get a KeyboardInterrupt if they have not left after
+        ``grace`` seconds, or once none of them makes progress for a second. If all have left their
+        loop or have read ``should_stop``, none is interrupted, so that the code after the loop may
+        take its time. A second call of ``stop`` interrupts them in any case.
 
         Args:
-            grace: seconds; None takes that of the launch.
+            grace: seconds; None for the ``grace`` of the launch.
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.
@@ -387,7 +397,7 @@ class Run:
             *names: the metrics; all, if none is given.
 
         Returns:
-            The axes, in the order of the names.
+            A list of axes, one for each metric, in the order of the names.
 
         Raises:
             ConfigError: no metric has that name.
@@ -451,13 +461,13 @@ class Run:
         return target
 
     def show(self, rank: int | None = None) -> None:
-        """Draw the panel of this run again, in the current cell; or what one rank displayed.
+        """Draw the panel of this run again, in the current cell; or show what one rank displayed.
 
-        Figures and other rich output of one rank, mostly rank 0, are shown with the run. This shows
-        those of the others.
+        While a run goes on, its panel shows the figures and other rich output of one rank only,
+        mostly rank 0. With ``rank``, this method shows those of any rank.
 
         Args:
-            rank: the rank whose displays are shown; None shows the panel.
+            rank: the rank whose rich output is shown; None shows the panel.
 
         Raises:
             IndexError: there is no such rank.
@@ -480,19 +490,19 @@ class Run:
 
 
 def call_of(run: Run) -> Call:
-    """Return the call of a handle."""
+    """Return the :class:`Call` behind a handle, which has the run's state and ends its ranks."""
     return run._call
 
 
 def raise_error(run: Run) -> None:
-    """Raise the error of a run that has ended, if it has one."""
+    """Raise the error of a run that has ended; do nothing if it has none."""
     error = run._error()
     if error is not None:
         raise error
 
 
 def results_now(run: Run) -> list[Any]:
-    """Return the results so far, None for a rank without one; does not wait."""
+    """Return each rank's result, None for a rank that has none yet; do not wait for the run."""
     return [_result_or_none(run._results, rank) for rank in range(len(run))]
 
 

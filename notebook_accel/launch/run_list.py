@@ -4,7 +4,8 @@ a launch: a call is sent -> add -> _known --+
                                           +--> runs()
 folders of runs on disk: _read_run -------+
 
-What a person calls is in notebook/runs.py, which knows how to show a run in a notebook.
+The public functions, such as ``notebook_accel.runs``, are in notebook/runs.py, which knows how to
+show a run in a notebook.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ _MAX_HANDLES = 3
 
 @dataclass(frozen=True)
 class _ListedRun:
-    """A run of this process: its handle by weak reference, and a handle without results."""
+    """An entry of the list: a run that this process launched or attached to.
+
+    Attributes:
+        handle: weak reference to the handle that the launch returned, so that the list does not
+            keep the run's results alive.
+        run: a handle without results; the launch's own handle if :func:`keep` was called for it.
+    """
 
     handle: weakref.ref[Run]
     run: Run
@@ -69,7 +76,10 @@ _lock = threading.RLock()
 
 
 def add(run: Run) -> None:
-    """List a run that begins; the list does not keep its results alive."""
+    """Add a run that begins to the list, and drop the oldest ones from it.
+
+    The list does not keep the run's results alive.
+    """
     with held(), _lock:
         # The oldest is dropped only here: a run that was added and discarded pushes out no other.
         others = [known for known in _newest() if known.run.id != run.id]  # attached once more
@@ -77,9 +87,9 @@ def add(run: Run) -> None:
 
 
 def _newest() -> list[_ListedRun]:
-    """Return the newest runs, and older ones that are still worth listing.
+    """Return the newest runs of the list (50), and older ones that are still worth listing.
 
-    Older runs are listed while they go on, or if the list keeps their rescued training state.
+    These are runs that go on, and runs whose rescued training state the list keeps.
     """
     old = [
         known
@@ -90,10 +100,10 @@ def _newest() -> list[_ListedRun]:
 
 
 def keep(run: Run) -> None:
-    """Keep a run's handle alive in the list: its launch raised, so that nobody else has it.
+    """Keep a run's handle and results alive in the list, since its launch raised and returned none.
 
-    The list keeps the newest few failed launches, and as many runs with rescued training states,
-    which later failures do not push out.
+    The list keeps the three newest handles of failed launches, and the three newest of runs with a
+    rescued training state, which later failures do not push out.
     """
     with held(), _lock:
         for index, known in enumerate(_known):
@@ -114,35 +124,44 @@ def discard(run: Run) -> None:
 
 
 def expression(run_id: str) -> str:
-    """Return the code that gets the run of that id; it stays right after later launches."""
+    """Return Python code, for messages, that gets the run of this id also after later launches."""
     return f"import notebook_accel; notebook_accel.find_run({run_id!r})"
 
 
 def expression_now(run_id: str) -> str:
-    """Return the code that gets the run now: ``last_run()`` if it is the newest."""
+    """Return Python code that gets the run now: ``last_run()`` if newest, else ``find_run``."""
     is_newest = bool(_known) and _known[-1].run.id == run_id
     return "import notebook_accel; notebook_accel.last_run()" if is_newest else expression(run_id)
 
 
 def expression_to_attach(run_id: str) -> str:
-    """Return the code that attaches any kernel to a detached run."""
+    """Return Python code by which any kernel attaches to a detached run."""
     return f"import notebook_accel; notebook_accel.attach({run_id!r})"
 
 
 def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """Return the run of that id, of this process or on disk (``notebook_accel.find_run``).
+    """Return the run of this id, of this process or on disk (``notebook_accel.find_run``).
 
-    ``view`` makes the view of a run that another process launched.
+    Args:
+        run_id: the run's id.
+        view: makes the view of a run that another process launched.
+
+    Raises:
+        NotebookAccelError: there is no such run.
     """
     here = next((run for run in runs() if run.id == run_id), None)
     return here or read_run(run_id, view=view)
 
 
 def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """Return the run of that id from its folder on disk.
+    """Return the run of this id from its folder on disk.
+
+    Args:
+        run_id: the run's id.
+        view: makes the view of the run.
 
     Raises:
-        NotebookAccelError: it is not there.
+        NotebookAccelError: there is no such folder, or its state cannot be read.
     """
     on_disk = {folder.id: folder for folder in run_folders()}
     found = _read_run(on_disk[run_id], view) if run_id in on_disk else None
@@ -155,9 +174,11 @@ def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
 
 
 def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) -> list[Run]:
-    """Return the runs of this process and on disk (``notebook_accel.runs``).
+    """Return the runs of this process, the oldest first (``notebook_accel.runs``).
 
-    ``view`` makes the view of a run that another process launched.
+    Args:
+        everywhere: whether to add the runs that other processes have left on disk.
+        view: makes the view of a run that another process launched.
     """
     handles = [(known.handle(), known.run) for known in _newest()]
     here = [run if handle is None else handle for handle, run in handles]
@@ -172,7 +193,11 @@ def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) 
 
 
 class PastCall(Call):
-    """A call of another process, read from its folder on disk."""
+    """A call that another process launched, as the run's folder on disk describes it.
+
+    It may still go on. Only the process that launched it can wait for it; ``stop`` and ``kill`` ask
+    that process to end the run, by a file in the folder.
+    """
 
     def __init__(self, new: NewCall) -> None:
         super().__init__(new)
@@ -207,7 +232,14 @@ class PastCall(Call):
 
 
 def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
-    """Return the run in a folder of another process; None if its state cannot be read."""
+    """Return the run that another process has left in a folder; None if its state cannot be read.
+
+    A run whose process is gone, and that has not ended, counts as failed.
+
+    Args:
+        folder: the run's folder.
+        view: makes the view of the run.
+    """
     # In this order: a kernel that ends between the two has saved the run's end before.
     is_held = folder.is_held
     state = folder.load()

@@ -1,8 +1,9 @@
-"""What Slurm says of the job in which this process runs, and what it starts for a launch.
+"""Launches on several nodes of a Slurm job: what Slurm says of the job, and commands on its nodes.
 
 ``srun --ntasks-per-node=1 COMMAND`` starts the command once on each node of the job; the variables
 that it sets there are what a launch over these nodes needs (``slurm_step``). A notebook runs on one
-node of its job: its launch has ``srun`` start what joins it on others (``OtherNodes``).
+node of its job: its launch has ``srun`` start a command on other nodes, by which they join the
+launch (``OtherNodes``).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _FIRST_RANGE = re.compile(r"\[(\w+)[^\]]*\]")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmStep:
-    """One task on each of several nodes.
+    """A step of a Slurm job with one task on each of several nodes, as one of the tasks sees it.
 
     Attributes:
-        num_nodes: of the step.
-        node_rank: of this one.
-        master_addr: the host of the first.
-        port: one that all nodes of the job choose alike.
+        num_nodes: number of nodes of the step.
+        node_rank: number of this task's node, from 0 on.
+        master_addr: host name of the first node.
+        port: a port that is the same on all nodes, since it depends on the job's id alone.
     """
 
     num_nodes: int
@@ -47,10 +48,13 @@ class SlurmStep:
 
 
 def slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
-    """The step of several nodes that this process belongs to; None for none.
+    """Return the step over several nodes in which this process is a task; None if there is none.
+
+    Args:
+        environment: the variables of this process, such as ``srun`` sets.
 
     Raises:
-        ConfigError: the step starts several of these processes on each node.
+        ConfigError: the step starts several tasks on one node.
     """
     num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if num_nodes < 2:
@@ -71,21 +75,21 @@ def slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
 
 
 class OtherNodes:
-    """A command that ``srun`` runs on other nodes of the job of this process.
+    """A command that ``srun`` runs on other nodes of this process's Slurm job.
 
     Attributes:
-        said: what it wrote to stderr; None while it runs.
+        said: what ``srun`` wrote to stderr; None while it runs.
     """
 
     def __init__(
         self, command: Sequence[str], num_nodes: int, variables: Mapping[str, str]
     ) -> None:
-        """Start it.
+        """Start the command.
 
         Args:
-            command: what each node runs, once.
-            num_nodes: of the others.
-            variables: for the command, beside those of this process.
+            command: the command line, which runs once on each node.
+            num_nodes: number of other nodes.
+            variables: environment variables of the command, in addition to those of this process.
         """
         environment = {**os.environ, **variables}
         # The job's own numbers count all nodes, and would be taken for those of the step.
@@ -116,7 +120,12 @@ class OtherNodes:
 
 
 def has_other_nodes(environment: Mapping[str, str], num_nodes: int) -> bool:
-    """Whether this process is on a node of a job that has so many others, and can use them."""
+    """Return whether the job has ``num_nodes`` nodes beside this one, and ``srun`` to use them.
+
+    Args:
+        environment: the variables of this process, such as Slurm sets.
+        num_nodes: number of nodes, without this one.
+    """
     is_on_node = "SLURMD_NODENAME" in environment and shutil.which("srun") is not None
     return is_on_node and int(environment.get("SLURM_JOB_NUM_NODES", "1")) > num_nodes
 

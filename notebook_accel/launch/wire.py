@@ -1,12 +1,14 @@
-"""The messages that the processes of a run exchange, and their version.
+"""The messages that the processes of a run exchange, and the version of this protocol.
 
-A rank speaks with the agent of its machine, the agent with the kernel, the kernel with the
-template. Two lives are told apart: that of a rank process (``Launch``, ``RankReady``,
-``Shutdown``, ``RankEnded``) and that of a call, which ranks that are ready run (``BeginCall``,
-``CallStarted``, ``Returned`` or ``Raised``). A call has a number, which is on every message about
-it; what comes late for an old call is dropped by whoever gets it.
+A rank talks with the agent of its machine (the process that started it), the agent with the kernel,
+and the kernel with the template (the process from which agents are forked). Some messages are
+about the rank processes (``Launch``, ``RankReady``, ``Shutdown``, ``RankEnded``). Others are about
+one call of a function on ranks that are ready (``BeginCall``, ``CallStarted``, ``Returned`` or
+``Raised``). Each call has a number, which is on every message about it; a receiver drops a message
+that comes too late, about an older call.
 
-In the kernel (``control/``) a message from an agent comes to four places, each of which sorts it:
+In the kernel (``control/``) a message from an agent passes four functions, each of which takes from
+it what it needs:
 
     pool.py _take -> state.py apply_to_processes     what it changes of the rank processes
                   -> pool.py _pass_between_agents    what the other agents must know of it
@@ -15,9 +17,9 @@ In the kernel (``control/``) a message from an agent comes to four places, each 
 
 A message that a rank sends has ``from_rank`` and is sent by launch/rank.py; the agent passes it on.
 
-Bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
-none is ever unpickled on the way. Values of the user's (arguments, results, exceptions) pass as
-opaque bytes, and whoever asks for them unpickles them later.
+The bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
+no message is unpickled. The user's values (arguments, results, exceptions) pass as opaque bytes;
+the process for which they are meant unpickles them when it needs them.
 """
 
 from __future__ import annotations
@@ -92,16 +94,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base class of all messages, with the fields that every message carries.
 
     Attributes:
-        run: id of the run that started the rank processes; in a session that of the session,
-            whatever call the message is about.
-        call: number of the call that the message is about, from 1 on; 0 where it is about
-            processes.
+        run: id of the run that started the rank processes; for ranks of a session the id of the
+            session, whatever call the message is about.
+        call: number of the call that the message is about, from 1 on; 0 if it is about processes.
         process: pid of the sender.
         rank: the rank that the message is about, None for a whole machine.
         monotonic: the sender's ``time.monotonic()``, seconds.
         wall: the sender's ``time.time()``, seconds.
-        from_rank: whether a rank may send messages of this class at any time; its agent drops
-            others, those that end a call aside.
+        from_rank: whether a rank may send messages of this class at any time. Its agent drops all
+            others but ``Returned`` and ``Raised``, which a rank may send during a call.
     """
 
     from_rank: ClassVar[bool] = False
@@ -120,8 +121,9 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
     ``transport/segment.py`` converts values to packets and back.
 
     Attributes:
-        sizes: length in bytes of each out-of-band buffer.
-        inline: the buffers themselves; empty where they lie in a segment that goes along.
+        sizes: length in bytes of each buffer of the pickle.
+        inline: the buffers themselves; empty if they are in a segment, whose descriptor is sent
+            with the message.
     """
 
     sizes: tuple[int, ...] = ()
@@ -135,9 +137,10 @@ class RankReady(Message, frozen=True, kw_only=True):
     """From a rank: its environment is set up, and it waits for calls.
 
     Attributes:
-        pid: of its process, where that is not the one which the agent started; else 0.
-        host: the rank whose file takes the stacks of this process: with ranks that are threads, the
-            first of them; None for this one.
+        pid: pid of the rank's process, if the agent did not start it itself (ranks on TPUs); else
+            0.
+        host: number of the rank whose file gets the stacks of this process: if ranks are threads of
+            one process, the first of them. None for this rank's own file.
     """
 
     from_rank: ClassVar[bool] = True
@@ -153,7 +156,14 @@ class CallStarted(Message, frozen=True, kw_only=True):
 
 
 class Metric(Message, frozen=True, kw_only=True):
-    """Values given to ``accelerator.log``. The agent passes them on as :class:`Metrics`."""
+    """From a rank: values given to ``accelerator.log``.
+
+    Its agent collects these messages, and passes them on as :class:`Metrics`.
+
+    Attributes:
+        values: the values by the names of the metrics.
+        step: the step that they belong to; None if none was given.
+    """
 
     from_rank: ClassVar[bool] = True
 
@@ -162,10 +172,17 @@ class Metric(Message, frozen=True, kw_only=True):
 
 
 class Bar(Message, frozen=True, kw_only=True):
-    """The state of one progress bar. ``rate`` in items/s, ``elapsed`` in seconds.
+    """From a rank: the state of one progress bar.
 
-    ``bar`` numbers the bars of the rank; ``postfix`` is what the bar shows after its numbers
-    ("loss=0.31").
+    Attributes:
+        bar: number of the bar among those of the rank.
+        name: what the bar shows before its numbers.
+        n, total: items done, and items in all; ``total`` is None if unknown.
+        rate: items per second; None if unknown.
+        elapsed: seconds since the bar was opened.
+        unit: what an item is called.
+        postfix: what the bar shows after its numbers ("loss=0.31").
+        closed: whether the bar has ended.
     """
 
     from_rank: ClassVar[bool] = True
@@ -182,12 +199,13 @@ class Bar(Message, frozen=True, kw_only=True):
 
 
 class Displayed(Message, frozen=True, kw_only=True):
-    """Rich output that a rank displayed, by MIME type; binary data in base64, as in Jupyter.
+    """From a rank: rich output that it displayed, such as a figure.
 
     Attributes:
-        data: what is shown.
-        display_id: by which it may be replaced later; "" where it may not.
-        replaces: whether it only takes the place of what was displayed by that id.
+        data: the output by MIME type; binary data in base64, as in Jupyter.
+        display_id: id by which the rank may replace the output later; "" if it may not.
+        replaces: whether it replaces the call's output of the same id. If there is none, it is
+            shown as new output.
     """
 
     from_rank: ClassVar[bool] = True
@@ -198,7 +216,7 @@ class Displayed(Message, frozen=True, kw_only=True):
 
 
 class Notice(Message, frozen=True, kw_only=True):
-    """One line for the person, shown once however many ranks send it."""
+    """One line for the user, shown once even if several ranks send it."""
 
     from_rank: ClassVar[bool] = True
 
@@ -206,13 +224,16 @@ class Notice(Message, frozen=True, kw_only=True):
 
 
 class Returned(Message, frozen=True, kw_only=True):
-    """The function returned. A file descriptor comes along if the buffers are not inline.
+    """From a rank: the function returned.
+
+    A file descriptor comes along if the buffers of ``value`` are not inline.
 
     Attributes:
-        value: what it returned.
+        value: what the function returned, pickled.
         is_none: whether that was None.
-        made_group: whether a process group was made in this call, or was there before it.
-        lost_group: whether the rank was disconnected from the others: the group is of no use.
+        made_group: whether the rank made a process group in this call, or had one before it.
+        lost_group: whether the rank's connections to the other ranks were cut during the call, so
+            that its process group cannot be used any more.
     """
 
     value: Packet
@@ -222,21 +243,21 @@ class Returned(Message, frozen=True, kw_only=True):
 
 
 class Raised(Message, frozen=True, kw_only=True):
-    """The function raised an exception on this rank.
+    """From a rank: the function raised an exception.
 
     Attributes:
         kind: "exception", "exit" (SystemExit), "interrupted" (KeyboardInterrupt), "stopped"
-            (RunStopped) or "lost peer".
+            (RunStopped) or "lost peer" (an error of torch since another rank has ended).
         type_name: name of the exception's class.
         text: ``str(exception)``.
-        traceback: formatted, with the cells' own names and lines.
-        exitcode: what the process ends with, if this was its last call.
-        pickled: the exception, where it could be pickled.
-        rescued: this rank's part of the training, where the call was stopped or interrupted.
+        traceback: the formatted traceback, with the cells' own names and lines.
+        exitcode: exit code of the process, if this was its last call.
+        pickled: the pickled exception; None if it could not be pickled.
+        rescued: this rank's part of the training state, if the call was stopped or interrupted.
         made_group: as in :class:`Returned`.
         ended_by_agent: whether its agent had interrupted it because another rank failed.
         after_interrupt: whether the agent had already sent SIGINT, SIGTERM or SIGKILL when the
-            rank raised, by the clock of its machine. The agent sets both.
+            rank raised, by the clock of its machine. The agent sets this and ``ended_by_agent``.
     """
 
     kind: str
@@ -255,38 +276,57 @@ class Raised(Message, frozen=True, kw_only=True):
 
 
 class AgentReady(Message, frozen=True, kw_only=True):
-    """The agent has forked its rank processes; ``pids`` maps each rank to its pid."""
+    """From an agent: it has started its rank processes; ``pids`` maps each rank to its pid.
+
+    It is sent again if a rank moves to another process.
+    """
 
     pids: dict[int, int]
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """Heartbeat that the agent sends every few seconds; silence means that it is held up."""
+    """A heartbeat of an agent, every few seconds, to the kernel: without it, the agent is stuck.
+
+    A kernel also sends one to the keeper of a detached run that it launched, to say that it has the
+    run's id.
+    """
 
 
 class PortReserved(Message, frozen=True, kw_only=True):
-    """The agent with rank 0 has begun the call, and reserved this port for its ranks to meet.
+    """From the agent with rank 0, if there are several agents: it has reserved this MASTER_PORT.
 
-    The kernel sends the call to the other agents then.
+    It has begun the call by then. The kernel now sends the call, with the port, to the other
+    agents.
     """
 
     port: int
 
 
 class LogOpened(Message, frozen=True, kw_only=True):
-    """Announces a remote rank's output, whose bytes follow as the stream of this number."""
+    """From an agent on another machine: a rank's output follows, as the byte stream of this number.
+
+    The bytes are sent in :class:`Data` messages.
+    """
 
     stream: int
 
 
 class RankFailed(Message, frozen=True, kw_only=True):
-    """A rank of the call failed; the kernel tells the other agents, which end the call there."""
+    """From an agent: one of its ranks failed in the call.
+
+    The kernel passes it on to the other agents, which then end the call on their ranks, too.
+    """
 
 
 class StopPointReached(Message, frozen=True, kw_only=True):
-    """Answer to ``Stop``: the highest stop points that ranks of this agent have passed.
+    """From an agent, in answer to ``Stop``: how far its ranks have come.
 
-    Its fields are those of ``StopPoint`` in transport/scoreboard.py, which explains a stop.
+    So the kernel can choose a count at which all ranks leave; transport/scoreboard.py explains it.
+
+    Attributes:
+        batches, reads: numbers of the furthest batch, and of the furthest read of ``should_stop``,
+            that a rank has passed; ranks can leave only at a later one.
+        reads_should_stop: whether a rank has read ``should_stop`` at all.
     """
 
     batches: int
@@ -295,7 +335,7 @@ class StopPointReached(Message, frozen=True, kw_only=True):
 
 
 class Metrics(Message, frozen=True, kw_only=True):
-    """Values that the ranks of an agent logged, in the order of arrival at the agent.
+    """From an agent: values that its ranks logged, in the order of arrival at the agent.
 
     Ranks may log thousands of times a second. If each value were a message of its own, it would
     cost the agent a write, and the kernel a turn of its thread.
@@ -305,12 +345,13 @@ class Metrics(Message, frozen=True, kw_only=True):
 
 
 class Output(Message, frozen=True, kw_only=True):
-    """New output of a rank, printed in the message's call.
+    """From an agent: new output of a rank, printed in the message's call.
 
     Attributes:
-        text: the newest part of it.
-        skipped: number of lines before that part, which are in the rank's file only.
-        start, end: bytes of the file between which all of it lies, the skipped lines included.
+        text: the newest part of the new output.
+        skipped: number of lines before ``text``, which are in the rank's log file only.
+        start, end: offsets in the log file, in bytes, between which all of the new output is,
+            including the skipped lines.
     """
 
     text: str
@@ -320,9 +361,16 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 class Sample(Message, frozen=True, kw_only=True):
-    """Resource use and counters of a rank; ``RankState`` (control/state.py) explains the fields.
+    """From an agent: resource use and counters of a rank.
 
-    Memory in bytes, ``cpu`` and ``device_use`` in percent of a core and of the device's time.
+    Attributes:
+        batches, total_batches, pass_start, steps: what the rank has counted, as explained by
+            ``RankState`` (control/state.py).
+        memory, device_memory: of its process and on its device, in bytes; None if unknown.
+        cpu: use of the CPU in percent of one core; None if unknown.
+        device_use: use of its device in percent of the time; None if unknown.
+        device: name of its device; "" if unknown.
+        is_suspended: whether SIGSTOP or a debugger has stopped its process.
     """
 
     batches: int = 0
@@ -338,11 +386,11 @@ class Sample(Message, frozen=True, kw_only=True):
 
 
 class RankEnded(Message, frozen=True, kw_only=True):
-    """A rank's process ended and was reaped.
+    """From an agent: a rank's process ended and was reaped.
 
     Attributes:
         exitcode, signal: how it ended; one of them is None.
-        ended_by_agent: whether its agent sent SIGTERM or SIGKILL.
+        ended_by_agent: whether its agent had sent it SIGTERM or SIGKILL.
         after_interrupt: as in :class:`Raised`, for the end of the process.
     """
 
@@ -353,7 +401,11 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
 
 class Stacks(Message, frozen=True, kw_only=True):
-    """Stack traces of a rank's threads, as faulthandler writes them."""
+    """Answer to ``DumpStacks``: stack traces as text.
+
+    From an agent these are the traces of one rank's threads, as faulthandler writes them; from the
+    keeper of a detached run those of all ranks that were asked for.
+    """
 
     text: str
 
@@ -366,9 +418,9 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: its number among all ranks of the run.
-        local_rank: its number among those of the agent.
+        local_rank: its number among the ranks of its agent.
         environment: variables of this rank alone, which win over those of all ranks.
-        device: index of its accelerator among those that it sees; None: its local rank.
+        device: index of its accelerator among those that the rank sees; None for its local rank.
     """
 
     rank: int
@@ -386,11 +438,13 @@ class Launch(Message, frozen=True, kw_only=True):
         environment: complete environment of every rank.
         directory: current directory of the ranks.
         path: ``sys.path`` of the ranks.
-        log_dir: folder of the files with the ranks' output; None where the agent does not see the
-            kernel's files: it keeps them in a folder of its own, and sends their bytes.
+        log_dir: folder of the ranks' log files. None if the agent's machine does not see the
+            kernel's files: the agent then keeps logs in a folder of its own, and sends their bytes.
         num_threads: what each rank gives to ``torch.set_num_threads``.
-        start_method: how the agent brings rank processes about (a name in agent.py's table).
-        notebook: state that cells set up beside variables (a pickle of payload/notebook_state.py).
+        start_method: how the agent makes rank processes: "fork", or another key of the table in
+            agent.py.
+        notebook: pickled state of the notebook other than its variables, such as random generators
+            (payload/notebook_state.py).
     """
 
     world_size: int
@@ -405,22 +459,22 @@ class Launch(Message, frozen=True, kw_only=True):
 
 
 class BeginCall(Message, frozen=True, kw_only=True):
-    """Request: call a function on every rank. A descriptor comes along for buffers in a segment.
+    """Request to an agent, and from it to each of its ranks: call a function.
 
-    It is sent to ranks that have ended the call before, by the kernel to the agent and by the
-    agent to its ranks.
+    It is sent once the ranks have ended the call before. A descriptor comes along if the buffers of
+    ``payload`` are in a memory segment.
 
     Attributes:
-        payload: the function, its arguments and what the notebook sends with it.
-        grace: seconds that handlers of a KeyboardInterrupt get.
-        last: whether the rank processes end after it, as after a ``Shutdown``.
-        keeps_error: whether what it raises stays in the rank, for a debugger.
-        by_value: whether the notebook's classes and functions come back by value, for a kernel
-            that lacks them.
-        group_generation: how many calls of the session failed or cut a rank off. Where it has
-            grown, each rank destroys the process group that it has before it runs the call.
-        master_port: the ranks' MASTER_PORT; for 0, the agent of rank 0 fills in one that it has
-            reserved.
+        payload: the function and its arguments, pickled.
+        grace: seconds that the function's handlers of a KeyboardInterrupt get.
+        last: whether the rank processes end after the call, as after a ``Shutdown``.
+        keeps_error: whether the rank keeps the exception that the call raises, for a debugger.
+        by_value: whether the notebook's classes and functions in a result are pickled with their
+            code, for a kernel that lacks them.
+        group_generation: number of calls of the session so far that failed or cut a rank off. If it
+            has grown, each rank destroys its process group before it runs the call.
+        master_port: the ranks' MASTER_PORT; 0 if the agent of rank 0 is to fill in a port that it
+            has reserved.
     """
 
     payload: Packet
@@ -433,31 +487,37 @@ class BeginCall(Message, frozen=True, kw_only=True):
 
 
 class MasterSocket(Message, frozen=True, kw_only=True):
-    """Gives rank 0 the socket bound to MASTER_PORT, as a file descriptor, for its stores.
+    """From an agent to rank 0: the socket bound to MASTER_PORT, on which the rank serves stores.
 
-    The agent sends it to rank 0 before the first call for which the port is new.
+    The socket comes along as a file descriptor. It is sent before the first call with this port.
     """
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """Request: end the rank processes after their current call; no more calls come."""
+    """Request to an agent and its ranks: end the rank processes after their current call.
+
+    No more calls come.
+    """
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Request: stop the call politely, with all ranks leaving at the same step.
+    """Request to an agent or keeper: end the call, with all ranks leaving it at the same step.
 
-    Ranks that are still in the call after ``grace`` seconds (None: the call's own), or after
-    one second without progress, are interrupted. Where all have left their loop or have read
-    ``should_stop``, none is: they go on until somebody asks again.
+    Ranks that are still in the call after ``grace`` seconds (None: those of the call), or after
+    one second without progress, are interrupted. If all ranks have left their loop or have read
+    ``should_stop``, none is interrupted until somebody asks again.
     """
 
     grace: float | None = None
 
 
 class LeaveAt(Message, frozen=True, kw_only=True):
-    """Tells each rank at which count to leave, once all agents have answered a ``Stop``.
+    """From the kernel to all agents, once all have answered a ``Stop``: the count to leave at.
 
-    The fields of ``LeavePoint`` in transport/scoreboard.py.
+    Attributes:
+        batches: each rank leaves when it asks for the batch of this number; None if the ranks leave
+            at a read.
+        reads: ``should_stop`` becomes True at the read of this number.
     """
 
     batches: int | None
@@ -465,38 +525,45 @@ class LeaveAt(Message, frozen=True, kw_only=True):
 
 
 class CallEnded(Message, frozen=True, kw_only=True):
-    """Tells agents that every rank's part of the call has ended, on all machines."""
+    """From the kernel to all agents: on all machines, every rank's part of the call has ended.
+
+    Until then a rank that has returned keeps its connections open, since others may still read from
+    them.
+    """
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
-    """Request: raise KeyboardInterrupt in every rank that is in the call."""
+    """Request to an agent or keeper: raise KeyboardInterrupt in every rank that is in the call."""
 
 
 class Terminate(Message, frozen=True, kw_only=True):
-    """Request: send SIGTERM to every rank process that is in the call, or shuts down."""
+    """Request to an agent: send SIGTERM to the rank processes in the call or shutting down."""
 
 
 class Kill(Message, frozen=True, kw_only=True):
-    """Request: SIGKILL every rank process that is in the call or shuts down, and its children.
+    """Request to an agent or keeper: SIGKILL the ranks and their children.
 
-    With call 0, or the number of a call that has not reached the agent yet, it ends all rank
-    processes.
+    It concerns rank processes that are in the call or shutting down. With call 0, or the number of
+    a call that has not reached the agent yet, it ends all rank processes.
     """
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
-    """Request: send ``Stacks`` for the message's rank, or for all ranks."""
+    """Request to an agent or keeper: answer with ``Stacks`` for this rank, or for all if None."""
 
 
 # ---- with the keeper of a detached run (launch/keeper.py); it takes Stop, Kill and DumpStacks, too
 
 
 class Detach(Message, frozen=True, kw_only=True):
-    """Request to a keeper: launch this run. A descriptor comes along if buffers are not inline.
+    """Request to a keeper, from the kernel that started it: launch this detached run.
+
+    A descriptor comes along if the buffers of ``payload`` are not inline.
 
     Attributes:
-        request: the pickled launch request, from the process that started the keeper.
-        payload: the function and its arguments.
+        request: a pickled tuple: the ``LaunchRequest``, the ``PackedCall`` without its pickle, and
+            ``sys.path``.
+        payload: the function and its arguments, pickled.
     """
 
     request: bytes
@@ -504,9 +571,13 @@ class Detach(Message, frozen=True, kw_only=True):
 
 
 class RunSnapshot(Message, frozen=True, kw_only=True):
-    """State of a detached run, from its keeper; ``state`` is a ``RunState``.
+    """From the keeper of a detached run: the run's state.
 
-    The other fields are those of its ``Call``.
+    Attributes:
+        state: the ``RunState``, encoded by msgpack.
+        timeout: seconds after which the run is ended; None for never.
+        timed_out: whether that has ended the run.
+        rescued_as: code that gets the training state of a stopped run; "" if none was kept.
     """
 
     state: bytes
@@ -519,11 +590,15 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
 
 
 class TemplateReady(Message, frozen=True, kw_only=True):
-    """From the template: it has imported all that it preloads."""
+    """From the template: it has imported all modules that it preloads, and can fork agents."""
 
 
 class ForkAgent(Message, frozen=True, kw_only=True):
-    """Request to the template: fork an agent; its end of the run's channel comes along."""
+    """Request to the template: fork an agent; the agent's end of the run's channel comes along.
+
+    Attributes:
+        secret: the agent and the kernel prove to each other over the channel that they know it.
+    """
 
     secret: bytes
 
@@ -536,22 +611,28 @@ class Forked(Message, frozen=True, kw_only=True):
 
 
 class AgentExited(Message, frozen=True, kw_only=True):
-    """An agent's process ended; ``exitcode`` is negative for a signal."""
+    """From the template: an agent's process ended; ``exitcode`` is negative for a signal."""
 
     pid: int
     exitcode: int
 
 
 class CountDevices(Message, frozen=True, kw_only=True):
-    """Request: count the accelerators that a process with this environment sees."""
+    """Request to the template: count the accelerators that a process with this environment sees."""
 
     environment: dict[str, str]
 
 
 class Devices(Message, frozen=True, kw_only=True):
-    """Answer to ``CountDevices``: the fields of ``Inventory`` in training/processes/devices.py.
+    """Answer to ``CountDevices``: the accelerators.
 
-    ``error`` says why they could not be counted; "" where they could.
+    Attributes:
+        kind: torch's device type of the accelerators; "cpu" if there are none.
+        names: name of each accelerator.
+        memory: total memory of each in bytes; 0 if unknown.
+        versions: versions of torch and of the accelerators' library.
+        problem: why torch can use none, such as an old driver; "" if it does not say.
+        error: why they could not be counted; "" if they were.
     """
 
     kind: str
@@ -566,9 +647,10 @@ class Devices(Message, frozen=True, kw_only=True):
 
 
 class StreamOpened(Message, frozen=True, kw_only=True):
-    """Announces a stream of bytes: a memory segment of a later message, or a growing file.
+    """Announces a stream of bytes to another machine, to which no file descriptor can be sent.
 
-    The segment stands in for the descriptor of that message; a file belongs to no message.
+    It carries a memory segment, in place of the descriptor of a later message, or a growing log
+    file, which belongs to no message.
 
     Attributes:
         stream: its number among the streams of the sender.
@@ -580,7 +662,7 @@ class StreamOpened(Message, frozen=True, kw_only=True):
 
 
 class Data(Message, frozen=True, kw_only=True):
-    """The next bytes of a stream; ``last`` marks its end."""
+    """The next bytes of a stream to another machine; ``last`` marks the end of the stream."""
 
     stream: int
     data: bytes
@@ -588,7 +670,7 @@ class Data(Message, frozen=True, kw_only=True):
 
 
 class Credit(Message, frozen=True, kw_only=True):
-    """Allows the sender of a stream to send ``size`` more bytes."""
+    """Allows the sender of a stream to send ``size`` more bytes, so that it does not run ahead."""
 
     stream: int
     size: int
@@ -598,18 +680,19 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class MachineJoined(Message, frozen=True, kw_only=True):
-    """A machine offers itself for ranks: its versions, environment and devices.
+    """From a machine that offers itself for ranks: its versions, environment and devices.
 
     Attributes:
-        host: its name.
-        python, torch: versions; functions travel as bytecode, so that Python's must be one.
+        host: name of the machine.
+        python, torch: their versions. Python's must be that of the notebook, since functions travel
+            as bytecode.
         environment: variables of the process that joins.
-        directory: its current directory.
-        path: its ``sys.path``.
-        num_cores: that it may use.
-        interface: the network interface by which it reaches the notebook; "" where unknown.
+        directory: current directory of that process.
+        path: ``sys.path`` of that process.
+        num_cores: number of cores that it may use.
+        interface: the network interface by which it reaches the notebook; "" if unknown.
         devices: its accelerators, by their names.
-        num_ranks: how many ranks whoever had it join gives it; 0 where the notebook decides.
+        num_ranks: number of ranks that the machine is to have; 0 if the notebook decides.
     """
 
     host: str
@@ -625,33 +708,44 @@ class MachineJoined(Message, frozen=True, kw_only=True):
 
 
 class MachineRefused(Message, frozen=True, kw_only=True):
-    """The notebook refuses the machine that joined; ``text`` says why."""
+    """From the notebook: it refuses the machine that joined; ``text`` says why."""
 
     text: str
 
 
 class StartMachineAgent(Message, frozen=True, kw_only=True):
-    """Request to a machine: start an agent, to which the bytes that follow go.
+    """Request to a machine that joined: start an agent, and pass it all bytes that follow.
 
-    ``directory`` is that of its ranks, if the machine has it.
+    Attributes:
+        directory: current directory of the agent's ranks, if the machine has a folder of this path.
     """
 
     directory: str
 
 
 class EndMachineAgent(Message, frozen=True, kw_only=True):
-    """Request to a machine: end its agent, and wait for the next request."""
+    """Request to a machine that joined: end its agent, and wait for the next request."""
 
 
 class MachineAgentStarted(Message, frozen=True, kw_only=True):
-    """Answer to ``StartMachineAgent``: the ranks' directory, or why there is no agent."""
+    """Answer to ``StartMachineAgent``: an agent was started, or could not be.
+
+    Attributes:
+        directory: the directory in which its ranks will start.
+        error: why there is no agent; "" if there is one.
+    """
 
     directory: str = ""
     error: str = ""
 
 
 class MachineAgentEnded(Message, frozen=True, kw_only=True):
-    """The agent of a machine has ended: the fields of ``AgentEnd`` in control/agent_link.py."""
+    """From a machine that joined: its agent has ended.
+
+    Attributes:
+        how: the end of a sentence about it, such as "(pid 7) was killed by SIGKILL".
+        traceback: of the exception that ended the agent; "" without one.
+    """
 
     how: str
     traceback: str = ""

@@ -1,8 +1,8 @@
-"""The colours of logs: coloured terminal text as HTML that reads on light and on dark pages.
+"""Turn terminal text with ANSI colours into HTML that reads on light and on dark pages.
 
-Programs colour their output by escape sequences: ``ESC [ 31 m`` is red, ``ESC [ 0 m`` ends all.
-Colours are shown in mid tones as inline styles, since a saved notebook keeps no style sheet.
-Everything but weight and the 16 colours of a terminal is dropped.
+Programs colour their output by escape sequences: ``ESC [ 31 m`` is red, ``ESC [ 0 m`` ends all
+styles. Colours are mid tones in inline styles, since a saved notebook keeps no style sheet. The 16
+colours of a terminal, bold, dim, italic and underline are kept; all other sequences are dropped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CODES: dict[int, dict[str, str | None]] = {
 
 
 def ansi_to_markup(text: str) -> Markup:
-    """``text`` as HTML: its colours as spans, all else escaped, other sequences left out."""
+    """Return ``text`` as escaped HTML, its ANSI colours as spans and without other sequences."""
     if "\x1b" not in text:
         return escape(text)
     parts: list[Markup] = []
@@ -65,7 +65,10 @@ def ansi_to_markup(text: str) -> Markup:
 
 
 def _change(style: dict[str, str | None], codes: Sequence[int]) -> None:
-    """Change ``style`` by the codes of one sequence; what is not known changes nothing."""
+    """Update ``style``, the CSS properties in force, by the codes of one escape sequence.
+
+    Unknown codes change nothing.
+    """
     for code in codes:
         if code == 0:
             style.clear()

@@ -1,4 +1,4 @@
-"""Write the cells of a session as a script that torchrun starts.
+"""Write the cells that a ``%%accelerate`` session has run as a script for torchrun.
 
     In[1]  import torch                    the script imports torch: In[4] uses it
     In[4]  %%accelerate                    every cell that the session has run, in order
@@ -6,8 +6,9 @@
     In[5]  %%accelerate --write train.py
            model(torch.ones(2))            the cell itself, last
 
-What these cells use of the notebook is written as ``run.export`` writes it: imports and the source
-of functions and classes, other values as literals or pickled, as the notebook has them now.
+Variables of the notebook that these cells use are written as ``run.export`` writes them: imports
+and the source of functions and classes, other values as literals or pickled, all as the notebook
+has them now.
 """
 
 from __future__ import annotations
@@ -48,16 +49,19 @@ def script_of_cells(
     """Return the text of a script that does what the cells do, one after the other.
 
     Args:
-        cells: their texts without the line of the magic, by number; the last one is written for.
-        namespace: the notebook's names.
-        sources: texts of the notebook's own cells, newest first.
+        cells: source of each cell by its execution number, without its ``%%accelerate`` line. The
+            highest number is the cell with ``--write``.
+        namespace: the notebook's variables.
+        sources: texts of the notebook's own cells, newest first, in which the source of functions
+            and classes is found.
         transform: turns IPython's syntax into Python.
         world_size: the number of processes that the script's first lines propose.
-        mixed_precision: of the session.
-        file: the name that they call the script.
+        mixed_precision: the session's precision, for the script's ``Accelerator``; None for its
+            default.
+        file: the script's file name, for its first lines and for errors.
 
     Raises:
-        ConfigError: a cell has what a script cannot have.
+        ConfigError: a cell has code that a script cannot have.
         NotebookAccelError: a value of the notebook is too large for a script.
     """
     script = Script(sources)
@@ -90,7 +94,16 @@ def script_of_cells(
 
 
 def _provided(needed: Collection[str], mixed_precision: str | None) -> str:
-    """Return what makes the names that a cell of the session finds there."""
+    """Return the lines that define the names which a session provides to its cells.
+
+    Args:
+        needed: which of ``accelerator``, ``rank``, ``world_size``, ``device`` and ``display`` the
+            cells use; the lines define no others.
+        mixed_precision: argument of the ``Accelerator``; None leaves it out.
+
+    Returns:
+        The lines as one text; "" if no name is needed.
+    """
     lines = [line for name, line in _MADE_BY.items() if name in needed]
     if lines or "accelerator" in needed:
         given = f"mixed_precision={mixed_precision!r}" if mixed_precision else ""
@@ -102,11 +115,18 @@ def _provided(needed: Collection[str], mixed_precision: str | None) -> str:
 
 
 def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
-    """Return the text as a script may have it: magics left out, future imports too (the script has
-    them at its head).
+    """Return a cell's source without IPython magics and without ``from __future__`` imports.
+
+    The script has the future imports at its head, where Python wants them. A source that cannot be
+    parsed is returned unchanged: compiling the script reports the error.
+
+    Args:
+        number: execution number of the cell, for errors.
+        text: its source.
+        transform: turns IPython's syntax into Python.
 
     Raises:
-        ConfigError: a magic runs code.
+        ConfigError: a magic runs code or gives a value, so that it cannot be left out.
     """
     text = without_watcher(text)
     code = transform(text)
@@ -133,7 +153,11 @@ def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
 
 
 def _shown_at_the_end(text: str) -> str:
-    """Return a cell's source, its last expression put into ``print(...)``, as a cell shows it."""
+    """Return a cell's source with its last expression put into ``print(...)``.
+
+    A notebook shows the value of that expression by itself, a script does not. An expression that
+    ends with ``;`` or calls ``print`` or ``display`` stays as it is.
+    """
     body = ast.parse(text).body
     last = body[-1] if body else None
     if not isinstance(last, ast.Expr) or last.col_offset or text.rstrip().endswith(";"):

@@ -3,11 +3,12 @@
     a curve --> _draw --> render_charts   the live panel: HTML around an inline SVG
                      +--> saved_chart     a saved notebook: two images
 
-The box stretches with the page, so the numbers stand beside it, where they keep their size. A saved
-notebook has images: its sanitisers drop inline SVG and variables but keep an ``<img>`` with a data
-URI. So all colours are mid tones that read on light and dark.
+The SVG of a curve stretches with the page, so axis labels stand outside of it, where they keep
+their size. A saved notebook gets images: its sanitisers drop inline SVG and CSS variables but keep
+an ``<img>`` with a data URI. An image cannot follow the page's theme, so all colours are mid tones
+that read on light and dark.
 
-A metric has one curve, since ``accelerator.log`` keeps what rank 0 is given.
+A metric has one curve, since ``accelerator.log`` records the values of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ _LEFT, _SAVED_HEIGHT, _BOX = 54, 112, 98
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     """Reduce a curve to at most ``limit`` points, so that no peak is lost.
 
-    The curve is cut into stretches of equally many steps. The lowest and the highest point of each
-    are kept, the first that is not finite, and the first and the last point of all.
+    The curve is cut into stretches of equally many steps. Each stretch keeps its lowest point, its
+    highest point and its first point whose value is not finite. The first and the last point of the
+    curve are kept too.
     """
     if len(points) <= limit:
         return list(points)
@@ -82,13 +84,13 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """A drawn curve: its box, range of steps, and labels of the value axis.
+    """A curve as the path of an SVG box, with its range of steps and its labels.
 
     Attributes:
-        path: of the curve, in units of the box; "" where no value is finite.
+        path: SVG path of the curve, in units of the box; "" where no value is finite.
         first, last: the lowest and the highest step.
-        labels: of the value axis, by where they stand: "top" and "bottom", or "middle" where all
-            values are one; none where no value is finite.
+        labels: texts of the value axis by their position: "top" and "bottom", or "middle" alone
+            where all values are equal. Empty where no value is finite.
     """
 
     path: str
@@ -97,7 +99,11 @@ class _Drawn:
     labels: Mapping[str, str]
 
     def box(self, **attributes: str | float) -> Markup:
-        """Return the curve as an SVG box, whose line keeps its width as it stretches."""
+        """Return the curve as an ``<svg>`` element, which stretches while its line keeps its width.
+
+        Args:
+            attributes: more attributes of the element, such as its width.
+        """
         line = element("path", d=self.path, stroke=_BLUE, vector_effect="non-scaling-stroke")
         return element(
             "svg",
@@ -113,9 +119,12 @@ class _Drawn:
 
 
 def _draw(points: Sequence[Point], limit: int = _MAX_POINTS, *, is_log: bool = False) -> _Drawn:
-    """Draw a curve, given in the order of its steps, with at most ``limit`` points.
+    """Draw a curve as an SVG path, with a gap where a value is not finite.
 
-    The line has a gap where a value is not finite.
+    Args:
+        points: (step, value) pairs in the order of their steps; at least one.
+        limit: the most points that the path has; ``thin_out`` picks them.
+        is_log: use a logarithmic scale; all finite values must be above zero.
     """
     scale = math.log10 if is_log else float
     ys = [y for _, y in points if math.isfinite(y)]
@@ -143,7 +152,7 @@ def _draw(points: Sequence[Point], limit: int = _MAX_POINTS, *, is_log: bool = F
 
 
 def _labels(low: float, high: float) -> tuple[str, str]:
-    """Return both values as text, with as many digits as tell them apart."""
+    """Return ``low`` and ``high`` as text, with as many digits as tell them apart."""
     digits = 4 if max(abs(low), abs(high)) >= 1000 else 3
     texts = wording.number(low, digits), wording.number(high, digits)
     while texts[0] == texts[1] and digits < 17:
@@ -153,7 +162,7 @@ def _labels(low: float, high: float) -> tuple[str, str]:
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return how far ``value`` lies from ``low`` to ``high``, 0 to 1; 0 if these are equal."""
+    """Return where ``value`` lies between ``low`` (0) and ``high`` (1); 0 if both are equal."""
     if low == high:
         return 0.0
     if math.isinf(high - low):  # the difference is more than a float holds
@@ -165,11 +174,11 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def saved_chart(points: Sequence[Point], *, alt: str) -> Markup:
-    """Return a chart for saved notebooks: an ``<img>`` of a curve beside one of labels.
+    """Return a chart for saved notebooks: an ``<img>`` of the axis labels beside one of the curve.
 
     Args:
-        points: of the curve, in the order of their steps.
-        alt: what the image shows, for those who cannot see it.
+        points: (step, value) pairs of the curve, in the order of their steps.
+        alt: a text in place of the image, for screen readers.
     """
     drawn = _draw(points)
     heights = {
@@ -229,13 +238,14 @@ def render_charts(
     smoothing: float = 0.0,
     num_places: int = 0,
 ) -> Markup:
-    """Return the charts of one page as HTML, side by side as far as there is room.
+    """Return the live panel's charts as HTML, side by side as far as there is room.
 
     Args:
         shown: the curves, by the names of their metrics.
-        is_log: a logarithmic scale, where all values are above zero.
-        smoothing: 0 to 1: how much of the smoothed value before each one keeps.
-        num_places: charts for which there is room at least.
+        is_log: use a logarithmic scale for each curve whose values are all above zero.
+        smoothing: weight of the exponential moving mean, from 0 (values as logged) to below 1.
+        num_places: the least number of places for charts. Empty ones fill up the last page, so that
+            all pages are equally high.
     """
     limit = min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, len(shown)))
     num_stripes = min(_STRIPES, _MAX_STRIPES // max(1, len(shown)))
@@ -291,7 +301,14 @@ def _card(
 
 
 def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
-    """Return an exponential moving mean, bias-corrected as in TensorBoard."""
+    """Return the points with their values replaced by an exponential moving mean.
+
+    It is bias-corrected as in TensorBoard. Values that are not finite stay as they are.
+
+    Args:
+        points: (step, value) pairs in the order of their steps.
+        weight: of the mean so far, 0 to below 1; 0 returns the points unchanged.
+    """
     if not weight:
         return points
     mean, rest, result = 0.0, 1.0, []
@@ -307,9 +324,10 @@ def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
 
 
 def _stripes(points: Sequence[Point], drawn: _Drawn, number: int) -> list[Markup]:
-    """Return invisible stripes whose tooltips show the values nearest to their middles.
+    """Return ``number`` invisible stripes side by side over a chart, which show a value on hover.
 
-    A tooltip of the page would vanish each time the chart is drawn anew.
+    Each has the point nearest to its middle as text. The tooltips of HTML (``title``) would vanish
+    each time the chart is drawn anew, once a second.
     """
     stripes = []
     for index in range(number):
@@ -321,7 +339,7 @@ def _stripes(points: Sequence[Point], drawn: _Drawn, number: int) -> list[Markup
 
 
 def _nearest(points: Sequence[Point], x: float) -> Point:
-    """Return the point whose step is nearest to ``x``; points are in the order of their steps."""
+    """Return the point whose step is nearest to ``x``; ``points`` are in the order of steps."""
     after = bisect_right(points, x, key=_STEP)
     around = points[max(0, after - 1) : after + 1]
     return min(reversed(around), key=lambda point: abs(point[0] - x))

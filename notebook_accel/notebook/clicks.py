@@ -1,8 +1,9 @@
 """How a click on a widget gets through to a kernel while a cell blocks it.
 
-A click is a message on the kernel's shell channel, which a running cell holds. What gets around
-that differs between versions of ipykernel. Each way is one small class here, tried in the order
-of :data:`CLICK_WAYS`; nothing else knows of versions.
+The browser page sends a click as a message on the kernel's shell channel, which handles nothing
+else while a cell runs. The way around that differs between versions of ipykernel. Each way is one
+small class here, and the first one in :data:`CLICK_WAYS` that works in the kernel is taken. No
+other module depends on the version.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ _CONTROL_TARGET = "jupyter.widget.control"
 
 
 class BlockedShell:
-    """Answers pages while cells wait; there is one for a kernel, whose receiver it replaces."""
+    """Answers certain messages of pages (ipykernel 7) while a cell blocks the kernel's main shell.
+
+    There is one for a kernel. Between ``start`` and ``stop`` it takes the place of the kernel's own
+    receiver of shell messages, and runs in the thread of the shell channel.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -72,11 +77,19 @@ class BlockedShell:
         self._control_comms: set[str] = set()
 
     def let_through(self, comm: Any) -> None:
-        """Handle what pages send on ``comm``, in the thread that takes messages in."""
+        """From now on, also answer messages of ``comm``, a widget's channel to its pages.
+
+        They are handled in the thread of the shell channel.
+        """
         self._clickable.add(comm)
 
     def start(self, waiting: object) -> None:
-        """Answer messages until ``stop`` was called for every ``waiting`` object."""
+        """Begin to answer messages of pages, until all callers of this have called ``stop``.
+
+        Args:
+            waiting: identifies the caller, one of several that may wait for runs at a time;
+                ``stop`` takes the same object. A second call with it does nothing.
+        """
         with self._lock:
             if waiting in self._waiting:
                 return
@@ -86,7 +99,7 @@ class BlockedShell:
             self._waiting.add(waiting)
 
     def stop(self, waiting: object) -> None:
-        """Remove ``waiting``; with the last one, ipykernel receives all messages again."""
+        """End what ``start(waiting)`` began; after the last one ipykernel takes over again."""
         with self._lock:
             if waiting not in self._waiting:
                 return
@@ -95,7 +108,10 @@ class BlockedShell:
                 self._receive_by(self._kernel.shell_channel_thread_main)
 
     def _receive_by(self, receiver: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Set the shell channel's receiver, in the thread that owns the channel."""
+        """Make ``receiver`` handle the shell channel's messages.
+
+        The change is made in the thread that owns the channel, soon after this returns.
+        """
         self._thread.io_loop.add_callback(self._kernel.shell_stream.on_recv, receiver, copy=False)
 
     async def _receive(self, message: Any) -> None:
@@ -121,9 +137,10 @@ class BlockedShell:
         of_ipykernel.publish_status(kernel, "busy", self._cell)
 
     def _is_to_answer(self, message: Any) -> bool:
-        """Return whether a message is answered while a cell blocks the shell.
+        """Return whether to answer a message now, though a cell blocks the main shell.
 
-        It only peeks: deserialising notes the signature, and a second read would be refused.
+        It reads the message's frames only. To deserialise the message would record its signature,
+        and the kernel would then refuse it as a duplicate.
         """
         session = self._kernel.session
         try:
@@ -151,17 +168,17 @@ class BlockedShell:
 
 
 def _asks_for_state(content: Any) -> bool:
-    """Whether a page asks one widget for its state, by the content of its message."""
+    """Return whether the content of a comm message asks a widget for its state."""
     data = content.get("data")
     return isinstance(data, dict) and data.get("method") == "request_state"
 
 
 @contextlib.contextmanager
 def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
-    """Inside the block, messages that the kernel sends are replies to ``request``.
+    """In the block, messages that the kernel sends from this context are replies to ``request``.
 
-    By the variable of the context alone: ``set_parent`` would also make the request that of each
-    thread that the person started.
+    The block sets the context variable itself. The kernel's ``set_parent`` would also make
+    ``request`` the parent of output from every thread that the user started.
     """
     parent: Any = of_ipykernel.parent_variable(kernel)
     before = parent.set(request)
@@ -173,7 +190,10 @@ def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
 
 @functools.cache
 def blocked_shell_of(kernel: Any) -> BlockedShell | None:
-    """Return the kernel's ``BlockedShell``; None where ipykernel lacks its private parts."""
+    """Return the kernel's ``BlockedShell``, made by the first call.
+
+    Returns None where this version of ipykernel lacks the private parts that it needs.
+    """
     has_parts = (
         hasattr(kernel, "shell_channel_thread_main")
         and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
@@ -187,7 +207,7 @@ def blocked_shell_of(kernel: Any) -> BlockedShell | None:
 
 
 class ClicksAfterTheCell:
-    """The base of all ways, and the last one: clicks are handled when the cell has ended."""
+    """The base class of the ways, and the last resort: clicks wait until the cell has ended."""
 
     # Said on the panel; "" where clicks get through.
     advice: ClassVar[str] = "Clicks wait while a cell runs: use the kernel's Interrupt."
@@ -201,32 +221,39 @@ class ClicksAfterTheCell:
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:  # noqa: ARG003
-        """Whether this way works in ``kernel``, which may be none."""
+        """Return whether this way works in ``kernel``; None stands for no kernel."""
         return True
 
     def let_through(self, widget: Any) -> None:
-        """Let clicks on ``widget`` through; called before a page shows the widget."""
+        """Let clicks on ``widget`` through while a cell runs; called before it is shown."""
 
     def keep_order(self, widgets: Iterable[Any]) -> None:
-        """Handle messages to these widgets in the order in which the page sends them.
+        """Have messages to these widgets handled in the order in which the page sends them.
 
-        Called before a page shows them. A click on Save comes after what was typed before it.
+        For a form, where a click on Save must be handled after the text that was typed before it.
+        Called before a page shows the widgets.
         """
 
     def pump(self) -> None:
-        """Handle the clicks that wait; called again and again by the thread of the cell."""
+        """Handle the clicks that have come.
+
+        A cell's thread calls this repeatedly as it waits for a run.
+        """
 
     def stop_pumping(self) -> None:
-        """The thread of the cell waits no longer; called also where it never pumped."""
+        """Undo what ``pump`` set up: the cell's thread no longer waits for the run.
+
+        It may also be called where ``pump`` never was.
+        """
 
 
 class ClicksBySubshell(ClicksAfterTheCell):
-    """ipykernel 7: the page sends clicks to a thread of their own, a subshell.
+    """ipykernel 7: the page sends clicks to a subshell, a thread beside the one that runs cells.
 
-    Since 7.4 the kernel sends them on to the thread in which the widget was last spoken of, each
-    widget's to its own, unless one attribute of its comm says otherwise (ipykernel's
-    ``shell_channel_thread_main`` reads it). What pages send to the main shell all the same is
-    answered while the cell waits for the run, and only then.
+    Since 7.4 the kernel passes each message of a widget on to the thread that last used the widget,
+    unless an attribute of its comm allows any subshell (``let_any_subshell_answer``). Some pages
+    know no subshells and send clicks to the main shell. Those are answered by
+    :class:`BlockedShell`, only while the cell waits for a run.
     """
 
     advice = ""
@@ -260,12 +287,13 @@ class ClicksBySubshell(ClicksAfterTheCell):
 
 
 class ClicksByPump(ClicksAfterTheCell):
-    """ipykernel 6: the waiting thread takes the messages of widgets out of the shell's queue.
+    """ipykernel 6: the thread of a cell that waits for a run handles messages of widgets itself.
 
-    All others go back in the order in which they came, so that no queued cell starts early.
-    A page that was reloaded asks for the kernel's info and the list of comms, and opens one by
-    which it gets the state of the widgets; that is answered as well. While a cell computes, nobody
-    pumps: clicks come after it.
+    It takes them out of the shell's queue. All other messages go back in the order in which they
+    came, so that no queued cell starts early. A reloaded page asks for the kernel's info, for the
+    list of comms, and for the state of the widgets by a comm of its own; these messages are
+    answered as well. While a cell computes instead of waiting, nobody pumps, and clicks are handled
+    after it.
     """
 
     advice = ""
@@ -318,9 +346,10 @@ class ClicksByPump(ClicksAfterTheCell):
 
 
 class ClicksInColab(ClicksByPump):
-    """Colab, whose kernel is ipykernel 6: its pages draw nothing that comes while no cell runs.
+    """Google Colab (ipykernel 6): as :class:`ClicksByPump`, with one limit more.
 
-    That is issue 3373 of googlecolab/colabtools.
+    Colab's pages draw nothing that is sent while no cell runs (issue 3373 of
+    googlecolab/colabtools).
     """
 
     draws_between_cells = False
@@ -340,16 +369,24 @@ CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (
 
 
 def find_kernel() -> Any | None:
-    """The kernel in which this code runs; None in a terminal or in plain Python."""
+    """Return the kernel in which this code runs; None in a terminal or in plain Python."""
     return getattr(get_ipython(), "kernel", None)
 
 
 def clicks_for(kernel: Any) -> ClicksAfterTheCell:
-    """The first way for clicks that works in ``kernel``."""
+    """Return the first way of :data:`CLICK_WAYS` that works in ``kernel``, made for that kernel.
+
+    Args:
+        kernel: as :func:`find_kernel` returns it; None for no kernel.
+    """
     return next(way for way in CLICK_WAYS if way.works_in(kernel))(kernel)
 
 
 def can_answer(kernel: Any) -> bool:
-    """Return whether a person can answer ``input()``; under nbclient and papermill nobody can."""
+    """Return whether a person can answer ``input()`` in ``kernel``; True for None (a terminal).
+
+    The page says so with each cell that it sends. Programs that execute notebooks (nbclient,
+    papermill) say no.
+    """
     content: Mapping[str, Any] = kernel.get_parent("shell").get("content", {}) if kernel else {}
     return bool(content.get("allow_stdin", True))

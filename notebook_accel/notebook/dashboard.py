@@ -1,4 +1,4 @@
-"""The view of a run in a notebook: a live panel while it goes on, a summary when it has ended."""
+"""The view of a run in a notebook: a live panel while the run goes on, then a summary."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ _SLIM_SECONDS = 1.0
 
 
 class Dashboard(View):
-    """The live panel of one run: in the cell that launched it, and where ``run.show()`` ran.
+    """The live view of one run: in the cell that launched it and where ``run.show()`` is called.
 
-    A run begins as one line, and gets the panel once it lasts. That is drawn by a thread of its
-    own, and by a cell's thread while that waits for the run, one at a time (under a lock). Clicks
-    change nothing on the page by themselves.
+    A run begins as one line and gets a panel of widgets once it has lasted for half a second (a
+    cell: one second). Two threads draw it under one lock: a thread of the view, and the cell's
+    thread while that waits for the run. Clicks only leave a note, and the next drawing shows their
+    effect.
 
     Attributes:
-        panel: the panel; None until the run has lasted for a moment.
+        panel: the panel; None until the run has lasted that long.
 
     Args:
         clicks: how clicks get through while a cell runs.
-        waits: whether the cell waits for the run. Where it does not, what ranks display stands in
-            the panel and below the summary: once the cell has ended, no output can be added to it.
-        is_cell: whether the run is a cell (``%%accelerate``): of one that ends at once, a line is
-            left as of any other cell, and no summary.
-        slot: where the panel goes; None is the output of the cell that opens the view.
+        waits: whether the cell waits for the run. Where it does not, the displays of ranks (figures
+            and the like) stand in the panel and below the summary, since nothing can be added to
+            the output of a cell that has ended.
+        is_cell: whether the run is a ``%%accelerate`` cell. Of one that ends at once only a line is
+            left, as of any other cell, and no summary.
+        slot: where the panel is shown; None for the output of the cell that opens the view.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Dashboard(View):
             self._begin_drawing()
 
     def _begin_drawing(self) -> None:
-        """Show one line, and start the thread that draws the panel."""
+        """Show one line about the run, and start the thread that draws the panel."""
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True
         self._slot.show(render_slim(self._state, now=self._state.now()).bundle)
@@ -211,7 +213,11 @@ class Dashboard(View):
                 self._slot.send_again()
 
     def draw(self) -> None:
-        """Draw the panel if the state changed, or a second has passed."""
+        """Draw the panel if the state has changed or a second has passed.
+
+        The first call after the run has lasted long enough makes the panel. Any thread may call
+        this often: it draws at most five times a second.
+        """
         with self._lock:
             now = time.monotonic()
             wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
@@ -232,7 +238,10 @@ class Dashboard(View):
             self._drawn_at = time.monotonic()
 
     def _show_new_displays(self) -> None:
-        """Show new displays as outputs. Only the thread of a waiting cell may call this."""
+        """Show new displays of ranks as outputs of the cell, if the cell waits for the run.
+
+        Only the thread of the waiting cell may call this.
+        """
         if self._waits and self._run is not None:
             self._displays.show_new(self._run.state)
 

@@ -1,12 +1,13 @@
-"""The frames of an error in a rank: ``%accelerate debug``, and the ranks that wait for it.
+"""``%accelerate debug``: look into the frames of an error in a rank, after a failed launch or cell.
 
     launch_for_debugger --> ranks, one call --> a rank raised: they wait <--- %accelerate debug
                                             --> it ended otherwise: they end
     cell: input("rank 1 (pdb) ") --DebugCall--> the rank's PostMortem --> text, printed in the cell
 
-With ``notebook_launcher(..., debug=True)`` the ranks stay where one fails. At most one launch is
-held. Its ranks, and what they have on devices, go when the debugger is left (q), with the next
-launch or cell of ``%%accelerate``, with `%accelerate stop`, and with the kernel.
+With ``notebook_launcher(..., debug=True)`` the ranks stay alive after one of them raised: the
+launch is held. At most one launch is held at a time. Its ranks, and their memory on devices, are
+freed when the person leaves the debugger (q), with the next launch or ``%%accelerate`` cell, with
+``%accelerate stop``, and when the kernel ends.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ _held: HeldLaunch | None = None
 
 @dataclass(frozen=True)
 class HeldLaunch:
-    """The ranks of a launch that failed.
+    """The ranks of a launch that failed, kept alive for ``%accelerate debug``.
 
     Attributes:
-        session: the ranks.
-        name: what the person calls the launch.
-        rank_at_fault: the rank whose error ended it; None where no rank's did.
+        session: the ranks, which still answer calls.
+        name: name of the run.
+        rank_at_fault: the rank whose error ended the launch; None where it ended for another
+            reason.
     """
 
     session: Session
@@ -55,17 +57,22 @@ class HeldLaunch:
     rank_at_fault: int | None
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """Send a command to the ranks' debuggers; return their answers, None for no answer."""
+        """Send a command to the debuggers of all ranks, and wait for the answers.
+
+        Returns:
+            One answer for each rank, in the order of ranks; None from a rank that is not the one
+            the command is for, or has no error.
+        """
         return self.session.ask(request)
 
 
 def held_launch() -> HeldLaunch | None:
-    """The launch whose ranks wait for a debugger; None where there is none."""
+    """Return the launch whose ranks wait for a debugger; None where there is none."""
     return _held
 
 
 def end_held_launch() -> bool:
-    """End the ranks that wait for a debugger; False where there are none."""
+    """End the ranks that wait for a debugger; return whether there were any."""
     global _held
     held, _held = _held, None
     if held is not None:
@@ -74,10 +81,15 @@ def end_held_launch() -> bool:
 
 
 def launch_for_debugger(request: LaunchRequest) -> Run:
-    """Launch as ``launch.launcher.launch``, wait for the end, and hold the ranks if one raises.
+    """Launch a run, wait for its end, and hold its ranks if one of them raised.
+
+    Apart from that, as :func:`notebook_accel.launch.launcher.launch`.
+
+    Returns:
+        The run, if no rank failed.
 
     Raises:
-        ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as there.
+        ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as ``launch`` does.
     """
     _load_magics()
     request = replace(request, view=GuardedView(request.view), keeps_error=True)
@@ -99,7 +111,11 @@ def launch_for_debugger(request: LaunchRequest) -> Run:
 
 
 def _hold_or_end(session: Session) -> bool:
-    """Keep the ranks of an ended launch if one raised and a person can debug it; else end them."""
+    """Hold the ranks of an ended launch if one raised and a person can debug it; else end them.
+
+    Returns:
+        True if the ranks are held.
+    """
     global _held
     run = session.newest_call
     failure = None if run is None else run.state.failure
@@ -125,14 +141,16 @@ def _load_magics() -> None:
 
 
 def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) -> None:
-    """Look into the error of a rank, by commands of pdb, until the person leaves them.
+    """Read pdb commands from the person and run them in a rank that has an error, until they quit.
 
     Args:
-        failed_call: the session, or the launch that is held: whose ranks are asked.
-        rank: whose error; None: that of the rank at fault.
+        failed_call: whose ranks are asked: the session of ``%%accelerate`` cells or a held launch.
+        rank: the rank to look into; None for the rank at fault, or else the first one with an
+            error.
 
     Raises:
-        NotebookAccelError: no rank has an error, this one has none, or nobody can be asked.
+        NotebookAccelError: no rank has an error, this rank has none, or nobody can answer
+            ``input()`` here.
     """
     answers = failed_call.ask_debuggers(DebugCall())
     failed = [number for number, answer in enumerate(answers) if answer is not None]

@@ -1,4 +1,4 @@
-"""One slot in a cell's output: what is shown there first can be replaced later, from any thread."""
+"""One slot in a cell's output, whose contents any thread can replace later."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _NOTHING = {"text/plain": "", "text/html": ""}
 
 
 def widget_view(widget: Any, text: str) -> dict[str, Any]:
-    """Return the MIME bundle of a widget; ``text`` is its fallback in a saved notebook."""
+    """Return the MIME bundle that displays ``widget``; a saved notebook shows ``text`` instead."""
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {_WIDGET_VIEW: view, "text/plain": text}
 
 
 def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
-    """Start a thread that may change widgets and slots, and return it.
+    """Start a daemon thread that may change widgets and slots, and return it.
 
-    ipykernel 7.0 finds the cell or the click to which their messages belong by the thread's context
-    alone.
+    It runs ``act`` in a copy of the caller's context, by which alone ipykernel 7.0 finds the cell
+    or click to which the thread's messages belong.
     """
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(act,), name=name, daemon=True)
@@ -39,12 +39,12 @@ def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
 
 
 class DisplaySlot:
-    """A place in a cell's output, made by the first :meth:`show`, whose contents can be replaced.
+    """A place in a cell's output whose contents can be replaced, made by the first :meth:`show`.
 
-    Contents are mappings from MIME types, as Jupyter's messages have them.
+    Contents are MIME bundles: mappings from a MIME type to data, as Jupyter's messages have them.
 
     Attributes:
-        is_placed: whether an output of a cell has it.
+        is_placed: whether the slot stands in the output of a cell already.
     """
 
     def __init__(self) -> None:
@@ -54,13 +54,15 @@ class DisplaySlot:
         self._lock = threading.RLock()
 
     def show(self, bundle: Mapping[str, Any], *, is_to_place: bool = True) -> None:
-        """Show ``bundle`` in the slot, in place of what was there.
+        """Replace the contents of the slot by ``bundle``.
 
-        The call that places it must come from the cell's own thread; others may come from any.
+        If this call places the slot, it must come from the thread of the running cell. Later calls
+        may come from any thread.
 
         Args:
-            bundle: what is shown.
-            is_to_place: place the slot if it is not; else it shows this once it is.
+            bundle: the new contents.
+            is_to_place: whether to put a slot that is in no output yet into that of the running
+                cell. If False, such a slot only keeps ``bundle`` until :meth:`place` is called.
         """
         with self._lock:
             self._bundle = bundle
@@ -70,20 +72,21 @@ class DisplaySlot:
                 self.place()
 
     def clear(self) -> None:
-        """Show nothing; the first call makes the place, as of ``show``."""
+        """Show nothing in the slot; places it, as :meth:`show` does, if it is in no output yet."""
         self.show(_NOTHING)
 
     def place(self) -> None:
-        """Put the slot into the output of the cell that runs now, also where it is in others.
+        """Add the slot to the output of the running cell, even if other cells have it already.
 
-        It shows the same in all of them. Only the cell's own thread may call this.
+        All of them show the same contents, now and later. Only the running cell's thread may call
+        this.
         """
         with self._lock:
             self.is_placed = True
             display(dict(self._bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
 
     def send_again(self) -> None:
-        """Send what the slot shows once more, to a page that may not have got it."""
+        """Send the current contents once more, for pages that may have missed the last message."""
         with self._lock:
             replace = partial(update_display, dict(self._bundle), raw=True, display_id=self._id)
             # nbclient drops what belongs to a cell that has ended. In a context of its own the

@@ -1,4 +1,4 @@
-"""``%accelerate doctor``: what was found on this machine, and in its notebooks, as a table."""
+"""``%accelerate doctor``: find what stops or hurts a launch on this machine; show it as a table."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _CELL = (
 
 
 class Diagnosis:
-    """Findings, shown as a table in a notebook and as lines elsewhere.
+    """The findings of ``%accelerate doctor``: a table in a notebook, lines in a terminal.
 
     Attributes:
-        findings: all of them.
+        findings: one for each subject that was examined, with its level and its remedy.
     """
 
     def __init__(self, findings: Sequence[Finding]) -> None:
@@ -80,7 +80,7 @@ def _answer(finding: Finding) -> list[str]:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine, and at what its notebooks are drawn with."""
+    """Examine this machine and its Jupyter server, and return what was found."""
     return Diagnosis([*examine(), *_widgets()])
 
 
@@ -88,7 +88,11 @@ _EXTENSION = "labextensions/@jupyter-widgets/jupyterlab-manager/package.json"
 
 
 def _widgets() -> list[Finding]:
-    """Return the finding about widgets: whether the Jupyter server has their extension."""
+    """Return a finding on widgets: whether the Jupyter server has the extension that draws them.
+
+    Returns:
+        The finding in a list; an empty list where this code runs in no kernel.
+    """
     if find_kernel() is None:
         return []
     found = f"ipywidgets {importlib.metadata.version('ipywidgets')}"
@@ -108,7 +112,15 @@ def _widgets() -> list[Finding]:
 
 
 def _folders_of_server(python: str) -> list[Path]:
-    """Where the server looks for extensions: in its own environment, and where every one does."""
+    """Return the folders in which a Jupyter server looks for its extensions.
+
+    Args:
+        python: path of the Python that runs the server.
+
+    Returns:
+        The folder of the server's own environment first, then the folders that all environments
+        share.
+    """
     paths: Any = importlib.import_module("jupyter_core.paths")  # it comes with ipykernel
     everywhere = (
         Path(folder) for folder in paths.jupyter_path() if not folder.startswith(sys.prefix)
@@ -117,7 +129,11 @@ def _folders_of_server(python: str) -> list[Path]:
 
 
 def _server_python() -> str | None:
-    """The Python of the Jupyter server that has started this kernel; None where none has."""
+    """Return the path of the Python that runs the Jupyter server of this kernel.
+
+    The server is looked for among the parents of this process. None where none of them is one, or
+    where another user owns it.
+    """
     try:
         for process in psutil.Process().parents():
             command = process.cmdline()
@@ -130,7 +146,7 @@ def _server_python() -> str | None:
 
 
 def _version_in(folder: Path) -> str:
-    """Return the version of the widgets' JupyterLab extension in a folder; "" without one."""
+    """Return the version of the widgets' JupyterLab extension in ``folder``; "" without one."""
     try:
         return str(json.loads((folder / _EXTENSION).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError):

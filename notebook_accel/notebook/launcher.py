@@ -1,4 +1,4 @@
-"""``notebook_launcher``: picks the view of a run, and launches it."""
+"""``notebook_launcher``: check its arguments, pick the view of the run, and launch it."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ _SETTINGS = [field.name for field in fields(LaunchConfig)]
 def _with_given_arguments(
     launcher: Callable[Concatenate[Mapping[str, Any], P], Run],
 ) -> Callable[P, Run]:
-    """Give ``launcher``, as its first argument, the arguments that its caller wrote.
+    """Decorate ``launcher``: its first argument becomes a mapping of the arguments in the call.
 
-    ``debug=False`` in a call wins over ``config=``, a ``debug`` that is left out does not; in the
-    function itself the two look the same.
+    An argument that is written wins over ``config=`` even where it equals the default
+    (``debug=False``); one that is left out does not. Inside of a plain function the two look the
+    same. The decorated function has the signature of ``launcher`` without that first argument.
     """
     parameters = list(inspect.signature(launcher).parameters.values())[1:]
     signature = inspect.Signature(parameters, return_annotation="Run")
@@ -114,43 +115,45 @@ def notebook_launcher(
         args: its positional arguments.
         num_processes: number of ranks on each machine. None: one for each visible accelerator, 1 on
             a machine without.
-        mixed_precision: "no", "bf16", "fp16" or "fp8", for each ``Accelerator`` that is not given
-            one.
-        use_port: MASTER_PORT of the ranks; None takes a free one. After a call that failed, a
-            session takes a free one in any case. With several machines, the port at which the
-            others join.
+        mixed_precision: "no", "bf16", "fp16" or "fp8", for each ``Accelerator`` that the function
+            makes without an own ``mixed_precision``.
+        use_port: MASTER_PORT of the ranks; None takes a free one. A session in which a call has
+            failed takes a free one in any case. With several machines, the port of this one at
+            which the others join.
         master_addr: with several machines, the address of this one, at which the others reach it.
-        node_rank: 0 in the notebook. Another machine joins by the same cell with another number and
-            with the ``join_token`` that the notebook shows. The call returns None there, once the
-            run has ended.
-        num_nodes: number of machines. The others join by the command that is shown
-            (``notebook-accel join``), and the call waits for them before the run begins. On a node
-            of a Slurm job, ``srun`` has other nodes of the job join.
-        rdzv_backend: not used.
+        node_rank: number of this machine; 0 in the notebook that launches. Another machine joins by
+            running the same cell with its own number and with the ``join_token`` that the
+            notebook shows. There the call returns None, once the run has ended.
+        num_nodes: number of machines. The call shows a command (``notebook-accel join``), by which
+            the others join, and waits for them before the run begins. On a node of a Slurm job
+            it has ``srun`` start that command on other nodes of the job.
+        rdzv_backend: accepted for compatibility, not used.
         rdzv_endpoint: ``HOST:PORT``, in place of ``master_addr`` and ``use_port``.
-        rdzv_conf: not used.
-        rdzv_id: not used.
+        rdzv_conf: accepted for compatibility, not used.
+        rdzv_id: accepted for compatibility, not used.
         max_restarts: how often the ranks are started again after a failure. A function that begins
             with ``accelerator.resume_or_start(dir)`` continues from its checkpoint.
-        monitor_interval: not used.
-        log_line_prefix_template: not used.
-        kwargs: keyword arguments of ``function``.
-        config: settings for what the arguments leave open: a ``LaunchConfig``, a mapping of its
+        monitor_interval: accepted for compatibility, not used.
+        log_line_prefix_template: accepted for compatibility, not used.
+        kwargs: the function's keyword arguments.
+        config: settings for the arguments that are left out: a ``LaunchConfig``, a mapping of its
             fields, or the path of a YAML file.
-        engine: where the ranks are. "auto" takes several machines or a TPU where the other
-            arguments or the machine say so, else processes of this machine. "inline" is the
-            notebook's own process, for a debugger; ``help(LaunchConfig)`` lists all.
+        engine: where the ranks run. "auto" takes several machines if the other arguments ask for
+            them, a TPU if the machine has one, else processes of this machine. "inline" runs the
+            function in the notebook's own process, for a debugger; ``help(LaunchConfig)`` lists
+            all engines.
         devices: indices of the accelerators to use, one rank each, or "cpu".
-        env: environment variables of the ranks, beside those of the notebook.
-        session: call the function on the ranks of ``%%accelerate`` cells, which stay. They are
-            started if there are none. Where the function uses globals, it uses the session's.
-        debug: compare across ranks what the collectives of ``Accelerator`` are given. If a rank
-            fails while the cell waits, all ranks are kept, so that ``%accelerate debug`` can look
-            into its frames. They end with the next launch, or with ``%accelerate stop``. Torch's
-            own mode (TORCH_DISTRIBUTED_DEBUG=DETAIL) is left out: it kills ranks that train by DDP
-            on CPUs.
-        join_token: token of the launch that this machine joins (``node_rank``). It admits the
-            machines that the launch waits for, and none once they are there.
+        env: environment variables of the ranks, in addition to those of the notebook.
+        session: call the function on the ranks of the ``%%accelerate`` session, which stay alive
+            between calls; they are started if there is no session. Globals in the function are
+            then the variables of those ranks.
+        debug: check that all ranks give matching arguments to the collectives of ``Accelerator``.
+            If a rank fails while the cell waits, all ranks are kept, so that ``%accelerate
+            debug`` can look into its frames. They end with the next launch, or with
+            ``%accelerate stop``. Torch's own mode (TORCH_DISTRIBUTED_DEBUG=DETAIL) is not turned
+            on: it kills ranks that train by DDP on CPUs.
+        join_token: token of the launch that this machine joins (``node_rank``). It is valid
+            until all machines of the launch have joined.
         block: wait for the end of the run. False returns at once; ``run.wait()`` or ``run[0]``
             wait.
         detach: with ``block=False``, the run continues when the kernel ends or restarts, until the
@@ -159,10 +162,10 @@ def notebook_launcher(
         view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets", "text"
             or "none".
         timeout: seconds after which the run is ended; None for no limit.
-        grace: seconds that ranks have to leave: after Stop until they are interrupted, and after an
-            interrupt until they are terminated.
-        name: name of the run in its panel, in ``runs()`` and in ``compare``. None: that of the
-            function.
+        grace: seconds that ranks have to end by themselves: after Stop until they are interrupted,
+            and after an interrupt until they are terminated.
+        name: name of the run in its panel, in ``runs()`` and in ``compare``. None: the name of
+            the function.
 
     Returns:
         The run: results, logs, metrics and progress, while it runs and afterwards.
@@ -243,19 +246,20 @@ def launch_below(
     config: LaunchConfig,
     slot: DisplaySlot,
 ) -> Run:
-    """Launch as a call of :func:`notebook_launcher` does, from a click, and so in the background.
+    """Launch a run from a click on a widget, and show it in a slot that a cell has made.
 
-    A click's own output would appear nowhere: what it launches is shown in a place that a cell has
-    made already.
+    As a call of :func:`notebook_launcher` with ``block=False``. A click has no output of its own in
+    which the panel could appear.
 
     Args:
         function: what each rank calls.
-        args, kwargs: what it is called with.
-        config: the settings that the call would give.
-        slot: the place of the run's panel.
+        args, kwargs: the function's arguments.
+        config: the settings of the launch.
+        slot: where the run's panel is shown.
 
     Raises:
-        ConfigError, LaunchError: as :func:`notebook_launcher`; or the engine needs a cell.
+        ConfigError, LaunchError: as :func:`notebook_launcher`; also for an engine that runs the
+            function in a cell (:func:`check_leaves_notebook_free`).
     """
     end_held_launch()
     chosen, notices = resolve({}, config)
@@ -274,10 +278,12 @@ def launch_below(
 
 
 def check_leaves_notebook_free(config: LaunchConfig) -> None:
-    """Refuse an engine that runs the function in the cell that launches.
+    """Refuse an engine, such as "inline", that runs the function in the notebook's own process.
+
+    For launches by a click, which has no cell in which the function could run.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the engine of ``config`` is one of these.
     """
     if "block" in engine_for(config).unused:
         raise ConfigError(
@@ -290,7 +296,7 @@ def check_leaves_notebook_free(config: LaunchConfig) -> None:
 
 
 def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that say something else than their defaults."""
+    """Return the given arguments of ``notebook_launcher`` that differ from their defaults."""
     parameters = inspect.signature(notebook_launcher).parameters
     return {
         name: value for name, value in given.items() if _differs(value, parameters[name].default)
@@ -298,10 +304,13 @@ def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among the arguments, in the forms that a ``LaunchConfig`` takes.
+    """Return the given arguments that are fields of ``LaunchConfig``, in the forms that it takes.
+
+    ``rdzv_endpoint`` is split into ``master_addr`` and ``use_port``; numbers given as text become
+    ints.
 
     Raises:
-        ConfigError: a text is no address.
+        ConfigError: ``rdzv_endpoint`` is no ``HOST:PORT``.
     """
     settings = {name: given[name] for name in _SETTINGS if name in given}
     for name in ("num_nodes", "use_port"):  # Accelerate's own default is the text "29500"
@@ -326,11 +335,14 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 def _join_as_node(given: Mapping[str, Any]) -> None:
-    """Be another machine of the launch that the same cell makes on machine 0.
+    """Join this machine to the launch of the notebook on machine 0; return when the run has ended.
+
+    Args:
+        given: the arguments of ``notebook_launcher`` that the caller wrote.
 
     Raises:
-        ConfigError: the arguments do not say which launch, or which machine this is.
-        LaunchError: the notebook there does not take this machine.
+        ConfigError: the arguments do not say which launch to join, or as which machine.
+        LaunchError: the notebook of machine 0 cannot be reached or refuses this machine.
     """
     node_rank = as_count("node_rank", given["node_rank"], least=0)
     num_nodes = as_count("num_nodes", _as_number(given.get("num_nodes", 1)))
@@ -375,7 +387,15 @@ def _notebook_shell() -> Any:
 
 
 def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
-    """One line about the arguments and settings for which the engine has no use."""
+    """Return a line for the person that names the settings which the chosen engine ignores.
+
+    Args:
+        given: arguments of the call that differ from their defaults.
+        config: the settings of the launch.
+
+    Returns:
+        The line in a list; an empty list if the engine uses all of them.
+    """
     chosen = engine_for(config)
     names = [name for name in {**given, **config.to_dict()} if name in chosen.unused]
     if not names:
@@ -387,9 +407,9 @@ def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> Run:
-    """Call ``function(*args)`` on several processes of the CPU, in full precision and debug mode.
+    """Call ``function(*args)`` on several CPU processes, in full precision and with ``debug=True``.
 
-    The environment and the default config file do not change that.
+    Neither environment variables nor the default config file change these three settings.
 
     Args:
         function: what each rank calls.
@@ -400,8 +420,8 @@ def debug_launcher(
         The run, which has ended.
 
     Raises:
-        WorkerError: as ``notebook_launcher``, and so are ConfigError, LaunchError, RunStopped and
-            KeyboardInterrupt.
+        WorkerError: a rank failed. ConfigError, LaunchError, RunStopped and KeyboardInterrupt are
+            raised as by ``notebook_launcher``.
 
     Example:
         >>> from notebook_accel import Accelerator, debug_launcher

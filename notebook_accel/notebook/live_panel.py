@@ -1,11 +1,11 @@
-"""The widgets of one live panel, and what is left of them at the end of its run.
+"""The widgets of one run's live panel, and the summary that replaces them when the run ends.
 
     buttons | title | ranks | note (stacks, folder) | metrics | log | displays
 
-One HTML widget holds all ranks, since a page keeps up with one message five times a second but not
-with one a bar. Widget values may be set from any thread; printing and displaying may not: the
-output would go to whatever cell ran last. So the cell displays the panel once, in a slot, and the
-end of the run replaces it there.
+One HTML widget holds all ranks: a page keeps up with one message five times a second, but not with
+one for each bar. Widget values may be set from any thread. Printing and displaying may not, since
+the output would go to the cell that ran last. So the cell displays the panel once, in a slot, and
+at the end of the run the summary replaces it in that slot.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ __all__ = ["LivePanel", "PanelWidgets"]
 
 
 class PanelWidgets:
-    """Makes the widgets of a panel, which share one layout, and one style a kind; closes them all.
+    """Makes the widgets of one panel, which share a layout and a style per class; closes them all.
 
-    Of its own, each would be one more message to make it, one more to close it, and one more model
-    for a page that is reloaded: half of what such a page has to load before it shows the panel. The
-    longer that takes, the more often ipywidgets 8 gives the panel up ("model not found"): where the
-    models come just as a page has looked for them for two seconds, it no longer looks. What differs
-    between widgets of one kind is said by their classes, never by layout or style.
+    A layout and a style for each widget would be two more messages to make it, two to close it, and
+    two more models for a reloaded page: half of all that such a page loads before it shows the
+    panel. The longer that takes, the more often ipywidgets 8 gives up ("model not found"), since it
+    looks for the models for two seconds only. So widgets of one kind differ by their CSS classes,
+    never by layout or style.
     """
 
     def __init__(self) -> None:
@@ -69,13 +69,13 @@ class PanelWidgets:
     def make(
         self, kind: Callable[..., Any], *content: Any, classes: str = "", **traits: Any
     ) -> Any:
-        """A new widget; ``traits`` may have a layout of its own, which is closed with the rest.
+        """Make a widget, to be closed by :meth:`close`.
 
         Args:
             kind: class of the widget.
             content: its positional arguments.
-            classes: of CSS.
-            traits: of the widget.
+            classes: its CSS classes, separated by spaces.
+            traits: its keyword arguments. A ``layout`` among them replaces the shared one.
         """
         if kind in self._styles:
             traits["style"] = self._styles[kind]
@@ -88,7 +88,10 @@ class PanelWidgets:
         return widget
 
     def close(self) -> None:
-        """Close all: a page that connects asks for the state of each that there is."""
+        """Close all widgets that were made, with their layouts and styles.
+
+        A page that connects asks for the state of each widget that is not closed.
+        """
         # What is shared comes last: what uses it is still shown until it is closed itself.
         looks = [self._layout, *self._styles.values(), *(each.layout for each in self._made)]
         for widget in (*self._made, *looks):
@@ -128,16 +131,20 @@ _ended_lock = threading.Lock()
 
 
 class LivePanel:
-    """The widgets of one panel. What clicks change on the page is drawn by :meth:`draw`.
+    """The widgets that show one run while it goes on.
+
+    Clicks only leave a note, since they may come from another thread. The next :meth:`draw` shows
+    their effect.
 
     Attributes:
         box: the panel as a widget.
-        asked_stacks: what the newest click on Stacks has found; None where nobody clicked.
+        asked_stacks: a title and the stacks of the ranks, which the newest click on Stacks has
+            fetched; None before the first.
 
     Args:
-        run: which is shown.
-        slot: where in a cell's output it goes.
-        clicks: how clicks get through.
+        run: the run to show.
+        slot: where the panel stands in the output of a cell.
+        clicks: how clicks get through while a cell runs.
         stop: called when Stop is clicked.
     """
 
@@ -211,23 +218,32 @@ class LivePanel:
         )
 
     def show(self, text: str) -> None:
-        """Display the panel; ``text`` is what a saved file has of it, should it come to no end."""
+        """Display the panel in its slot.
+
+        Args:
+            text: stands in the saved notebook in place of the widgets, until the summary replaces
+                it.
+        """
         self._slot.show(widget_view(self.box, text))
 
     @property
     def picked(self) -> int | None:
-        """The rank whose output is shown; None for all."""
+        """The rank whose output is shown in the log; None for all ranks."""
         return self._log.chosen
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last call to the log."""
+        """Add the lines that ranks printed since the last call to the log, without drawing them."""
         self._log.read(state)
 
     def draw(self, state: RunState, details: Details) -> bool:
-        """Update the widgets from the state; return True if more of the log is to be sent.
+        """Update the widgets; return True if a part of the log is still to be sent.
 
-        A page is only told of what changed. In the long run one call makes two messages, for the
-        ranks and for a block of the log, and each second two more, for the title and the charts.
+        The page is only told of changes. In a long run a call makes two messages, for the ranks and
+        for a block of the log, and once a second two more, for the title and the charts.
+
+        Args:
+            state: the run's state.
+            details: what the panel shows beside the state.
         """
         now = time.monotonic()
         # The rate in the title changes all the time, and is a message of its own.
@@ -244,7 +260,11 @@ class LivePanel:
         return self._log.draw(state)
 
     def draw_displays(self, state: RunState) -> None:
-        """Show in the panel what a rank displayed, for a run in the background."""
+        """Update the displays (figures and the like) of the first rank that runs the call.
+
+        Called only for a run in the background. If a cell waits for the run, the displays are
+        outputs of that cell instead.
+        """
         displays = first_asked(state).displays
         now = time.monotonic()
         if displays is self._drawn_displays or now < self._displays_due:
@@ -284,7 +304,11 @@ class LivePanel:
         self._note.value = str(element("div", fold, class_="na na-stacks"))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Replace the live panel by the summary of the run."""
+        """Replace the live panel by the summary of the run, and close its widgets.
+
+        Args:
+            snapshot: the summary.
+        """
         # First of all, and by one message: what follows would be seen as a panel that jumps.
         self._slot.show(snapshot.bundle)
         # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
@@ -309,7 +333,7 @@ class LivePanel:
                 oldest._lasting.close()
 
     def send_again(self) -> None:
-        """Send the summary once more, for a page that missed it."""
+        """Send the summary once more, for a page that missed the message."""
         self._body.send_state()
         # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
         self._slot.send_again()
@@ -338,7 +362,14 @@ class LivePanel:
         self._is_folder_asked = True
 
     def _saved_log(self, rank: int | None) -> Markup:
-        """A link that holds the output of a rank, or of all; of a large one, the end."""
+        """Return a link that holds the output of a rank as a file; of a long output, only its end.
+
+        Args:
+            rank: whose output; None for all ranks.
+
+        Returns:
+            The link as HTML, or a message if the log files were deleted.
+        """
         who = "all ranks" if rank is None else f"rank {rank}"
         ranks = range(self._run.world_size) if rank is None else [rank]
         parts = [self._run.state.ranks[number] for number in ranks]
@@ -363,7 +394,10 @@ class LivePanel:
 
 
 def _alike(stacks: str) -> list[tuple[str, str]]:
-    """Split the text of ``run.stacks()`` into pairs of ranks and stack, equal stacks once."""
+    """Split the text of ``run.stacks()`` into (ranks, stack) pairs, one for each different stack.
+
+    Ranks are named as in "ranks 0-3". A text without stacks becomes one pair, of "all ranks".
+    """
     _, *parts = re.split(r"^rank (\d+)\n", stacks, flags=re.MULTILINE)
     ranks: dict[str, list[int]] = {}
     for rank, text in zip(parts[::2], parts[1::2], strict=True):

@@ -1,19 +1,18 @@
-"""The log of the live panel: the newest lines of ranks, cut into blocks, one widget a block.
+"""The log of the live panel: the newest lines of ranks, cut into blocks with one widget each.
 
     state --> LogWindow.read --> blocks --> LogWindow.next_block --> one widget a block
 
-A block is closed when it is full and never changes again. So the page keeps what it has: a
-selection stays, a reader who scrolled up stays where he is, and a message holds new lines only.
-In a flood the newest block and those before it take turns; lines that were passed over meanwhile
-are marked by an ellipsis.
+A block that is full never changes again. So a selection in the page stays, a reader who scrolled up
+keeps the place, and a message holds new lines only. When lines come faster than they can be sent,
+the newest block and older unsent blocks take turns; an ellipsis marks lines that were skipped.
 
-Nothing but core widgets and CSS. The box lays its content out from the bottom up
-(``column-reverse``), so that a page shows the newest line, and goes on doing so, until somebody
-scrolls up; then the browser keeps what he sees in place. A new box starts at the bottom again,
-which is what the button does.
+The log uses only core widgets and CSS. The box lays its content out from the bottom up
+(``column-reverse``), so that a page follows the newest line until the reader scrolls up; then the
+browser keeps the visible lines in place. The button "newest" makes a new box, which starts at the
+bottom again.
 
-Widgets are used again for newer blocks: each block has its place in the box by its ``order`` in
-CSS, so that no widget is ever taken out, and the page draws no other anew.
+Widgets of old blocks are reused for new ones. The ``order`` property in CSS puts each block into
+its place, so that no widget is ever removed from the box and the page redraws no other one.
 """
 
 from __future__ import annotations
@@ -64,13 +63,15 @@ _COLOUR_BYTES = 50
 
 @dataclass
 class LogBlock:
-    """A block of consecutive log lines, each with its rank.
+    """A block of consecutive log lines.
 
     Attributes:
-        number: counts the blocks of a window.
-        lines: (rank, second, text): whose line, and when it came, by the wall clock; the rank is
-            None for a line of the window's own.
-        is_sent: whether the page has the block as it is.
+        number: counts the blocks of a window, from 0.
+        lines: (rank, second, text) of each line: the rank that printed it, and the wall-clock
+            second in which it came. The rank is None for a message of the window itself, such as
+            the number of skipped lines; the second is None where it is unknown.
+        num_bytes: estimated size of the block as HTML in a message.
+        is_sent: whether the page has the block with all its lines.
         follows_gap: whether the page lacks the block before this one.
     """
 
@@ -86,11 +87,14 @@ class LogBlock:
 
 
 class LogWindow:
-    """The last :data:`MAX_LINES` lines of some ranks, in order of reading, cut into blocks.
+    """The last :data:`MAX_LINES` lines of some ranks as blocks, in the order of reading.
+
+    It also keeps track of which blocks the page has. It holds no widgets.
 
     Args:
-        ranks: the ranks whose lines are shown. Of several, each line has its rank beside it.
-        words: only lines with these words in them are shown, in capitals or not.
+        ranks: the ranks whose lines are shown. If there are several, each line is labelled with its
+            rank.
+        words: text to search for, in upper or lower case; only lines that contain it are shown.
     """
 
     def __init__(self, ranks: Sequence[int], words: str = "") -> None:
@@ -107,7 +111,7 @@ class LogWindow:
         self._open_lines: dict[int, _Timed] = {}
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last read to the window."""
+        """Add the lines that ranks printed since the last call; drop the oldest blocks."""
         news = {
             number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
         }
@@ -147,24 +151,25 @@ class LogWindow:
 
     @property
     def num_found(self) -> int:
-        """Number of lines that matched the search words, also those no longer shown."""
+        """Number of lines that matched the search words, including those that were dropped."""
         return self._num_found + len(self._open_lines)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no line was printed yet."""
+        """Whether the window has no line to show."""
         return not self._blocks
 
     @property
     def first_number(self) -> int:
-        """The number of the oldest block that the page should show."""
+        """The number of the oldest block in the window; the page should not show older ones."""
         return self._num_blocks - len(self._blocks)
 
     def next_block(self, *, older: bool = False) -> LogBlock | None:
-        """Return the newest unsent block and mark it as sent; None if all were sent.
+        """Return the block to send next, and mark it as sent; None if all blocks were sent.
 
         Args:
-            older: leave the very newest block for later where the page lacks another one.
+            older: skip the window's newest block if others are unsent too. By default the newest
+                unsent block is returned.
         """
         unsent = [index for index, block in enumerate(self._blocks) if not block.is_sent]
         if not unsent:
@@ -180,12 +185,15 @@ class LogWindow:
         return block
 
     def forget_sent(self) -> None:
-        """Mark all blocks as unsent, for a page that showed another window."""
+        """Mark all blocks as unsent, since the page showed another window until now."""
         for block in self._blocks:
             block.is_sent = False
 
     def render(self, block: LogBlock) -> Markup:
-        """Return the lines of a block as HTML; unfinished lines come last in the newest block."""
+        """Return the lines of a block as HTML.
+
+        The newest block ends with the unfinished lines of the ranks.
+        """
         lines = list(block.lines)
         if block is self._blocks[-1]:
             lines += [(rank, second, text) for rank, (second, text) in self._open_lines.items()]
@@ -243,7 +251,13 @@ class LogWindow:
 
 
 def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
-    """Return the newest finished lines of a rank, each with the second of its arrival."""
+    """Return a rank's newest finished lines as (second, text) pairs.
+
+    Args:
+        lines: the newest finished lines.
+        rank: the state of that rank, which has the wall-clock seconds in which lines came. The
+            second of a line that it knows nothing of is None.
+    """
     first = rank.num_lines - len(lines)
     seconds: list[int | None] = []
     for (start, second), (end, _) in pairwise([*rank.times, (rank.num_lines, 0)]):
@@ -254,7 +268,10 @@ def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
 
 
 def _open_line(rank: RankState) -> _Timed:
-    """Return the unfinished line of a rank, with the second in which it began."""
+    """Return the unfinished line of a rank as a (second, text) pair.
+
+    The second is the wall-clock time at which the line began; None where that is unknown.
+    """
     seconds = (second for start, second in reversed(rank.times) if start <= rank.num_lines)
     return next(seconds, None), rank.tail[-1]
 
@@ -266,7 +283,7 @@ def _markup_bytes(line: str) -> int:
 
 
 def _cut(line: str) -> str:
-    """Return the line, cut to the size limit of a block."""
+    """Return the line; one of more than ``_LINE_BYTES`` is cut to that and loses its colours."""
     if len(line) * _COLOUR_BYTES <= _LINE_BYTES or _markup_bytes(line) <= _LINE_BYTES:
         return line
     return shorten(plain_text(line), _LINE_BYTES)
@@ -278,13 +295,14 @@ _ALL_RANKS = -1
 
 
 class LogView:
-    """The log of one panel: the ranks shown, and the blocks that its page has.
+    """The widgets of a panel's log: choice of ranks, search field, buttons and lines.
 
     Args:
         state: the run's state.
-        clicks: how clicks get through.
-        widgets: makes those of the panel.
-        saved: gives the whole log of a rank, or of all (None), as a link or a line of HTML.
+        clicks: how clicks get through while a cell runs.
+        widgets: makes the widgets of the panel.
+        saved: called with a rank, or None for all ranks, after a click on Save; returns HTML with a
+            link to the output, or with a message.
     """
 
     def __init__(
@@ -349,17 +367,17 @@ class LogView:
 
     @property
     def chosen(self) -> int | None:
-        """The rank whose output is shown; None for all."""
+        """The rank whose output is shown; None for all ranks."""
         return None if self._filter.value == _ALL_RANKS else self._filter.value
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last call."""
+        """Add the lines that ranks printed since the last call, without drawing them."""
         self._all_ranks.read(state)
         if self._window is not self._all_ranks:
             self._window.read(state)
 
     def draw(self, state: RunState) -> bool:
-        """Send one block to the page; return True if more may be unsent."""
+        """Apply clicks and send one block to the page; return True if more blocks may be unsent."""
         # A click may change what is chosen meanwhile.
         chosen, words = self.chosen, self._search.value.strip()
         ranks = tuple(range(state.world_size)) if chosen is None else (chosen,)
@@ -398,7 +416,7 @@ class LogView:
         self._is_follow_asked = True
 
     def _say_what_was_found(self) -> None:
-        """Show the number of lines found by the search, also for an empty box."""
+        """Show the number of lines that the search found as the title, even if there are none."""
         found, words = self._window.num_found, self._window.words
         hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
         self._title.value = hits if words else "output"
@@ -436,7 +454,10 @@ class LogView:
         del self._shown[index]
 
     def _add_widgets(self, number: int) -> None:
-        """Add widgets to the box, all at once: each change sends the page the whole list."""
+        """Add ``number`` widgets for blocks to the box.
+
+        All at once, since each change of the box sends its whole list of widgets to the page.
+        """
         added = [self._widgets.make(ipywidgets.HTML) for _ in range(number)]
         self._blocks.children = [*self._blocks.children, *added]
 

@@ -1,6 +1,6 @@
-"""``%%accelerate`` and ``%accelerate``: cells on the ranks of a session, and what is done to it.
+"""The magics ``%%accelerate``, which runs a cell on ranks, and ``%accelerate``, which has commands.
 
-Loaded by ``%load_ext notebook_accel``.
+``%load_ext notebook_accel`` registers both.
 """
 
 # IPython's decorators carry no types.
@@ -53,11 +53,11 @@ __all__ = ["AccelerateMagics", "CellSyntaxError", "complete_magic", "load_ipytho
 
 
 def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) -> None:
-    """Have Tab complete lines of ``%accelerate`` and ``%%accelerate``.
+    """Have Tab complete lines that begin with ``%accelerate`` or ``%%accelerate``.
 
     Args:
-        shell: of the notebook.
-        names: returns the names of the notebook and of its session.
+        shell: the notebook's IPython shell.
+        names: returns the variables to offer, those of the notebook and of its session.
     """
 
     def offer(_shell: Any, event: Any) -> Sequence[str]:
@@ -80,10 +80,10 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
 
 
 def _silence_jedi(completer: Any) -> None:
-    """Have a line of the magic get our answers alone.
+    """Keep IPython from adding Jedi's completions to those of this package in lines of the magic.
 
-    IPython adds Jedi's to those of a completer that it asks by the first word: a line of a magic
-    is no Python, and ``--`` would give ``--abs``.
+    Jedi takes such a line for Python: for ``--`` it would offer ``--abs``. Before IPython 8.6
+    nothing is changed.
     """
     try:
         from IPython.core.completer import context_matcher
@@ -102,7 +102,10 @@ def _silence_jedi(completer: Any) -> None:
 
 
 def _options(parser: ArgumentParser) -> list[str]:
-    """The long options, each in the spelling that a person types."""
+    """Return the long options of a parser for Tab to offer, such as ``--num-processes``.
+
+    Aliases with an underscore are left out.
+    """
     # Each option begins a line of the help, and its text comes after two spaces or below.
     lines = [line.strip() for line in parser.format_help().splitlines() if line.startswith("  -")]
     spelled = (word for line in lines for word in re.findall(r"--[\w-]+", line.partition("  ")[0]))
@@ -116,10 +119,11 @@ _RANKS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics ``%accelerate`` and ``%%accelerate``, and prepare for the first launch.
 
-    ``%load_ext notebook_accel`` calls it. It starts the helper process from which ranks start.
+    ``%load_ext notebook_accel`` calls it. To make the first launch fast, it also starts the helper
+    process from which ranks are forked.
 
     Args:
-        ipython: the shell of the notebook.
+        ipython: the notebook's IPython shell.
 
     Example:
         >>> %load_ext notebook_accel
@@ -131,10 +135,11 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 class CellSyntaxError(Exception):
-    """The text of a cell is not Python. Its ``__cause__`` is the ``SyntaxError``.
+    """A ``%%accelerate`` cell is not Python; raised before it is sent to the ranks.
 
-    It is no ``SyntaxError`` itself: of one that a magic raises IPython also lists the frames of
-    the magic. IPython asks an exception for ``_render_traceback_`` and shows those lines alone.
+    Its ``__cause__`` is the ``SyntaxError``. It is no subclass of ``SyntaxError``: for one that a
+    magic raises, IPython would also list the frames of the magic. Instead, IPython shows the lines
+    that ``_render_traceback_`` returns.
     """
 
     def __init__(self, error: SyntaxError, lines: list[str]) -> None:
@@ -159,7 +164,7 @@ _CONFIG = argument("--config", metavar="FILE", help="YAML file with the session'
 
 @magics_class
 class AccelerateMagics(Magics):
-    """The magics of this package."""
+    """``%%accelerate`` and ``%accelerate`` as IPython wants magics: methods of a class."""
 
     @magic_arguments("%accelerate")
     @argument("-h", "--help", action="store_true", help="show this text; the cell does not run")
@@ -181,13 +186,13 @@ class AccelerateMagics(Magics):
     @_CONFIG
     @line_cell_magic
     def accelerate(self, line: str, cell: str | None = None) -> Run | None:
-        """Run the cell on several processes at once; they stay for the next cell.
+        """Run the cell on several processes at once, which stay alive for the next cell.
 
         The processes are the ranks of a session, numbered from 0: the first cell starts them, and
-        what a cell assigns is there in the next one. Each rank has `rank`, `world_size`, `device`
-        and `accelerator`. Variables of the notebook that the cell uses are copied to the ranks,
-        unless the session assigned them last. The value of a last expression is shown for each
-        rank.
+        variables that a cell assigns are there in the next one. Each rank has `rank`, `world_size`,
+        `device` and `accelerator`. Variables of the notebook that the cell uses are copied to the
+        ranks, unless a cell of the session was the last to assign them. If the cell ends with an
+        expression, its value is shown for each rank.
 
         As a line, %accelerate takes a command:
 
@@ -195,9 +200,9 @@ class AccelerateMagics(Magics):
                                          and --config that stand below
             %accelerate restart [-n 4]   end them, and start new ones, which have no variables
             %accelerate stop             end them
-            %accelerate status           how the ranks are, and the names of their variables
-            %accelerate pull a,b         copy variables of rank 0 into the notebook; of another
-                                         one with --rank 1, a list of all with --each-rank
+            %accelerate status           state of each rank, and the names of their variables
+            %accelerate pull a,b         copy variables of rank 0 into the notebook; --rank 1
+                                         copies those of rank 1, --each-rank lists of all ranks'
             %accelerate push x,y         copy variables of the notebook to all ranks
             %accelerate logs [RANK]      what the ranks, or one of them, have printed
             %accelerate stacks [RANK]    which line the ranks, or one of them, execute now
@@ -246,7 +251,13 @@ class AccelerateMagics(Magics):
 
     @contextmanager
     def _ranks_for(self, options: Any) -> Iterator[NotebookSession]:
-        """The session; with ``--fresh`` one that ends with the cell."""
+        """Yield the session that runs the cell; it is started if there is none.
+
+        With ``--fresh`` it is a new session beside that one, which ends with the block.
+
+        Args:
+            options: the parsed options of ``%%accelerate``.
+        """
         if not options.fresh:
             yield session.session_for(self._notebook, _given(options), options.config)
             return
@@ -260,7 +271,14 @@ class AccelerateMagics(Magics):
             running.end()
 
     def _write(self, cell: str, number: int, path: str, running: NotebookSession) -> None:
-        """Write the cell as a script, after those that the session has run."""
+        """Write a script of the cells that the session has run, and of this cell as the last one.
+
+        Args:
+            cell: source of the cell, without its magic's line.
+            number: execution number of the cell.
+            path: file to write.
+            running: the session.
+        """
         shell: Any = self.shell
         target = Path(path).expanduser()
         running.await_calls()
@@ -278,7 +296,10 @@ class AccelerateMagics(Magics):
         print(f"wrote {target}{others and f', without {others}'}")  # noqa: T201
 
     def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
-        """The cell as the page has it, without blank lines above its magic; and its number."""
+        """Return the source of the cell with its magic's line, and the cell's execution number.
+
+        Blank lines above the magic are left out. Tracebacks quote this source.
+        """
         shell: Any = self.shell
         # IPython 9 counts a cell before it runs it, older ones after.
         number = len(shell.user_ns["In"]) - 1
@@ -380,7 +401,7 @@ class AccelerateMagics(Magics):
 @_MIXED_PRECISION
 @_CONFIG
 def _start_options() -> None:
-    """Options of the command; only the parser is used."""
+    """Carry the options of ``%accelerate start`` and ``restart``; only its ``parser`` is used."""
 
 
 @magic_arguments("%accelerate pull")
@@ -388,7 +409,7 @@ def _start_options() -> None:
 @argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
 @argument("--each-rank", "--each_rank", action="store_true", help="a list with each rank's value")
 def _pull_options() -> None:
-    """Options of the command; only the parser is used."""
+    """Carry the options of ``%accelerate pull``; only its ``parser`` is used."""
 
 
 _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
@@ -416,24 +437,27 @@ _OPTIONS_OF = {
 
 
 def _session_names() -> frozenset[str]:
-    """The names of the session; none where there is no session."""
+    """Return the names of the session's variables; an empty set where there is no session."""
     running = session.current_session()
     return frozenset() if running is None else running.names
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """The settings that the options give; None for one that they leave open."""
+    """Return the launch settings among parsed options; None for an option that was left out."""
     return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
 
 
 def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
-    """The settings of a magic's options, completed from ``--config``, the environment and the
-    default file; and notices about their sources."""
+    """Return the launch settings of parsed options, completed by other sources, and notices.
+
+    Settings that the options leave open come from the ``--config`` file, environment variables and
+    the default config file. The notices are lines for the person about these sources.
+    """
     return resolve(_given(options), options.config)
 
 
 def _check_fresh(options: Any) -> None:
-    """Raise UsageError if an option that only a session takes is given beside ``--fresh``."""
+    """Raise UsageError if ``--fresh`` is given with an option that only a lasting session takes."""
     names = ("ranks", "bg", "pull", "each_rank", "push", "no_push")
     others = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if others:
@@ -446,6 +470,11 @@ def _check_fresh(options: Any) -> None:
 def _check_syntax(shell: Any, text: str, filename: str) -> None:
     """Check the syntax of a cell before it is sent to the ranks.
 
+    Args:
+        shell: the notebook's IPython shell.
+        text: source of the cell, with IPython's syntax turned into Python.
+        filename: file name of the cell, for the error.
+
     Raises:
         CellSyntaxError: it is no Python.
     """
@@ -457,7 +486,13 @@ def _check_syntax(shell: Any, text: str, filename: str) -> None:
 
 
 def _split(line: str) -> list[str]:
-    """The words of a line, as a shell splits them; IPython's own way keeps the quotes."""
+    """Return the words of a line, split and unquoted as by a shell.
+
+    IPython's own parser of magic lines keeps the quotes.
+
+    Raises:
+        UsageError: a quote is not closed.
+    """
     try:
         return shlex.split(line)
     except ValueError as error:  # a quote without its end
@@ -465,7 +500,11 @@ def _split(line: str) -> list[str]:
 
 
 def _parse_names(text: str | None) -> tuple[str, ...]:
-    """Return the names in ``a,b`` or ``a b``, in NFKC form as Python has them."""
+    """Return the names in ``a,b`` or ``a b``, in NFKC form as Python has them; () for None.
+
+    Raises:
+        UsageError: a word is no Python identifier.
+    """
     names = tuple(unicodedata.normalize("NFKC", text or "").replace(",", " ").split())
     for name in names:
         if not name.isidentifier():
@@ -474,7 +513,11 @@ def _parse_names(text: str | None) -> tuple[str, ...]:
 
 
 def _some_names(arguments: Sequence[str]) -> tuple[str, ...]:
-    """``a,b`` and ``a b`` as names, of which there must be one."""
+    """Return the names in the arguments of a command, such as ``a,b`` or ``a b``.
+
+    Raises:
+        UsageError: there is none, or a word is no Python identifier.
+    """
     names = _parse_names(",".join(arguments))
     if not names:
         raise UsageError("no variable is named; expected some such as model,loss")
@@ -482,7 +525,11 @@ def _some_names(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_ranks(text: str | None) -> frozenset[int] | None:
-    """``0,2-3`` as ranks; None for all."""
+    """Return the ranks in a text such as ``0,2-3``; None, for all ranks, if ``text`` is None.
+
+    Raises:
+        UsageError: the text names no ranks.
+    """
     if text is None:
         return None
     ranks: set[int] = set()

@@ -1,7 +1,8 @@
 """HTML that cannot be injected: every piece of text is escaped unless it is ``Markup``.
 
-``Markup`` is markupsafe's: text that is HTML already. What ranks print, the names of metrics and
-the texts of exceptions are plain ``str`` and become ``Markup`` here, and nowhere else.
+``Markup`` is the class of markupsafe: text that is HTML already. Output of ranks, names of metrics
+and texts of exceptions are plain ``str``. They become ``Markup`` only by the functions here, which
+escape them.
 """
 
 from __future__ import annotations
@@ -40,23 +41,27 @@ _VOID_TAGS = frozenset({"br", "col", "img"})
 
 
 def escape(text: str) -> Markup:
-    """``text`` as HTML, without terminal colours and control characters; markup stays as it is."""
+    """Return ``text`` as HTML, without terminal colours and control characters.
+
+    A text that is ``Markup`` already is returned unchanged.
+    """
     if isinstance(text, Markup):
         return text
     return markupsafe.escape(plain_text(text))
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """The parts after each other, each escaped where it is plain text."""
+    """Concatenate the parts into one ``Markup``; parts that are plain text are escaped."""
     # Markup's own join would escape each part once more.
     return Markup("".join(map(escape, parts)))
 
 
 def element(tag: str, /, *children: str, **attributes: str | float | bool | None) -> Markup:
-    """One element with its attributes and children.
+    """Return one HTML element with its attributes and children; plain text in both is escaped.
 
-    ``class_`` and ``aria_label`` are written with their HTML names, ``class`` and ``aria-label``.
-    An attribute that is None or False is left out, one that is True has no value.
+    Attributes are named as in HTML, with ``_`` for ``-`` and a trailing ``_`` where Python reserves
+    the word: ``aria_label``, ``class_``. An attribute that is None or False is left out, one that
+    is True is written without a value.
     """
     start = f"<{tag}"
     for name, value in attributes.items():
@@ -72,16 +77,20 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
 
 
 def copyable(tag: str, text: str) -> Markup:
-    """``text`` in an element, and a button that copies it.
+    """Return an element with ``text``, followed by a button that copies the text to the clipboard.
 
-    For the values of widgets alone: what a saved notebook keeps runs no script.
+    Only for the values of live widgets: in a saved notebook the button's script does not run.
+
+    Args:
+        tag: of the element around the text.
+        text: what is shown and copied.
     """
     button = element("button", "Copy", class_="na-copy", type="button", onclick=_COPY)
     return join([element(tag, text), " ", button])
 
 
 def shorten(text: str, max_bytes: int) -> str:
-    """``text`` cut to about ``max_bytes`` bytes of markup; an ellipsis stands for the rest."""
+    """Return ``text``, cut to about ``max_bytes`` bytes of HTML; an ellipsis marks a cut."""
     # Most texts are far shorter, and thousands a second come here.
     if len(text) * 5 <= max_bytes:
         return text
@@ -94,11 +103,15 @@ def shorten(text: str, max_bytes: int) -> str:
 
 
 def message_bytes(markup: str) -> int:
-    """Bytes that ``markup`` takes as a JSON string in a message to the page."""
+    """Return the bytes that ``markup`` takes as a JSON string in a message to the page."""
     return len(markup.encode()) + markup.count('"') + markup.count("\n") + markup.count("\\")
 
 
 @lru_cache
 def style_element(name: str = "panel") -> Markup:
-    """The style sheet of that name as a ``<style>`` element, for a widget beside what it styles."""
+    """Return the style sheet ``NAME.css`` of this folder as a ``<style>`` element.
+
+    Args:
+        name: "panel" or "picker".
+    """
     return Markup(f"<style>{Path(__file__).with_name(f'{name}.css').read_text()}</style>")

@@ -1,4 +1,4 @@
-"""The metrics of the live panel: which are shown, how, and one widget with their charts."""
+"""The metrics of the live panel: controls that choose which are shown and how, and their charts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SMOOTHING = (
 
 
 class MetricsView:
-    """Charts of the metrics, a page of them at a time.
+    """The part of a live panel that shows the charts of the metrics, one page of them at a time.
 
     Args:
-        clicks: how clicks get through.
-        widgets: makes those of the panel.
+        clicks: how clicks get through while a cell runs.
+        widgets: makes the widgets of the panel.
     """
 
     def __init__(self, clicks: ClicksAfterTheCell, widgets: PanelWidgets) -> None:
@@ -77,7 +77,14 @@ class MetricsView:
             clicks.let_through(widget)
 
     def draw(self, curves: LiveCurves, *, now: float) -> None:
-        """Show the curves as they are now, at most once a second, and at once after a click."""
+        """Update the charts if the curves have changed or a control was clicked.
+
+        After a click the charts change at once, otherwise at most once a second.
+
+        Args:
+            curves: the curves of all metrics.
+            now: time in seconds, of a monotonic clock.
+        """
         is_log, smoothing = self._scale.value, self._smoothing.value
         chosen = (self._group.value, self._page, is_log, smoothing)
         key = (*chosen, curves.version)
@@ -132,7 +139,11 @@ class MetricsView:
 
 
 def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Names by what comes before their first slash; all of them under ""."""
+    """Group names of metrics by the prefix before their first slash.
+
+    Returns:
+        The names of each prefix, and all names under "". Names without a prefix are under "" alone.
+    """
     groups: dict[str, list[str]] = {"": list(names)}
     for name in names:
         prefix, slash, _ = name.partition("/")

@@ -1,13 +1,15 @@
-"""Which side of a session assigned a name last: the notebook, or the ranks.
+"""Keep track of who assigned a variable last: the notebook, or the session (the ranks).
 
     notebook: x = 1         the notebook's: pushed when a cell of the session uses x
-    session:  x = 2         the session's: the notebook's x stays at home
-    notebook: x = 3         the notebook's again, also while a call goes on that assigns x
-    %accelerate pull x      the session's: both have the same, and neither is newer
-    notebook: del x         the ranks keep what they got
+    session:  x = 2         the session's: the notebook's x is not pushed any more
+    notebook: x = 3         the notebook's again, even if a call that assigns x still runs
+    %accelerate pull x      the session's: both have the same value, so nothing is to be pushed
+    notebook: del x         the ranks keep the value that they were given
 
-A name of the notebook's is pushed again when its object changed, as a list does that was appended
-to. What the ranks do to what they got, such as training a model, changes nothing here.
+To push is to copy a variable from the notebook to all ranks, to pull is to copy it back. A variable
+of the notebook is pushed again when its object was changed in place, such as a list that was
+appended to. Changes in place on the ranks, such as the training of a model, do not count as an
+assignment.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ _IPYTHONS = ("exit", "get_ipython", "open", "quit")
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Names on their way to the session.
+    """Variables of the notebook that are sent to the ranks with a call.
 
     Attributes:
-        values: the notebook's objects.
-        lines: about large ones, for the person.
-        fills: of the names, those that some ranks have assigned, and others do not have: they go
-            to the others alone.
+        values: the notebook's objects, by name.
+        fills: those of the names that some ranks have assigned and other ranks lack. A rank that
+            has such a name keeps its own value.
+        lines: messages for the person about large objects.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -47,12 +49,15 @@ class Push:
 
 @dataclass(frozen=True)
 class _AgreedName:
-    """What the notebook had under a name at the last push, pull, or assignment by the session.
+    """The notebook's object under a name at the last push, pull, or assignment by the session.
+
+    Comparing with it shows whether the notebook has changed the variable since.
 
     Attributes:
-        key: identity of the notebook's object then; None where it had none.
-        digest: of that object; None where the session assigned the name.
-        is_pulled: whether the notebook's object is a copy of the session's.
+        key: ``id`` of that object; None where the notebook had no such variable.
+        digest: hash of its pickled content when it was pushed; None after a pull or an assignment
+            by the session.
+        is_pulled: whether that object is a copy that was pulled from the session.
     """
 
     key: int | None
@@ -61,12 +66,15 @@ class _AgreedName:
 
 
 class Ownership:
-    """The names that one of the two sides, or both, have.
+    """Records which side assigned each variable last: the notebook or its session.
+
+    The notebook's side of a session keeps one, tells it of each assignment, push and pull
+    (``note_*``), and asks it what to push with the next call (``plan_push``).
 
     Args:
-        namespace: the notebook's.
-        hidden: what of it IPython does not list, by name: its own, and what startup files,
-            ``%pylab`` and the like have put there for the person.
+        namespace: the notebook's variables.
+        hidden: variables that IPython does not list as the person's: its own, and those that
+            startup files, ``%pylab`` and the like have set.
     """
 
     def __init__(self, namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> None:
@@ -87,12 +95,16 @@ class Ownership:
         self._agreed_in_cell: set[str] = set()
 
     def note_call(self) -> None:
-        """Record that a call is sent; later assignments of the notebook win over the call's."""
+        """Record that a call is sent to the ranks.
+
+        A variable that the notebook assigns after this stays the notebook's, even if the call
+        assigns it.
+        """
         self._num_calls += 1
         self._keys_at_call = self._keys()
 
     def note_assigned(self, names: Iterable[str]) -> None:
-        """Record the names that a cell of the notebook assigned."""
+        """Record the names that a plain cell of the notebook, which has ended, has assigned."""
         for name in names:
             agreed = self._known.get(name) if name in self._agreed_in_cell else None
             # It was pushed or pulled after the cell had assigned it: what the ranks have made of
@@ -102,7 +114,7 @@ class Ownership:
         self._agreed_in_cell.clear()
 
     def note_session_assigned(self, names: Iterable[str]) -> None:
-        """Record the names that the newest call assigned in the session."""
+        """Record the names that the newest call, which has ended, has assigned on the ranks."""
         for name in names:
             # One that the notebook has assigned since that call was sent is the notebook's.
             if self._anew.get(name) != self._num_calls:
@@ -110,36 +122,46 @@ class Ownership:
                 self._anew.pop(name, None)
 
     def note_uses(self, uses: Sequence[Mapping[str, frozenset[str]]]) -> None:
-        """Record which globals the code of each name uses, as each rank reports it."""
+        """Record which globals the functions, classes and objects of the session use.
+
+        Args:
+            uses: one mapping a rank, from a name to the globals that the code of its value uses.
+        """
         for name in {name for one in uses for name in one}:
             self._uses[name] = frozenset[str]().union(*(one.get(name, ()) for one in uses))
 
     def note_pulled(self, name: str) -> None:
-        """Record that the notebook has pulled this name."""
+        """Record that the notebook's variable ``name`` was copied from the session."""
         self._agree(name, _AgreedName(self._key(name), None, is_pulled=True))
 
     def push_again(self, names: Iterable[str]) -> None:
-        """Mark pushed names that not all ranks received, so that the next use pushes them again."""
+        """Mark names whose push did not reach all ranks, so that the next use pushes them again."""
         for name in names:
             self._anew[name] = self._num_calls
 
     def keep_only(self, names: Sequence[frozenset[str]]) -> None:
-        """The ranks have no other names than these."""
+        """Forget all names that no rank has any more.
+
+        Args:
+            names: the names that each rank has, one set a rank.
+        """
         kept = frozenset[str]().union(*names)
         self._known = {name: known for name, known in self._known.items() if name in kept}
         self._uses = {name: used for name, used in self._uses.items() if name in kept}
         self._in_parts = kept.difference(frozenset.intersection(*names))
 
     def plan_push(self, used: Iterable[str], forced: Iterable[str] = ()) -> Push:
-        """Return the variables that must be pushed before a cell runs.
+        """Return the variables of the notebook to push before a cell runs on the ranks.
+
+        These are variables that the cell uses, directly or through functions and classes, and that
+        the notebook has assigned or changed since the ranks got them.
 
         Args:
-            used: names that the cell uses. Those that functions and classes use belong to them,
-                also of functions and classes that live in the session.
-            forced: names that are pushed whoever assigned them.
+            used: names that the cell uses.
+            forced: names to push even if the session assigned them last.
 
         Raises:
-            LaunchError: a value cannot travel.
+            LaunchError: a value cannot be pickled.
         """
         values: dict[str, Any] = {}
         lines: list[str] = []
@@ -180,7 +202,7 @@ class Ownership:
         )
 
     def note_pushed(self, push: Push) -> None:
-        """Record that the session has received a push."""
+        """Record that the variables of ``push`` were sent to the ranks."""
         for name, value in push.values.items():
             if name in push.fills:
                 continue
@@ -188,7 +210,7 @@ class Ownership:
             self._agree(name, _AgreedName(id(value), look_at(name, value).digest))
 
     def is_ours(self, name: str) -> bool:
-        """Return whether a person, not IPython, assigned this name in the notebook."""
+        """Return whether the notebook has this name and a person, not IPython, assigned it."""
         if name not in self._namespace or is_history(name):
             return False
         if name not in _IPYTHONS and not name.startswith("__"):

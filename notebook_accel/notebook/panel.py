@@ -1,8 +1,8 @@
-"""The live panel as HTML, metrics and log aside: pure functions of the run's state.
+"""The live panel as HTML, except metrics and log: pure functions of the run's state.
 
-It is drawn five times a second, and a message of 20 KB is what a page keeps up with then
-(notebook/dashboard.py). So texts are cut, and of many ranks all are in a heat row, the slowest
-first, and those have a row of their own.
+The panel is drawn five times a second, at which rate a page keeps up with messages of 20 KB
+(notebook/dashboard.py). So long texts are cut. Of more than 16 ranks, each has a small cell in one
+row (the heat row), the slowest first, and only the slowest few have a row of their own as well.
 """
 
 from __future__ import annotations
@@ -63,16 +63,18 @@ AskedStacks: TypeAlias = "tuple[str, Sequence[tuple[str, str]]]"
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What the panel shows beside the run's state.
+    """The facts that the panel shows in addition to the run's state; ``Dashboard`` collects them.
 
     Attributes:
-        now: wall time, seconds.
-        throughputs: items a second of ranks that draw no bar.
-        of_run: items a second of a rank in the mean, and what one is.
-        last_hang: what was said of the last hang, which may be over; "" where there was none.
-        picked: the rank whose output is shown; None for all.
-        stopping: seconds since somebody asked for the end; None where nobody did.
-        grace: seconds that the ranks get to leave.
+        now: wall time in seconds.
+        throughputs: batches or steps a second of each rank, shown for ranks that draw no progress
+            bar; None where it is not known yet.
+        of_run: (items a second of a rank in the mean, name of an item); None if not known yet.
+        last_hang: the text about the newest hang, also after the hang is over; "" if there was
+            none.
+        picked: the rank whose output is shown in the log; None for all ranks.
+        stopping: seconds since the run was asked to stop; None if it was not.
+        grace: seconds that ranks have after Stop until they are interrupted.
     """
 
     now: float
@@ -87,15 +89,15 @@ class Details:
 def render_panel(state: RunState, details: Details) -> Markup:
     """Return the rows of the ranks, notices and warnings as HTML.
 
-    What may come stands below what is there from the start, the latest last, and stays once it is
-    there: a panel that jumps under the mouse cannot be used.
+    Notices and warnings, which come later, stand below the rows and stay once they are shown:
+    nobody can use a panel that jumps under the mouse.
     """
     parts = _ranks(state, details), _notices(state), _warnings(state, details)
     return element("div", *parts, class_="na")
 
 
 def render_title(state: RunState, details: Details) -> Markup:
-    """Return the panel's head as HTML: name, status, time, ranks, devices and rate."""
+    """Return the panel's title bar as HTML: name, status, time, ranks, devices and rate."""
     devices = {rank.device for rank in state.ranks if rank.device}
     where = num_ranks(state)
     if devices:
@@ -120,10 +122,10 @@ def render_title(state: RunState, details: Details) -> Markup:
 
 
 def render_alert(state: RunState) -> Markup:
-    """Return the alert for screen readers as HTML, for a stop or a hang; "" otherwise.
+    """Return an alert for screen readers as HTML, if the run stops or hangs; "" otherwise.
 
-    The panel is drawn anew as long as its clock moves on, and a reader would say all of it each
-    time. This changes with what it says alone.
+    It is an element of its own, which changes only when its text does. The rest of the panel is
+    redrawn each second for its clock, and a screen reader would read all of it aloud each time.
     """
     if state.status == "stopping":
         text = f"{state.name}: waiting for the ranks to leave"
@@ -135,7 +137,7 @@ def render_alert(state: RunState) -> Markup:
 
 
 def stacks_of_hang(hang: Hang) -> list[tuple[str, str]]:
-    """Return the stacks of a hang: pairs of the ranks ("ranks 0-3") and their stack."""
+    """Return the stacks of a hang as (ranks, stack) pairs; ranks as a text such as "ranks 0-3"."""
     return [(wording.rank_list(ranks), text) for ranks, text in hang.stacks]
 
 
@@ -147,14 +149,14 @@ def fold_of_stacks(
     max_bytes: int = 30_000,
     style: str | None = None,
 ) -> Markup:
-    """Return stacks as HTML in a ``<details>`` element.
+    """Return stacks as HTML in a ``<details>`` element, which a click folds and unfolds.
 
     Args:
-        title: of the fold.
-        stacks: whose they are ("rank 2", "ranks 0-3"), and the text.
-        is_open: whether it is unfolded.
-        max_bytes: how much of them is shown, about.
-        style: of the text.
+        title: the line that stays visible when it is folded.
+        stacks: (ranks, stack) pairs; ranks as a text such as "rank 2" or "ranks 0-3".
+        is_open: whether it is unfolded at first.
+        max_bytes: about how many bytes of the stacks are shown; each is cut to its share.
+        style: inline CSS of the stacks; None for none.
     """
     share = max(500, max_bytes // max(1, min(len(stacks), _MAX_STACKS)))
     parts = [
@@ -247,7 +249,14 @@ def _ranks(state: RunState, details: Details) -> Markup:
 def _row(
     state: RunState, rank: RankState, line: ProgressLine, inner: Sequence[ProgressLine]
 ) -> Markup:
-    """The row of a rank: its outermost bar, and thin bars below it for ``inner`` ones."""
+    """Return the table row of a rank.
+
+    Args:
+        state: the run's state.
+        rank: the state of the rank.
+        line: the rank's outermost progress bar, or its steps where it has none.
+        inner: progress bars nested in that one; each is drawn as a thin bar below it.
+    """
     status = live_condition(rank, state)
     kind_of_label = ""
     if not rank.bars and rank.steps:
@@ -304,9 +313,10 @@ def _memory(num_bytes: int | None) -> str:
 
 
 def _inner_row(rank: RankState, line: ProgressLine | None) -> Markup:
-    """A row for a bar inside of another one; of None a blank one, as high.
+    """Return a table row for a progress bar nested in another one; None gives a blank row as high.
 
-    It has a cell for each column: a narrow page hides some of them by their classes.
+    The blank row keeps the place of a bar that has ended. Each column has a cell, since a narrow
+    page hides some columns by the CSS classes of their cells.
     """
     bar: dict[str, str] = {}
     if line is not None:
@@ -337,14 +347,17 @@ def _bar(rank: RankState, line: ProgressLine, kind: str) -> Markup:
 
 
 def _step_of(rank: RankState) -> str:
-    """The steps that the rank's optimizers made, else the newest one that it has logged."""
+    """Return the rank's number of optimizer steps, or else the highest step that it has logged.
+
+    As text; "" if it has neither.
+    """
     logged = (step for step, _ in rank.metrics.values() if step is not None)
     step = rank.steps or max(logged, default=0)
     return wording.count(step) if step else ""
 
 
 def _taken(rank: RankState) -> str | None:
-    """Return the tooltip with device and process memory; None where one is unknown."""
+    """Return a tooltip with the memory of the rank's device and process; None if one is unknown."""
     if rank.device_memory is None or rank.memory is None:
         return None
     used = f"device {wording.memory(rank.device_memory)}"
@@ -353,7 +366,7 @@ def _taken(rank: RankState) -> str | None:
 
 
 def _heat_cell(rank: RankState, state: RunState) -> Markup:
-    """Return one cell of the heat row, filled to the progress of its rank."""
+    """Return a rank's cell in the heat row: its colour is the status, its fill the progress."""
     fraction = progress_lines(rank)[0].fraction
     status = live_condition(rank, state)
     far = "" if fraction is None else f" {fraction:.0%}"
@@ -367,7 +380,7 @@ def _heat_cell(rank: RankState, state: RunState) -> Markup:
 
 
 def _class_of(status: str) -> str:
-    """The class by which the style sheet colours a status: ``na-lost-peer``."""
+    """Return the CSS class that colours a status, such as ``na-lost-peer`` for "lost peer"."""
     return f"na-{status.replace(' ', '-')}"
 
 
@@ -375,13 +388,13 @@ def _class_of(status: str) -> str:
 
 
 def _warnings(state: RunState, details: Details) -> Markup:
-    """Return the warnings as HTML: a hang, and ranks that have not left after Stop."""
+    """Return the warnings as HTML: about a hang, and about ranks that still run after Stop."""
     lines = [line for line in (_hang(state, details), _stopping(details)) if line]
     return element("div", *lines, class_="na-warnings") if lines else Markup("")
 
 
 def _hang(state: RunState, details: Details) -> Markup:
-    """Return the sentence about a hang as HTML; "" where there is none."""
+    """Return the sentence about a hang, or the last one that is over, as HTML; "" for none."""
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
         return element("div", shorten(hang_line(state), 800), class_=kind)
@@ -392,7 +405,10 @@ def _hang(state: RunState, details: Details) -> Markup:
 
 
 def _stopping(details: Details) -> Markup:
-    """Return the warning about ranks that have not left after Stop; "" in the first seconds."""
+    """Return the warning about ranks that still run after Stop as HTML.
+
+    "" if Stop was not clicked, and in the first seconds after it.
+    """
     if details.stopping is None or details.stopping < _STOP_SECONDS:
         return Markup("")
     line = (

@@ -1,12 +1,11 @@
-"""``config_picker``: the settings of a launch as a form, checked while one fills it in.
+"""``config_picker``: the settings of a launch as a form, checked as the person fills it in.
 
     LaunchConfig's fields --> rows --what a person gives--> LaunchConfig --> code, YAML, Launch
 
-The rows come from the fields of ``LaunchConfig`` and from the table of plugins, their texts from
-what is written under each field: there is no second list of settings. A row's value is what a
-person typed, as the type wants it; None where the row is left empty. What cannot be read stays
-text: a value that makes no sense is refused by ``LaunchConfig`` itself, and its words stand beside
-the row that they name.
+Rows and their texts are made from the fields of ``LaunchConfig`` and from the table of plugins, so
+there is no second list of settings. The value of a row is the input converted to the setting's
+type; None if the row is left empty. Input that cannot be converted stays text. ``LaunchConfig``
+then refuses it, and its error message is shown beside the row that the message names.
 """
 
 from __future__ import annotations
@@ -63,15 +62,15 @@ _OPEN = ""
 
 
 class Row:
-    """One setting in the form.
+    """One setting in the form: a label, an input widget and a note beside it.
 
     Args:
-        name: of the setting.
-        label: what stands before it.
-        about: one sentence on what it does.
-        widget: where a person gives the value.
-        read: makes the setting of the widget's value; None leaves it open.
-        write: makes the widget's value of the setting.
+        name: of the setting, as in the messages of errors: "seed", "fsdp['min_num_params']".
+        label: the text before the input.
+        about: one sentence on what the setting does.
+        widget: the input widget.
+        read: converts the widget's value to the setting; None for a setting that is left open.
+        write: converts the setting to the widget's value.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Row:
 
     @property
     def value(self) -> Any:
-        """The setting that the row's widget holds; None for unset."""
+        """The setting in the row's widget; None if it is left open."""
         return self._read(self.widget.value)
 
     @value.setter
@@ -109,19 +108,21 @@ class Row:
         self.widget.value = self._write(value)
 
     def say(self, text: str | None, kind: str = "na-wrong") -> None:
-        """Show a message beside the field; None shows the description of the setting.
+        """Show a message beside the field; None shows the description of the setting again.
 
         Args:
             text: the message.
-            kind: its CSS class: "na-wrong" for an error, "na-warn" for a warning.
+            kind: CSS class of the message: "na-wrong" for an error, "na-warn" for a warning.
         """
         kind, role = ("na-about", None) if text is None else (kind, "alert")
         self._note.value = str(element("span", text or self._about, class_=kind, role=role))
 
 
 def setting_rows() -> dict[str, Row]:
-    """A row for each setting of ``LaunchConfig`` and each option of a plugin, called as in errors:
-    "seed", "fsdp['min_num_params']"."""
+    """Return a row for each setting of ``LaunchConfig`` and for each option of a plugin, by name.
+
+    Names are those in error messages: "seed", "fsdp['min_num_params']".
+    """
     settings = settings_of(LaunchConfig).items()
     rows = {name: _row(one) for name, one in settings if name not in PLUGINS}
     for plugin in PLUGINS:
@@ -167,7 +168,10 @@ def _text_of(value: Any) -> str:
 
 
 def _pairs_of_lines(text: str) -> dict[str, str] | None:
-    """The variables of lines, ``NAME=value``; a value with line breaks is quoted as in JSON."""
+    """Return the environment variables in lines of ``NAME=value``; None if there are none.
+
+    A value with line breaks is written in quotes, as in JSON.
+    """
     lines = (line.strip().partition("=")[::2] for line in text.splitlines() if line.strip())
     return {name: _unquoted(value) for name, value in lines} or None
 
@@ -189,7 +193,10 @@ def _lines_of_pairs(given: Mapping[str, str] | None) -> str:
 
 
 def _strategy_row() -> Row:
-    """Return the row of strategies. Its value is a tuple of plugin names; () means DDP alone."""
+    """Return the row that chooses the plugins, such as FSDP.
+
+    Its value is a tuple of the names of plugins that can be used together; () is plain DDP.
+    """
     chosen = [
         names
         for number in range(1, len(PLUGINS) + 1)
@@ -209,7 +216,12 @@ _GIB = 1024**3
 
 
 def devices_line(machine: Machine | None) -> Markup:
-    """Return the machine's devices as HTML; of None, a line that they are looked for."""
+    """Return the machine's devices, cores and memory as HTML.
+
+    Args:
+        machine: what was found; None while the devices are still being counted, which gives a line
+            that says so.
+    """
     if machine is None:
         return element("div", "Looking for devices …", class_="na-devices na-about", role="status")
     host = (
@@ -232,7 +244,12 @@ def _memory(num_bytes: int) -> str:
 
 
 def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
-    """Return the code of a cell that does what the Launch button does.
+    """Return the source of a cell that launches as the form's Launch button does.
+
+    Args:
+        config: settings of the form.
+        function: name of the function to launch; None writes ``train``.
+        arguments: its arguments as the person typed them, such as ``3e-4, epochs=2``.
 
     Raises:
         SyntaxError: ``arguments`` is no list of arguments.
@@ -248,7 +265,7 @@ def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
 
 
 def _expression(value: object) -> str:
-    """``repr(value)``, in which infinite numbers are Python's as well."""
+    """Return ``value`` as a Python expression: its ``repr``, but ``float("inf")`` for infinity."""
     if isinstance(value, dict):
         items = (f"{key!r}: {_expression(each)}" for key, each in value.items())
         return f"{{{', '.join(items)}}}"
@@ -268,7 +285,7 @@ def _given(arguments: str) -> str:
 
 
 def as_yaml(config: LaunchConfig) -> str:
-    """Return the settings as the text of a YAML file."""
+    """Return the settings that ``config`` gives as the text of a YAML config file."""
     settings = config.to_dict()
     if not settings:
         return "# every setting is at its default"
@@ -278,11 +295,15 @@ def as_yaml(config: LaunchConfig) -> str:
 def read_arguments(
     text: str, namespace: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Evaluate the text between the brackets of a call; return (args, kwargs).
+    """Evaluate arguments typed as text, such as ``3e-4, epochs=2``; return (args, kwargs).
+
+    Args:
+        text: what would stand between the brackets of a call.
+        namespace: the variables that it may use.
 
     Raises:
-        SyntaxError: it is no list of arguments.
-        Exception: what an expression in it raises.
+        SyntaxError: the text is no list of arguments.
+        Exception: any error that an expression in it raises.
     """
     _parse(text)
     given: tuple[tuple[Any, ...], dict[str, Any]]
@@ -302,7 +323,7 @@ def _parse(text: str) -> ast.Call:
 
 
 def is_of_notebook(name: str, value: object) -> bool:
-    """Return whether a variable is a public function that a cell of the notebook defined."""
+    """Return whether a variable is a function that a cell defined, with a public name."""
     return (
         isinstance(value, FunctionType)
         and not name.startswith("_")
@@ -325,13 +346,13 @@ _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
 class ConfigPicker:
-    """A form for the settings of a launch; a notebook shows it as the last expression of a cell.
+    """A form for the settings of a launch; as the last expression of a cell a notebook shows it.
 
     Args:
-        config: settings that the form starts with.
+        config: settings with which the form is filled at first.
 
     Attributes:
-        run: the last run that was launched from the form, or None.
+        run: the newest run that was launched from the form; None before the first.
         box: the form as a widget.
 
     Example:
@@ -382,7 +403,7 @@ class ConfigPicker:
 
     @property
     def config(self) -> LaunchConfig:
-        """Settings of the form.
+        """The settings that the form has now.
 
         Raises:
             ConfigError: they are invalid, alone or together.
@@ -392,7 +413,7 @@ class ConfigPicker:
         return self._config
 
     def fill(self, config: LaunchConfig) -> None:
-        """Set all fields of the form.
+        """Set all fields of the form; settings that ``config`` leaves open become empty fields.
 
         Args:
             config: the new settings.
@@ -429,7 +450,7 @@ class ConfigPicker:
             self._look()
 
     def _after_cell(self, _result: Any) -> None:
-        """Update the list of functions after a cell has run."""
+        """Update the list of functions; called after each cell, which may have defined one."""
         with self._lock:
             self._refresh_functions()
             if not self._draws_between_cells:
@@ -510,7 +531,7 @@ class ConfigPicker:
                 self._check()
 
     def _check(self) -> None:
-        """Check the fields, and show the code and YAML of the settings."""
+        """Check the fields after a change, and update the code, the YAML and the error messages."""
         for name, box in self._plugin_boxes.items():
             box.layout.display = None if name in self._strategy.value else "none"
         self._refresh_functions()
@@ -533,7 +554,7 @@ class ConfigPicker:
         self._show_state()
 
     def _values(self) -> dict[str, Any]:
-        """Return the settings of the form by name, without unset ones."""
+        """Return the settings that the form gives, by name; those left open are left out."""
         values = {name: row.value for name, row in self._rows.items() if "[" not in name}
         for name in self._strategy.value:
             options = {key: self._rows[_key(name, key)].value for key in PLUGINS[name].options}
@@ -542,7 +563,7 @@ class ConfigPicker:
         return {name: value for name, value in values.items() if value is not None}
 
     def _row_of(self, error: Exception) -> Row | None:
-        """Return the row whose setting an error names first; None if it names none."""
+        """Return the row of the first setting in the message of an error; None without one."""
         found = re.match(r"(\w+(?:\['\w+'\])?)[= ]", str(error))
         return None if found is None else self._rows.get(found[1])
 
@@ -622,7 +643,7 @@ class ConfigPicker:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the run that was launched from the form is still going on."""
+        """Whether the run that was launched from the form is still running."""
         return self.run is not None and not call_of(self.run).ended.is_set()
 
     def _refresh_functions(self) -> None:
@@ -641,12 +662,12 @@ def config_picker(
 ) -> ConfigPicker:
     """Return a form for the settings of a launch.
 
-    It shows the devices, checks settings while you type, writes the code and the YAML that mean the
-    same, saves, loads, and launches a function of the notebook.
+    It shows the machine's devices and checks settings while you type. It writes them as code and as
+    YAML, saves and loads them, and launches a function of the notebook with them.
 
     Args:
-        config: settings that it starts with: a ``LaunchConfig``, a mapping of its fields, or the
-            path of a YAML file. None takes the defaults.
+        config: settings with which the form is filled: a ``LaunchConfig``, a mapping of its fields,
+            or the path of a YAML file. None takes the defaults.
 
     Returns:
         The form. ``form.config`` has its settings, ``form.run`` the last run that it launched.
@@ -668,13 +689,13 @@ def config_picker(
 
 
 def _all_in(box: Any) -> Iterator[Any]:
-    """The widgets in a box, and in the boxes in it."""
+    """Yield all widgets in a box, nested ones included."""
     for widget in getattr(box, "children", ()):
         yield widget
         yield from _all_in(widget)
 
 
 def _namespace() -> dict[str, Any]:
-    """The notebook's variables."""
+    """Return the notebook's variables by name; an empty mapping outside of IPython."""
     shell = get_ipython()
     return {} if shell is None else shell.user_ns

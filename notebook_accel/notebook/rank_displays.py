@@ -1,4 +1,4 @@
-"""What ranks display: as outputs of a cell, or as one piece of HTML.
+"""What ranks display (figures, HTML and the like): as outputs of a cell, or as one piece of HTML.
 
     the cell waits for the run   each display is an output of its own     RankDisplays
     run.show()                   the same, in the cell that runs then     RankDisplays
@@ -6,7 +6,8 @@
     the cell does not wait       HTML in the panel, then in the summary   render_displays
     a cell's last expression     the value of each rank, equal ones once  show_values
 
-Ranks mostly display the same: those of one rank are shown, the others' on demand.
+Ranks mostly display the same. So only the displays of the first rank that runs the call are shown;
+``run.show(rank)`` shows those of another one.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ _LABEL = "opacity:.65;font-size:13px;padding:0 7px"
 
 
 class RankDisplays:
-    """Shows what one rank displays, each thing once, below what the cell has shown so far.
+    """Shows the displays of one rank (``first_asked``) as outputs of a cell, each display once.
 
-    As an output of its own each keeps its MIME types: the page draws figures, HTML, Markdown and
-    LaTeX as it draws those of an ordinary cell, and saves them with the notebook. What the rank
-    replaces is replaced where it stands.
+    An output keeps all its MIME types: the page draws figures, HTML, Markdown and LaTeX as it draws
+    those of an ordinary cell, and saves them with the notebook. A display that the rank updates
+    later is replaced in its place.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,10 @@ class RankDisplays:
         self._replace_due = 0.0
 
     def show_new(self, state: RunState) -> None:
-        """Show new displays as outputs of the cell. Only the thread of the cell may call this."""
+        """Show displays that are new in ``state`` as outputs of the cell, and replace updated ones.
+
+        Only the running cell's thread may call this.
+        """
         rank = first_asked(state)
         if state.has_ended or time.monotonic() >= self._replace_due:
             self._replace(rank)
@@ -87,12 +91,18 @@ class RankDisplays:
 
 
 def seconds_to_wait(size: int) -> float:
-    """Return the seconds to wait after sending ``size`` characters, against a flooded server."""
+    """Return the seconds to wait after sending ``size`` characters before they are sent anew.
+
+    A Jupyter server drops messages when too much is sent in a second.
+    """
     return max(_REPLACE_SECONDS, size / _PER_SECOND)
 
 
 def show_displays(state: RunState, rank: int) -> None:
-    """Show all that is kept of what a rank displayed, as outputs of the cell that runs now."""
+    """Show all displays that are kept of one rank as outputs of the running cell.
+
+    Only the running cell's thread may call this.
+    """
     found = state.ranks[rank]
     for display in found.displays:
         _show(display, state, found)
@@ -101,10 +111,10 @@ def show_displays(state: RunState, rank: int) -> None:
 
 
 def render_displays(state: RunState) -> Markup:
-    """Return the newest displays of one rank as HTML; "" where it displayed nothing.
+    """Return the newest displays of one rank (``first_asked``) as HTML; "" if it has none.
 
-    An output of a cell can only be added while the cell runs, but what it has can be replaced from
-    any thread at any time, and so can a widget's value.
+    For a run whose cell has ended: nothing can be added to the outputs of that cell, but any thread
+    can replace a part of them, and the value of a widget.
     """
     rank = first_asked(state)
     shown: list[Markup] = []
@@ -126,7 +136,7 @@ def render_displays(state: RunState) -> Markup:
 
 
 def other_displays(state: RunState) -> str:
-    """Return a line that names ranks with other displays than those shown; "" for none."""
+    """Return a line that names the ranks whose displays differ from those shown; "" for none."""
     shown = _contents(first_asked(state))
     others = [rank.rank for rank in state.ranks if _contents(rank) not in ([], shown)]
     if not others:
@@ -136,7 +146,10 @@ def other_displays(state: RunState) -> str:
 
 
 def first_asked(state: RunState) -> RankState:
-    """Return the first rank that takes part in the call; its displays are shown."""
+    """Return the first rank that runs the call, which is the one whose displays are shown.
+
+    A call of a session may be meant for some ranks only (``%%accelerate --ranks``).
+    """
     return next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
 
 
@@ -145,7 +158,11 @@ def _contents(rank: RankState) -> list[dict[str, str]]:
 
 
 def _show(display: Display, state: RunState, rank: RankState) -> DisplaySlot:
-    """Show it as an output of the cell that runs now; with a label, where there are more ranks."""
+    """Show a display as an output of the running cell; if there are more ranks, below a label.
+
+    Returns:
+        The slot that holds the display, so that it can be replaced.
+    """
     if state.world_size > 1:
         _say(f"rank {rank.rank}")
     slot = DisplaySlot()
@@ -159,7 +176,11 @@ def _say(text: str) -> None:
 
 
 def _as_html(data: Mapping[str, str]) -> Markup:
-    """The richest of the MIME types that HTML can hold; of the others, their text."""
+    """Return a display as HTML: its own HTML, or an image, or its plain text, in this order.
+
+    Args:
+        data: the display's data by MIME type; images other than SVG in base64.
+    """
     if "text/html" in data:
         # The person's own, as an output of an ordinary cell would hold it.
         return Markup(data["text/html"])
@@ -180,11 +201,12 @@ _PLAIN = "text/plain"
 
 
 def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = None) -> None:
-    """Show the value of each rank below a label, equal values once.
+    """Show the value of a cell's last expression on each rank, labelled; equal values once.
 
     Args:
-        values: of each rank; None for a rank without one.
-        slot: where they go, as text and HTML in one; None for the output of the cell that runs.
+        values: one of each rank, in the order of ranks; None for a rank without one.
+        slot: where the values go if the cell has ended, all as one output. None shows them in the
+            running cell; only its thread may do that.
     """
     texts = by_rank([None if value is None else value.text for value in values])
     groups = _alike(values)
@@ -204,7 +226,11 @@ def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = 
 
 
 def by_rank(texts: Sequence[str | None]) -> str:
-    """Return the texts of all ranks with labels, equal texts once: ``ranks 0-1: 3``."""
+    """Return the texts of all ranks with labels, equal texts once, as in ``ranks 0-1: 3``.
+
+    Args:
+        texts: one of each rank, in the order of ranks; None for a rank without one.
+    """
     lines: list[str] = []
     for text, ranks in _alike(texts):
         # A text of several lines starts below its label, so that its columns stay aligned.
@@ -214,7 +240,11 @@ def by_rank(texts: Sequence[str | None]) -> str:
 
 
 def _alike(values: Sequence[T | None]) -> list[tuple[T, list[int]]]:
-    """Each value with the ranks that have it, in the order of the first of them."""
+    """Return each different value with the list of ranks that have it, ordered by their first rank.
+
+    Args:
+        values: one of each rank, in the order of ranks; None for a rank without one.
+    """
     found: list[tuple[T, list[int]]] = []
     for rank, value in enumerate(values):
         same = [ranks for other, ranks in found if other == value]

@@ -1,6 +1,7 @@
-"""The runs of this process and of earlier ones: a list, a table, a comparison of metrics.
+"""The functions ``runs``, ``find_run``, ``last_run``, ``attach`` and ``compare``.
 
-A metric has a column in the table, with its last value.
+They find the runs of this process and of earlier ones, and show them as a table, in which each
+metric has a column with its last value.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ _MAX_LABEL = 60
 
 
 class RunTable(list[T]):
-    """A list that is shown as a table of ``runs``, as they are when it is shown.
+    """A list that a notebook shows as a table of runs, in the state that they have at that time.
+
+    ``runs()`` returns one that holds the runs, ``compare()`` one that holds matplotlib's axes.
 
     Args:
-        items: what the list holds.
-        runs: a row each, by what it is called.
-        names: metrics that have a column; None: all that the runs logged.
+        items: the elements of the list.
+        runs: (label, run) pairs, one for each row of the table.
+        names: metrics that have a column; None for all that the runs logged.
     """
 
     def __init__(
@@ -57,7 +60,10 @@ class RunTable(list[T]):
         self._names = names
 
     def _rows(self) -> list[list[str]]:
-        """The head and a row for each run; columns that say nothing are left out."""
+        """Return the cells of the table: a row of titles, then a row for each run.
+
+        Columns that are empty for all runs are left out.
+        """
         states = [(label, run.state) for label, run in self._runs]
         logged = dict.fromkeys(name for _, state in states for name in last_values(state))
         names = list(logged if self._names is None else self._names)
@@ -99,7 +105,7 @@ def _facts(label: str, state: RunState, names: Sequence[str]) -> list[str]:
 
 
 def find_run(run_id: str) -> Run:
-    """Return the run of an id: a run of this process, or one that another process left on disk.
+    """Return the run with an id: a run of this process, or one that another process left on disk.
 
     Args:
         run_id: ``run.id``, the name of the run's folder.
@@ -120,8 +126,9 @@ def find_run(run_id: str) -> Run:
 def attach(run_id: str, *, view: str = "auto") -> Run:
     """Return the handle of a detached run (``notebook_launcher(..., block=False, detach=True)``).
 
-    A run that continues is shown live, and its Stop button works. Of a run that has ended, the
-    handle has results, logs and metrics.
+    It is meant for a new kernel, after the one that launched the run. A run that still goes on is
+    shown live, and its Stop button works. The handle of a run that has ended has its results, logs
+    and metrics.
 
     Args:
         run_id: ``run.id``, which ``runs(everywhere=True)`` shows too.
@@ -143,9 +150,10 @@ def attach(run_id: str, *, view: str = "auto") -> Run:
 
 
 def last_run() -> Run:
-    """Return the newest run of this process, also if it failed or was interrupted.
+    """Return the newest run of this process, even if it failed or was interrupted.
 
-    Such a launch returns nothing: in ``run = notebook_launcher(...)``, ``run`` keeps its old value.
+    A launch that raises returns no run: in ``run = notebook_launcher(...)``, ``run`` keeps its old
+    value.
 
     Raises:
         NotebookAccelError: this process has launched no run.
@@ -168,8 +176,9 @@ def last_run() -> Run:
 def runs(*, everywhere: bool = False) -> RunTable[Run]:
     """Return the runs of this process, the newest last, failed and interrupted ones too.
 
-    A notebook shows the list as a table. A run whose handle is gone has logs, metrics and state,
-    but no results. Launches that raised returned no handle; the newest few of them have results.
+    A notebook shows the list as a table. Results are kept as long as something refers to the handle
+    that the launch returned; without it a run has logs, metrics and state only. A launch that
+    raised returned no handle; the newest few of these runs keep their results.
 
     Args:
         everywhere: add the runs on disk that other processes and earlier kernels left, by time.
@@ -188,14 +197,14 @@ def runs(*, everywhere: bool = False) -> RunTable[Run]:
 
 
 def _view_of_past() -> View:
-    """The view of a run that another process launched: nothing of it moves, so no live panel."""
+    """Return the view for a run of another process: lines of text, since nothing of it changes."""
     return choose_view("text")
 
 
 def compare(
     *runs: Run | Sequence[Run] | Mapping[str, Run], names: Sequence[str] = ()
 ) -> RunTable[Any]:
-    """Draw the metrics of several runs together with matplotlib: axes per metric, a colour per run.
+    """Draw the metrics of several runs with matplotlib: one plot a metric, one colour a run.
 
     Runs are labelled by their names (``notebook_launcher(..., name="lr 0.1")``), and by their ids
     too if names are equal.
@@ -203,10 +212,11 @@ def compare(
     Args:
         *runs: the runs: one after the other, as a list, or as a mapping whose keys are the labels.
             Runs of ``runs(everywhere=True)`` work too.
-        names: the metrics, in this order; all, if none is given.
+        names: the metrics to draw, in this order; all if empty.
 
     Returns:
-        The axes, in the order of the names. A notebook shows the list as a table of the runs.
+        A list of matplotlib's axes, one a metric, in the order of the names. A notebook shows it as
+        a table of the runs.
 
     Raises:
         ConfigError: no run was given, something given is no run, ``names`` is a text, or no run has
@@ -232,10 +242,10 @@ def compare(
 
 
 def _labelled(runs: Sequence[Any]) -> list[tuple[str, Run]]:
-    """The runs, each with what it is called.
+    """Return (label, run) pairs from the arguments of ``compare``.
 
     Raises:
-        ConfigError: there is none, or what is no run.
+        ConfigError: there is no run, or something given is no run.
     """
     given = runs[0] if len(runs) == 1 and isinstance(runs[0], (list, tuple, Mapping)) else runs
     found = [*given.values()] if isinstance(given, Mapping) else [*given]

@@ -1,11 +1,12 @@
-"""The session of a notebook: ranks that stay, and what the notebook knows of their names.
+"""The notebook's side of a session: ranks that stay alive between ``%%accelerate`` cells.
 
     %%accelerate --> NotebookSession.run_cell --CellCall + pushed names--> launcher.Session
                           ^                                                        |
                           +---- CellOutcome of each rank: value, assigned names <--+
 
-There is one at a time. It says who assigned a name last (ownership.py), and shows the values of
-last expressions. Ranks, calls and their ends are ``launch``'s.
+A kernel has at most one session. This module decides which variables of the notebook are sent along
+with a cell (ownership.py tells which side assigned a name last), and shows the values of last
+expressions. Starting ranks, calling them and ending them is left to the package ``launch``.
 """
 
 from __future__ import annotations
@@ -86,10 +87,14 @@ _MAGIC = "%%accelerate"
 class SessionHints:
     """Watches the cells of a notebook while there is a session.
 
+    It completes names of the session in plain cells, hints at such a name after a NameError, and
+    reports the assignments of plain cells.
+
     Args:
-        shell: of the notebook.
-        names: gives the names of the session.
-        note_assigned: is told at the end of each cell which names of the notebook it has assigned.
+        shell: the notebook's IPython shell.
+        names: returns the names of the session's variables.
+        note_assigned: called at the end of each cell with the names that the cell assigned in the
+            notebook; empty for a cell that ran on the ranks or failed.
     """
 
     def __init__(
@@ -106,12 +111,12 @@ class SessionHints:
         self._matchers.append(self._complete)
 
     def remove(self) -> None:
-        """Unregister the completion and the hint."""
+        """Stop watching: unregister the completion and the hook that runs after cells."""
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._matchers[:] = [one for one in self._matchers if one != self._complete]
 
     def _complete(self, text: str) -> list[str]:
-        """Names of the session that begin with ``text``."""
+        """Return the names of the session that begin with ``text``; IPython calls this for Tab."""
         return sorted(name for name in self._names() if text and name.startswith(text))
 
     def _after_cell(self, result: Any) -> None:
@@ -139,7 +144,7 @@ class SessionHints:
 
 
 class StartingLine(View):
-    """Says that a session starts, and then that it has."""
+    """The view of a session's start: one line that says that it starts, then how long it took."""
 
     def __init__(self) -> None:
         self._slot = DisplaySlot()
@@ -156,7 +161,7 @@ class StartingLine(View):
             self._show("the session was not started")
 
     def conclude(self, world_size: int) -> None:
-        """Say that the session has started, with how many ranks and in how long."""
+        """Say that the session has started, with its number of ranks and the time that it took."""
         seconds = wording.span(time.monotonic() - self._began)
         started = f"session of {num_ranks(world_size)} started in {seconds}"
         self._show(f"{started}; %accelerate stop ends it")
@@ -175,15 +180,17 @@ _PLAIN = "text/plain"
 
 @dataclass(frozen=True, kw_only=True)
 class CellOptions:
-    """How a cell of the session runs.
+    """The options of a ``%%accelerate`` cell.
 
     Attributes:
-        ranks: which ranks run it; None for all.
-        pull: names that come back afterwards.
-        pulls_each_rank: whether they come back as lists with one value a rank.
-        push: names that go along, whoever assigned them last.
-        pushes_used: whether the notebook's names that the cell uses go along.
-        in_background: whether the notebook stays free meanwhile.
+        ranks: the ranks that run the cell; None for all.
+        pull: names that are copied from the ranks into the notebook after the cell.
+        pulls_each_rank: whether each pulled name becomes a list with one value a rank. If False, it
+            is the value of the lowest rank that runs the cell.
+        push: names that are copied to the ranks before the cell, even if the session assigned them
+            last.
+        pushes_used: whether variables of the notebook that the cell uses are pushed too.
+        in_background: whether the notebook stays free while the cell runs on the ranks.
     """
 
     ranks: frozenset[int] | None = None
@@ -195,15 +202,15 @@ class CellOptions:
 
 
 class NotebookSession:
-    """Ranks that stay between the cells of a notebook.
+    """Ranks that stay alive between the cells of a notebook, and the record of their variables.
 
     Attributes:
-        config: with which they were started.
-        session: the ranks themselves.
-        names: what they have of their own.
-        cells: the text of each cell that all ranks have run to its end, by its number.
-        left_out: why a script of the session cannot have the others.
-        rank_at_fault: in the newest cell or function call that failed; None where no rank was.
+        config: the settings with which the ranks were started.
+        session: the ranks themselves, as the package ``launch`` handles them.
+        names: the names of the variables that any rank has.
+        cells: source of each cell that all ranks have run to its end, by its execution number.
+        left_out: why other cells cannot be in a script of the session, by their execution numbers.
+        rank_at_fault: the rank that failed in the newest failed call; None if none did.
     """
 
     def __init__(
@@ -217,13 +224,13 @@ class NotebookSession:
         """Start the ranks.
 
         Args:
-            shell: of the notebook.
+            shell: the notebook's IPython shell.
             config: how to launch.
             notices: lines for the person, shown with the first call.
-            view: shows that the ranks come, if that takes long.
+            view: tells the person about a slow start; None shows nothing.
 
         Raises:
-            ConfigError: the engine has no ranks that could stay, or there are more ranks than
+            ConfigError: the engine has no ranks that could stay alive, or there are more ranks than
                 accelerators.
             LaunchError: the ranks could not be started.
         """
@@ -259,7 +266,7 @@ class NotebookSession:
 
     @property
     def is_usable(self) -> bool:
-        """Whether cells can still run."""
+        """Whether the ranks can still run cells."""
         return self.session.status in ("starting", "ready", "busy")
 
     # ---- cells -----------------------------------------------------------------------------
@@ -277,18 +284,21 @@ class NotebookSession:
         """Run a cell on the ranks, show the value of its last expression, and pull names.
 
         Args:
-            text: of the cell, without the line of its magic.
-            source: of the whole cell.
-            code: the text with IPython's own syntax turned into Python.
-            first_line: number of the text's first line there.
-            number: of the cell in the notebook.
-            options: how it runs.
+            text: source of the cell, without its magic's line.
+            source: source of the whole cell, which tracebacks quote.
+            code: ``text`` with IPython's own syntax turned into Python.
+            first_line: line number in ``source`` at which ``text`` begins.
+            number: execution number of the cell.
+            options: how the cell runs.
+
+        Returns:
+            The run of the cell. It has ended, unless the cell runs in the background.
 
         Raises:
             ConfigError: there is no such rank, or no such name to push.
-            LaunchError: a name cannot travel, or a rank has ended.
-            WorkerError, RunStopped: as :func:`notebook_launcher`. Where it was ``breakpoint()``
-                that ended the cell, once the person has left the debugger, which opens there.
+            LaunchError: a value cannot be pickled, or a rank has ended.
+            WorkerError, RunStopped: as :func:`notebook_launcher`. If a ``breakpoint()`` ended the
+                cell, the debugger opens first, and the error is raised when the person has left it.
         """
         self._check_ranks(options.ranks or ())
         self._await_turn()
@@ -334,7 +344,12 @@ class NotebookSession:
     def _follow_in_background(
         self, run: Run, conclude: Callable[[DisplaySlot | None], None]
     ) -> None:
-        """Start a thread that calls ``conclude`` with a display slot when the run has ended."""
+        """Start a thread that waits for the run of a cell, calls ``conclude`` and shows errors.
+
+        Args:
+            run: the run of a cell in the background.
+            conclude: called with a slot in the output of that cell, into which the values go.
+        """
         # What a thread displays appears anywhere, but what fills a slot.
         slot, below = DisplaySlot(), DisplaySlot()
         for one in (slot, below):
@@ -357,7 +372,13 @@ class NotebookSession:
         self._background = start_thread(follow, name="notebook-accel-cell")
 
     def call(self, request: LaunchRequest) -> Run:
-        """Call a function on the ranks. Its globals are the variables of the session.
+        """Call a function on the ranks, for ``notebook_launcher(..., session=True)``.
+
+        Globals in the function are the variables of the session. Variables of the notebook that it
+        uses are pushed first.
+
+        Args:
+            request: the function, its arguments, and how to show and await the run.
 
         Raises:
             LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`notebook_launcher`.
@@ -381,7 +402,13 @@ class NotebookSession:
         return self._begin(called, self._plan_push(mentions), request)
 
     def _begin(self, called: CellCall | FunctionCall, push: Push, request: LaunchRequest) -> Run:
-        """Start a call on the ranks and push variables with it; return its run."""
+        """Call the ranks and send variables along; return the run.
+
+        Args:
+            called: what each rank does.
+            push: the variables.
+            request: how to show and await the run. Its function and arguments are not used.
+        """
         called.fills = push.fills
         self._owners.note_call()
         self._sent = called, frozenset(push.values.keys() - push.fills)
@@ -419,17 +446,18 @@ class NotebookSession:
         assigned: frozenset[str],
         slot: DisplaySlot | None,
     ) -> None:
-        """A cell has ended: note what it has assigned, show its values, take what it is to pull.
+        """Finish a cell whose run has ended: record assignments, show values, pull names.
 
         Args:
-            run: of the cell.
-            request: what the ranks were asked.
-            number: of the cell in the notebook.
-            assigned: names that it assigns for certain, maybe the very same objects again.
-            slot: where its values go; None for the output of the cell that runs now.
+            run: the run of the cell.
+            request: the request that the ranks got.
+            number: execution number of the cell.
+            assigned: names that the cell certainly assigns. The ranks report changed objects only,
+                and so miss a name that was assigned the very same object again.
+            slot: where the values go; None for the output of the running cell.
 
         Raises:
-            NotebookAccelError: there is no such name to pull.
+            NotebookAccelError: a name to pull does not exist.
         """
         outcomes: list[CellOutcome | None] = results_now(run)
         if all(rank.returned for rank in run.state.ranks):
@@ -446,7 +474,13 @@ class NotebookSession:
             self._assign(request.pull, outcomes, request.pull_from)
 
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
-        """Record the ranks' names, and which of them they assigned, from their answers."""
+        """Record the variables of the ranks, and their new assignments, from the answers to a call.
+
+        Does nothing unless all ranks have answered.
+
+        Args:
+            outcomes: one a rank; None for a rank that did not return.
+        """
         answers = [one for one in outcomes if one is not None]
         if len(answers) < len(self.session.processes):
             return
@@ -479,9 +513,9 @@ class NotebookSession:
             )
 
     def await_calls(self) -> None:
-        """Wait until the call that is running, if any, has ended.
+        """Wait until the call that runs in the background, if any, has ended.
 
-        An interrupt leaves the wait, and that call goes on.
+        An interrupt ends the wait only: the call goes on.
         """
         call = self.session.newest_call
         if call is not None and self._is_going_on(call):
@@ -499,7 +533,9 @@ class NotebookSession:
                 slot.clear()
 
     def _await_turn(self) -> None:
-        """Wait until the ranks are free, and learn which variables they have.
+        """Wait until the ranks are free, and record how the last call has ended.
+
+        If that call failed, the ranks are also asked which variables they have now.
 
         Raises:
             LaunchError: a rank has ended.
@@ -512,7 +548,7 @@ class NotebookSession:
             self._take(self._ask(NamesCall()))
 
     def _note_end(self) -> None:
-        """Record how the newest call ended; it has ended when this is called."""
+        """Record how the newest call, which has ended, went: once, before the next call is made."""
         run, (called, pushed) = self.session.newest_call, self._sent
         if run is None or run is self._noted:
             return
@@ -532,14 +568,22 @@ class NotebookSession:
             self._unsure = call_of(run).number, pushed
 
     def _is_going_on(self, call: Run) -> bool:
-        """Whether a call has not ended, or its values are still to be shown."""
+        """Return whether a call still runs, or its values have yet to be shown."""
         is_followed = self._background is not None and self._background.is_alive()
         return is_followed or not call_of(call).ended.is_set()
 
     def _ask(
         self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Send a request to all ranks, without a run in ``runs()``; return their answers."""
+        """Send a request to all ranks, without a run that ``runs()`` lists.
+
+        Args:
+            request: called on each rank.
+            names: variables to push along.
+
+        Returns:
+            The answer of each rank, in the order of ranks.
+        """
         self._sent = None, frozenset()
         return self.session.ask(request, names or {})
 
@@ -553,16 +597,16 @@ class NotebookSession:
     # ---- names -----------------------------------------------------------------------------
 
     def pull(self, names: Sequence[str], *, rank: int | None = 0) -> None:
-        """Give the notebook the ranks' values under the same names, tensors on the CPU.
+        """Copy variables of the ranks into the notebook, with tensors on the CPU.
 
         Args:
-            names: of the values.
-            rank: whose values; None for a list with one value a rank.
+            names: of the variables.
+            rank: whose values; None for a list with the values of all ranks.
 
         Raises:
             ConfigError: there is no such rank.
-            NotebookAccelError: the rank has no such name; of all ranks, none has it.
-            WorkerError: a value cannot travel.
+            NotebookAccelError: the rank has no such name, or with ``rank=None`` no rank has it.
+            WorkerError: a value cannot be pickled.
         """
         self._check_ranks([] if rank is None else [rank])
         self._await_turn()
@@ -571,11 +615,11 @@ class NotebookSession:
         self._assign(names, outcomes, rank)
 
     def push(self, names: Sequence[str]) -> None:
-        """Copy variables of the notebook to all ranks.
+        """Copy variables of the notebook to all ranks, even if the session assigned them last.
 
         Raises:
             ConfigError: the notebook has no such name.
-            LaunchError: a value cannot travel.
+            LaunchError: a value cannot be pickled.
         """
         self._await_turn()
         push = self._plan_push((), names)
@@ -585,10 +629,16 @@ class NotebookSession:
     def _assign(
         self, names: Sequence[str], outcomes: Sequence[NamesOutcome | None], rank: int | None
     ) -> None:
-        """Give the notebook what was pulled: of all ranks, a list with None where one has none.
+        """Assign pulled values to variables of the notebook.
+
+        Args:
+            names: of the variables.
+            outcomes: the answers of the ranks; None for a rank that did not return.
+            rank: whose values; None for a list with the values of all ranks, and None in it for a
+                rank that lacks the name.
 
         Raises:
-            NotebookAccelError: the rank has no such name; of all ranks, none has it.
+            NotebookAccelError: the rank has no such name, or with ``rank=None`` no rank has it.
         """
         answers = {number: one for number, one in enumerate(outcomes) if one is not None}
         asked = answers if rank is None else {rank: answers[rank]}
@@ -614,7 +664,7 @@ class NotebookSession:
     # ---- the session -----------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return the text of ``%accelerate status``: ranks, their states and their names."""
+        """Return the text of ``%accelerate status``: ranks, their states, names of variables."""
         status = self.session.status
         lines = [f"session of {num_ranks(self.world_size)}: {status}"]
         for one in self.session.processes:
@@ -626,7 +676,10 @@ class NotebookSession:
         return "\n".join(lines)
 
     def logs(self, rank: int | None = None) -> str:
-        """Return the output of all ranks, each line labelled, or the output of one rank.
+        """Return the output of the ranks as text.
+
+        Args:
+            rank: whose output; None for that of all ranks, each line labelled with its rank.
 
         Raises:
             ConfigError: there is no such rank.
@@ -638,7 +691,10 @@ class NotebookSession:
         return "".join(labelled(number, self.session.read_log(number)) for number in ranks)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Return the current Python stacks of all ranks, or of one, as text.
+        """Return the current Python stacks of the ranks as text.
+
+        Args:
+            rank: whose stacks; None for those of all ranks.
 
         Raises:
             ConfigError: there is no such rank.
@@ -647,19 +703,27 @@ class NotebookSession:
         return self.session.stacks(rank)
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """Send a command to the ranks' debuggers; return their answers, None for no answer."""
+        """Send a command to the debuggers of all ranks, and wait for the answers.
+
+        Returns:
+            One answer for each rank, in the order of ranks; None from a rank that is not the one
+            the command is for, or has no error.
+        """
         self._await_turn()
         answers: list[DebugAnswer | None] = self._ask(request)
         return answers
 
     def end(self) -> None:
-        """End the ranks; a cell that runs in the background has some seconds to end by itself."""
+        """End the ranks.
+
+        A call that runs in the background has ``config.grace`` seconds to end by itself.
+        """
         self._hints.remove()
         self.session.close(self.config.grace)
 
 
 def num_ranks(world_size: int) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return the number of ranks as text: "1 rank", "2 ranks"."""
     return f"{world_size} rank{'' if world_size == 1 else 's'}"
 
 
@@ -671,10 +735,10 @@ _session: NotebookSession | None = None
 
 
 def current_session() -> NotebookSession | None:
-    """The session of this kernel; None where there is none, or where the person ended it.
+    """Return the session of this kernel; None before one is started and after it was ended.
 
-    One whose ranks have all died is still the session: a new one in its place would have none of
-    its names, and perhaps another number of ranks, and nobody would have been told.
+    A session whose ranks have died is still returned, until the person ends or restarts it. A new
+    one in its place would lack its variables, without anybody being told.
     """
     return _session
 
@@ -682,15 +746,15 @@ def current_session() -> NotebookSession | None:
 def start_session(
     shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
 ) -> NotebookSession:
-    """Start the session.
+    """Start the session of this kernel.
 
     Args:
-        shell: of the notebook.
+        shell: the notebook's IPython shell.
         config: how to launch.
         notices: lines for the person, shown with the first call.
 
     Raises:
-        ConfigError: there is one, or it cannot be started so.
+        ConfigError: there is a session already, or its ranks cannot be started with these settings.
         LaunchError: the ranks could not be started.
     """
     global _session
@@ -713,11 +777,14 @@ def start_session(
 def restart_session(
     shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
 ) -> NotebookSession:
-    """Start a session in the place of the one there is; the arguments are as of a start.
+    """End the session, if there is one, and start a new one.
+
+    The arguments are those of :func:`start_session`.
 
     Raises:
-        ConfigError: it cannot be started so; where that can be known before, the old one goes on.
-        LaunchError: the ranks could not be started.
+        ConfigError: the ranks cannot be started with these settings. Where that is known in
+            advance, the old session goes on.
+        LaunchError: the ranks could not be started; the old session has ended.
     """
     check_ranks(config)
     end_session()
@@ -729,15 +796,16 @@ def session_for(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> NotebookSession:
-    """The session, started if there is none.
+    """Return the session of this kernel; it is started if there is none.
 
     Args:
-        shell: of the notebook.
-        arguments, config: as those of ``config.resolve``. A session that there is must have what
-            they give; what files and the environment say is for one that starts.
+        shell: the notebook's IPython shell.
+        arguments, config: the settings, as ``config.resolve`` takes them. A session that exists
+            must have been started with the same ones. Environment variables and the default config
+            file count only for a session that is started now.
 
     Raises:
-        ConfigError: it was started otherwise, or cannot be started so.
+        ConfigError: the session was started with other settings, or cannot be started with these.
         LaunchError: the ranks could not be started.
     """
     running = current_session()
@@ -748,10 +816,10 @@ def session_for(
 
 
 def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
-    """Check that the settings given equal those of the running session.
+    """Check that the given settings are those of the running session.
 
     Raises:
-        ConfigError: a setting that is given differs.
+        ConfigError: a setting differs; the message names the command that starts another session.
     """
     given = {name: value for name, value in given.items() if value is not None}
     has = replace(running.config, num_processes=running.world_size)
@@ -777,7 +845,7 @@ def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
 
 
 def end_session() -> bool:
-    """End the session; False where there is none."""
+    """End the session of this kernel; return whether there was one."""
     global _session
     ending, _session = _session, None
     if ending is None:

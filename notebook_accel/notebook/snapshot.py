@@ -1,9 +1,9 @@
-"""The summary that a saved notebook keeps: a pure function of the run's state and its metrics.
+"""The summary of a run that a saved notebook keeps: a pure function of the run's state and metrics.
 
-It is shown where nobody runs code: JupyterLab without a kernel and untrusted, nbconvert,
-GitHub. Their sanitisers drop inline SVG, style sheets, variables and ids, and some drop style
-attributes as well. So it is plain tables, ``<details>`` and images, readable without any style,
-and what style it has is inline, in tones that read on light and dark.
+It is read where no code runs: JupyterLab without a kernel and untrusted, nbconvert, GitHub. Their
+sanitisers drop inline SVG, style sheets, CSS variables and ids, and some drop style attributes as
+well. So the summary consists of plain tables, ``<details>`` and images, readable without any style.
+Its styles are inline, in tones that read on light and dark pages.
 """
 
 from __future__ import annotations
@@ -90,12 +90,13 @@ _NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The summary for pages and for text.
+    """A summary in the two forms that an output of a cell has: HTML and plain text.
 
     Attributes:
-        html: for pages.
+        html: for pages in a browser.
         text: for terminals and files.
-        displays: what a rank displayed, as HTML of the person's own that stands below ``html``.
+        displays: HTML that a rank displayed, such as a figure; pages show it below ``html``. "" for
+            none.
     """
 
     html: Markup
@@ -104,7 +105,7 @@ class Snapshot:
 
     @property
     def bundle(self) -> dict[str, str]:
-        """The summary by MIME type."""
+        """The summary as a MIME bundle: its data by MIME type, as Jupyter displays it."""
         # Without a line break: one that is followed by another would end the HTML where a
         # notebook is converted to Markdown. In what the person made, a script may need it.
         html = str(self.html).replace("\n", "&#10;")
@@ -112,7 +113,7 @@ class Snapshot:
 
 
 def render_line(text: str) -> Snapshot:
-    """Return a snapshot with one text in the summary's frame, for a run that has not begun."""
+    """Return one text in the summary's frame, for a run that has not begun."""
     # A command for another machine stands in a line of its own, and wraps rather than be cut.
     style = f"{_MUTED};white-space:pre-wrap;overflow-wrap:anywhere"
     line = element("span", text, style=style)
@@ -120,9 +121,14 @@ def render_line(text: str) -> Snapshot:
 
 
 def render_slim(state: RunState, *, now: float | None = None, with_output: bool = True) -> Snapshot:
-    """One line about a run and what it printed, as an ordinary cell would show it.
+    """Return a summary of one line and the output of the ranks, as an ordinary cell would show it.
 
-    For cells that end at once: nobody wants a table of them.
+    For cells that end at once, which are too short for a table of ranks.
+
+    Args:
+        state: the run's state.
+        now: wall time in seconds, for a run that still goes on; None for one that has ended.
+        with_output: whether to include the ranks' output; False where it is printed already.
     """
     now = state.started if now is None else now
     values = summary.values_line(state)
@@ -152,16 +158,16 @@ def render_snapshot(
     with_displays: bool = False,
     asked_stacks: AskedStacks | None = None,
 ) -> Snapshot:
-    """The summary of a run.
+    """Return the summary of a run: ranks, notices, errors, metrics, output.
 
     Args:
         state: the run's state.
         metrics: every value given to ``accelerator.log``, as ``run.metrics`` has them.
-        now: wall time in seconds, for a run that still goes on.
-        with_output: whether it holds what ranks printed; not where that is printed beside it.
-        with_displays: whether what a rank displayed stands below it; not where each display is an
-            output of its own.
-        asked_stacks: where the ranks stood when somebody asked for it.
+        now: wall time in seconds, for a run that still goes on; None for one that has ended.
+        with_output: whether to include the ranks' output; False where it is printed already.
+        with_displays: whether to put the displays of a rank below the summary; False where each
+            display is an output of its own.
+        asked_stacks: a title and the ranks' stacks, if a click on Stacks fetched them; else None.
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
@@ -257,7 +263,7 @@ def _notices(state: RunState) -> Markup:
 
 
 def _failure(state: RunState) -> Markup:
-    """The error's first line, and the end of the rest of it folded."""
+    """Return the error's first line as HTML, with the end of its other lines folded below it."""
     if not state.error:
         return Markup("")
     first, _, rest = state.error.partition("\n")
@@ -271,7 +277,7 @@ def _failure(state: RunState) -> Markup:
 
 
 def _end(text: str, max_bytes: int) -> str:
-    """Return the end of a text, cut to ``max_bytes``."""
+    """Return the end of a text, cut to about ``max_bytes`` bytes; an ellipsis marks a cut."""
     return shorten(text[: -max_bytes - 2 : -1], max_bytes)[::-1]
 
 
@@ -284,7 +290,7 @@ def _other_displays(state: RunState) -> Markup:
 
 
 def _metrics(curves: Mapping[str, Sequence[Point]]) -> Markup:
-    """Plots of the first metrics, and the last values of the others."""
+    """Return plots of the first metrics as HTML, and the last values of the other ones."""
     if not curves:
         return Markup("")
     names = list(curves)
@@ -324,12 +330,15 @@ def _plot(name: str, points: Sequence[Point]) -> list[Markup]:
 
 
 def _output(state: RunState, style: str, room: int) -> Markup:
-    """Return the output as HTML: one block for ranks that printed the same, long ones folded.
+    """Return the output of the ranks as HTML: a block for ranks that printed the same.
+
+    The first block and short ones are open, long ones are folded.
 
     Args:
-        state: of the run.
-        style: of the text.
-        room: bytes of all blocks; where each has too few, a line says where the output is.
+        state: the run's state.
+        style: inline CSS of the text.
+        room: bytes that all blocks may take together. If that is too little for so many blocks, a
+            line says where the output is.
     """
     alike = _printed_alike(state, _MAX_LINES)
     share = room // (len(alike) + 1) - _BLOCK_BYTES
@@ -361,9 +370,15 @@ def _output(state: RunState, style: str, room: int) -> Markup:
 def _printed_alike(
     state: RunState, max_lines: int
 ) -> list[tuple[tuple[tuple[str, ...], int], list[int]]]:
-    """The last lines that were printed, the number of all, and the ranks that printed them.
+    """Group ranks by their output.
 
-    Those of a rank at fault come first.
+    Args:
+        state: the run's state.
+        max_lines: the most lines that are returned of an output.
+
+    Returns:
+        A list of ((last lines, number of all lines), ranks that printed them). The output of a rank
+        at fault comes first.
     """
     alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
     for rank in state.ranks:
@@ -381,7 +396,7 @@ def _printed_alike(
 
 
 def _newest(lines: Sequence[str], room: int) -> list[str]:
-    """The last lines that take no more bytes than ``room``, each of them cut where it is long."""
+    """Return the last lines that fit into ``room`` bytes; long lines are cut."""
     kept: list[str] = []
     for line in reversed(lines):
         cut = shorten(line, _MAX_LINE)
@@ -395,7 +410,15 @@ def _newest(lines: Sequence[str], room: int) -> list[str]:
 def _block(
     lines: Sequence[str], total: int, label: str, style: str, earlier: Sequence[str] = ()
 ) -> Markup:
-    """The last lines of some ranks' output, below a fold with the earlier ones if there are any."""
+    """Return a block of output as HTML: a title, a fold with earlier lines, and the last lines.
+
+    Args:
+        lines: the last lines, which are open.
+        total: number of all lines that were printed; the title says if some are not shown.
+        label: names the ranks that printed them, such as "ranks 0-1"; "" if there is one rank only.
+        style: inline CSS of the text.
+        earlier: lines before ``lines``, shown in a fold; none for no fold.
+    """
     title = label
     if len(lines) < total:
         who = f"{label}: " if label else ""
@@ -416,7 +439,7 @@ def _pre(lines: Sequence[str], style: str) -> Markup:
 
 
 def _output_text(state: RunState) -> list[str]:
-    """The last lines that ranks printed, for readers that show no HTML."""
+    """Return the last lines of the ranks' output as plain text, for readers that show no HTML."""
     lines: list[str] = []
     room = _MAX_OUTPUT_TEXT
     for (printed, total), ranks in _printed_alike(state, _SHORT_OUTPUT):

@@ -1,8 +1,9 @@
-"""Errors as the cell shows them: what happened in the ranks, not the frames of this package.
+"""Errors as a cell shows them: what happened in the ranks, without the frames of this package.
 
-The sources of the notebook's cells travel to the ranks for their tracebacks. IPython asks an
-exception for ``_render_traceback_`` and shows the lines that it gives in place of a traceback.
-``NotebookAccelError`` has the method; exceptions of Python's own are given one.
+The sources of the notebook's cells are sent to the ranks with each launch, so that tracebacks can
+quote them. IPython asks an exception for ``_render_traceback_`` and shows the lines that it returns
+in place of a traceback. ``NotebookAccelError`` has that method; instances of Python's own
+exceptions are given one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _MAX_CHARACTERS = 1_000_000
 
 
 def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
-    """The cells that ``shell`` has run, newest first; none where ``shell`` is None."""
+    """Return the sources of the cells that ``shell`` has run, newest first; [] if it is None.
+
+    Of a long session only the newest cells, of a million characters in all, are returned.
+    """
     if shell is None:
         return []
     numbers = cell_numbers(shell)
@@ -46,7 +50,7 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
 
 
 def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
-    """Return the execution number of each cell by its file name."""
+    """Return the execution number of each cell that has run, by the file name of its code."""
     names = list(linecache.cache)
     label: Any = getattr(shell.compile, "format_code_name", None)
     if label is not None:
@@ -62,7 +66,7 @@ def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
 
 @contextmanager
 def show_in_short() -> Iterator[None]:
-    """Have IPython show an error that passes through here in a few lines.
+    """Have IPython show an error that leaves the block in a few lines, without our own frames.
 
     The error itself and its traceback stay as they are: ``raise``, ``sys.last_value`` and
     ``%debug`` work on them.

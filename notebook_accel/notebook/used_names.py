@@ -1,13 +1,13 @@
-"""Which names a cell uses from before and assigns: read from its source.
+"""Find which names a cell uses from earlier cells, and which it assigns, by reading its source.
 
     import math              assigns math
     total = rank + 1         uses rank, assigns total
-    print(total)             uses print; total is the cell's own by now
+    print(total)             uses print; total is not used: the cell itself has assigned it
     rows.append(total)       uses rows
 
-Python's own compiler says which names of a statement are the cell's, and which belong to a function
-or a comprehension in it. What a cell does by ``exec`` or by magics is not seen, apart from names
-that stand in the text of a magic: in ``%time f(x)`` are ``f`` and ``x``.
+Python's own compiler tells names of the cell from local names of functions and comprehensions. What
+a cell does by ``exec`` or by magics is not seen, except for names in the text of a magic: ``%time
+f(x)`` uses ``f`` and ``x``.
 """
 
 from __future__ import annotations
@@ -46,25 +46,29 @@ _WATCHER = re.compile(r"\A\s*%%(time|capture|prun)\b[^\n]*\n")
 
 
 def is_history(name: str) -> bool:
-    """Whether IPython keeps inputs or outputs under this name."""
+    """Return whether IPython keeps inputs or outputs under this name: ``_i3``, ``Out``."""
     return _HISTORY.fullmatch(name) is not None
 
 
 def without_watcher(text: str) -> str:
-    """The text of a cell without a first line such as ``%%time``."""
+    """Return the source of a cell without a first line such as ``%%time``.
+
+    Such magics run the rest of the cell unchanged.
+    """
     return _WATCHER.sub("", text)
 
 
 @dataclass(frozen=True)
 class CellNames:
-    """Names of a cell.
+    """The names that a cell uses and assigns.
 
     Attributes:
-        used: those that the cell reads and has not certainly assigned before.
+        used: names that the cell may read before it has assigned them, so from earlier cells.
         dotted: names with attributes, as they stand anywhere in the cell: "os.path.join".
-        assigned: those that it assigns or deletes at its top, or as ``global`` in a function.
-        certain: of those, the ones that it has assigned whenever it comes to its end;
-            loops are taken to run.
+        assigned: global names that the cell assigns or deletes, also as ``global`` in a function.
+        certain: those of ``assigned`` that exist whenever the cell ends without an error, whatever
+            branches ran. The variable of a ``for`` counts as assigned; of nested blocks only those
+            of ``with`` count.
     """
 
     used: frozenset[str] = frozenset()
@@ -74,9 +78,10 @@ class CellNames:
 
 
 def names_of(text: str) -> CellNames:
-    """The names of a cell, of which IPython's own syntax was turned into Python.
+    """Return the names that a cell uses and assigns; none for a text that is not Python.
 
-    A text that is no Python uses and assigns nothing.
+    Args:
+        text: source of the cell, with IPython's own syntax turned into Python.
     """
     reader, certain = _Reader(), set[str]()
     try:
@@ -92,9 +97,14 @@ def names_of(text: str) -> CellNames:
 
 
 def submodules(dotted: Iterable[str], namespace: Mapping[str, Any]) -> frozenset[str]:
-    """The modules that these names reach by a package in ``namespace``.
+    """Return the imported modules that dotted names reach through a package in ``namespace``.
 
-    ``import xml.dom.minidom`` assigns ``xml`` alone: who is given that has not imported the rest.
+    ``import xml.dom.minidom`` assigns ``xml`` only. A process that is given ``xml`` must import
+    ``xml.dom`` and ``xml.dom.minidom`` too before it can use them.
+
+    Args:
+        dotted: names with attributes: "xml.dom.minidom.parse".
+        namespace: variables that may be packages.
     """
     found: set[str] = set()
     for names in dotted:
@@ -121,7 +131,7 @@ _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 class _Reader:
-    """Reads statements in order, and collects the names that they use and assign."""
+    """Reads statements in their order, and collects the global names that they use and assign."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -129,7 +139,13 @@ class _Reader:
         self.assigned: set[str] = set()
 
     def block(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
-        """Read statements that run one after the other; adds to ``own`` what they assign."""
+        """Read statements that run one after the other.
+
+        Args:
+            statements: such as the body of a cell or of an ``if``.
+            own: the names that are certainly assigned so far. Those that the statements certainly
+                assign are added.
+        """
         for statement in statements:
             if not isinstance(statement, (ast.Break, ast.Continue)):
                 self._statement(statement, own)
@@ -156,7 +172,12 @@ class _Reader:
             self.block(block, own if is_certain else own | ({caught} if caught else set()))
 
     def _read(self, node: ast.stmt, own: set[str]) -> None:
-        """Read a statement without the blocks in it."""
+        """Read a statement, but not the blocks of statements in it.
+
+        Args:
+            node: the statement; its blocks are replaced by a call.
+            own: the names that are certainly assigned so far. What the statement assigns is added.
+        """
         for part in ast.walk(node):
             self.dotted |= _dotted(part)
             for text in _texts_for_ipython(part) if isinstance(part, ast.Call) else ():
@@ -171,12 +192,14 @@ class _Reader:
         self._code(compile(module, "", "exec", flags, dont_inherit=True), own)
 
     def _code(self, code: types.CodeType, own: set[str], local: set[str] | None = None) -> None:
-        """Follow instructions in their order.
+        """Follow the instructions of compiled code in their order, and note the names in them.
 
         Args:
-            code: of a statement; or of a function, a class or a comprehension in it.
-            own: the names that are certainly there.
-            local: of a function or a class: what it has assigned for itself so far.
+            code: of a statement, or of a function, a class or a comprehension in it.
+            own: the global names that are certainly assigned so far; changed by code of a
+                statement.
+            local: names that a class or function has assigned in its own scope so far; None for
+                code that runs in the cell's scope.
         """
         for step in dis.get_instructions(code):
             name = step.argval
@@ -199,7 +222,7 @@ def _is_pythons(name: str) -> bool:
 
 
 def _dotted(node: ast.AST) -> set[str]:
-    """The name with its attributes, where the node is one of these."""
+    """Return a node such as ``os.path`` as a set of one text, "os.path"; else an empty set."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -210,14 +233,18 @@ def _dotted(node: ast.AST) -> set[str]:
 
 
 def _exported(name: str | None) -> set[str]:
-    """Return the names that ``from module import *`` assigns; none if it is not imported here."""
+    """Return the names that ``from NAME import *`` assigns; none if NAME is not imported yet."""
     module = sys.modules.get(name or "")
     known = {} if module is None else vars(module)
     return set(known.get("__all__", [each for each in known if not each.startswith("_")]))
 
 
 def _texts_for_ipython(call: ast.Call) -> list[str]:
-    """Return the texts of a transformed magic: ``ls {folder}`` of ``get_ipython().system(...)``."""
+    """Return the texts that a transformed magic or shell command passes to IPython.
+
+    IPython turns ``!ls {folder}`` into ``get_ipython().system('ls {folder}')``, of which the text
+    is ``ls {folder}``. An empty list for any other call.
+    """
     function = call.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
         return []

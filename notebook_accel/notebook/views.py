@@ -1,4 +1,4 @@
-"""Which view a run gets: the one table from names to views."""
+"""Choose how a run is shown: the table of views by the names that ``notebook_launcher`` takes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ __all__ = ["CellDashboard", "Transcript", "VIEWS", "choose_view", "dashboard_in"
 
 
 class Transcript(PlainView):
-    """Prints as :class:`PlainView` does, and shows the summary as HTML.
+    """Prints lines as :class:`PlainView` does, and shows the summary as HTML, without widgets.
+
+    For notebooks that a program executes (nbconvert, papermill), and for ``view="text"``.
 
     Args:
-        waits: whether the cell waits for the run. Where it does not, nothing can be added to it
-            once it has ended: the summary takes a slot in it from the start, and holds the ranks'
-            lines and what was displayed as well. A cell that calls ``run.wait()``, if any, says
-            how far the run is, and what it has noticed.
-        is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough.
+        waits: whether the cell waits for the run. Where it does not, nothing can be added to its
+            output once it has ended. So the summary gets a slot in that output from the start, and
+            holds the ranks' output and displays as well. A cell that calls ``run.wait()`` meanwhile
+            prints the progress of the run and its notices.
+        is_cell: whether the run is a ``%%accelerate`` cell. If it ends at once, one line is its
+            summary.
     """
 
     def __init__(self, *, waits: bool = True, is_cell: bool = False) -> None:
@@ -90,16 +93,18 @@ class Transcript(PlainView):
 
 
 class CellDashboard(Dashboard):
-    """The live panel of one run, drawn by the thread of a cell that waits for it, in that cell.
+    """A :class:`Dashboard` for Colab, whose pages draw nothing that is sent while no cell runs.
 
-    A run in the background is a line that says what to type, until a cell waits for it or shows it.
+    No thread draws the panel: the thread of a cell that waits for the run does, and moves the panel
+    into that cell. A run in the background is one line, which says what to type to see it, until a
+    cell waits for it or shows it.
     """
 
     # The number of the newest cell that shows the run.
     _placed_in: int | None = None
 
     def _begin_drawing(self) -> None:
-        """Show one line that says the run is running; no thread redraws it."""
+        """Show one line that says that the run is running; start no thread."""
         assert self._run is not None, "a view that draws is open"
         self._is_drawing = True
         # A click has no cell.
@@ -125,14 +130,14 @@ class CellDashboard(Dashboard):
         super().print_end()
 
     def _place_in_cell(self) -> None:
-        """Move the panel into the cell that waits for the run, if it is not there yet."""
+        """Move the panel into the cell that runs now, unless it is there already."""
         if self._placed_in != _number_of_cell():
             self._placed_in = _number_of_cell()
             self._slot.place()
 
 
 def _number_of_cell() -> int | None:
-    """The number of the cell that runs now; None outside of IPython."""
+    """Return the execution number of the cell that runs now; None outside of IPython."""
     number: int | None = getattr(get_ipython(), "execution_count", None)
     return number
 
@@ -169,22 +174,27 @@ VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
 def dashboard_in(
     kernel: Any, *, waits: bool = True, is_cell: bool = False, slot: DisplaySlot | None = None
 ) -> Dashboard:
-    """The live panel for the pages of ``kernel``; the arguments are those of :class:`Dashboard`."""
+    """Return the live panel that works in the pages of ``kernel``.
+
+    Args:
+        kernel: the kernel in which this code runs.
+        waits, is_cell, slot: as :class:`Dashboard` takes them.
+    """
     way = clicks.clicks_for(kernel)
     kind = Dashboard if way.draws_between_cells else CellDashboard
     return kind(way, waits=waits, is_cell=is_cell, slot=slot)
 
 
 def choose_view(name: str, *, waits: bool = True, is_cell: bool = False) -> View:
-    """The view of that name, for the kernel or terminal in which this code runs.
+    """Return the view of that name, made for the kernel or terminal in which this code runs.
 
     Args:
-        name: "auto", "widgets", "text" or "none".
+        name: "auto", "widgets", "text" or "none", as ``notebook_launcher(view=...)`` takes it.
         waits: whether the cell waits for the run.
-        is_cell: whether the run is a cell (``%%accelerate``).
+        is_cell: whether the run is a ``%%accelerate`` cell.
 
     Raises:
-        ConfigError: there is no such view, or it cannot be had here.
+        ConfigError: there is no such view, or it cannot be shown here.
     """
     if not isinstance(name, str) or name not in VIEWS:
         raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")

@@ -1,11 +1,13 @@
-"""What is done with a kernel at the first sign that there will be a launch.
+"""Prepare a kernel for a launch that will probably come: start the template, mend ipykernel.
 
-One of it is for ipykernel 7.0 to 7.3, which leaves requests unread, so that a kernel is dead to its
-pages for good. Its thread for the shell channel reads that socket by a stream, and sends replies
-past the stream. A request that comes while a reply is sent makes no event for the stream then, and
-neither does any request after it: sockets of zmq tell of new messages only once all were read. A
-click and the next cell are enough. ipykernel 7.4 sends by the stream; for older ones, the stream is
-made to look.
+The template is the helper process from which ranks are forked; it takes seconds to start.
+
+ipykernel 7.0 to 7.3 may leave requests unread, which makes a kernel dead to its pages for good. Its
+thread for the shell channel reads that socket by a stream of events, but sends replies past the
+stream. A request that arrives while a reply is sent makes no event then, nor does any later one:
+zmq's sockets signal new messages only once all earlier ones were read. A click right before the
+next cell is enough. For these versions, the stream is made to look at its socket at intervals;
+ipykernel 7.4 sends by the stream and needs no help.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _LOOK_SECONDS = 0.1
 
 @functools.cache
 def keep_reading(kernel: Any) -> None:
-    """Make ipykernel 7.0 to 7.3 poll its shell socket, whose requests it may leave unread.
+    """Make ipykernel 7.0 to 7.3 poll its shell socket, whose requests it might leave unread.
+
+    Other versions are left alone.
 
     Args:
         kernel: the kernel of a notebook; None in a terminal, where there is nothing to do.
@@ -46,11 +50,12 @@ def _look(loop: Any, stream: Any) -> None:
 
 
 def warm_kernel() -> None:
-    """Start the template in the background, where this process is the kernel of a notebook.
+    """Start the template in the background, if this process is the kernel of a notebook.
 
-    A launch some seconds later is then as fast as any. In a script, whose first launch follows at
-    once or never, and in a rank nothing is started. The kernel reads all its requests from now on.
-    Nothing is raised: the launch itself will say what is wrong.
+    The template is the helper process from which ranks are forked: with it, a launch some seconds
+    later is fast. Nothing is started in a script, whose first launch comes at once or never, nor in
+    a rank. It also calls :func:`keep_reading`. Errors are not raised: the launch itself will report
+    them.
     """
     kernel = getattr(get_ipython(), "kernel", None)
     keep_reading(kernel)

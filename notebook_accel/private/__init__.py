@@ -1,5 +1,6 @@
-"""Private names of libraries: used here and nowhere else, one file a library.
+"""The only place where private names of other libraries are used, one file for each library.
 
-A function for each, which says what the name is for and what happens without it. A new release may
-drop or change it without a word; ``tests/test_private_names.py`` then fails with that sentence.
+Each has a function that says what the name is for and what fails without it. A new release of the
+library may drop or change a private name without notice; ``tests/test_private_names.py`` checks
+each one, so that such a release fails there.
 """

@@ -1,4 +1,4 @@
-"""Private names of DeepSpeed."""
+"""The only place where private names of DeepSpeed are used; a new release may change them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ __all__ = ["forget_groups", "has_stepped_copy"]
 
 
 def has_stepped_copy(weight: Any) -> bool:
-    """Whether DeepSpeed steps a float32 copy of a weight (``_z3_optimizer``, ``_hp_mapping``).
+    """Return whether DeepSpeed's optimizer steps a float32 copy of a weight.
 
-    All ranks find the same, whether they step a part of it or not. Without them loaded weights are
-    overwritten by the copies at the next step, and saved ones have 16 bits.
+    It looks for ``_z3_optimizer`` and ``_hp_mapping`` and gives the same answer on all ranks, even
+    on those that step no part of the weight. Without these names, such copies would be missed: the
+    next step would overwrite loaded weights, and saved weights would have only 16 bits.
     """
     return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
 
 
 def forget_groups(library: Any) -> None:
-    """Have DeepSpeed forget the process groups of a training that has ended.
+    """Make DeepSpeed drop its process groups (``_release_process_group_references``).
 
-    Without it the next training of a session meets in groups that are gone, and fails.
+    Called in a rank before a training, if an earlier one used a process group that is gone. Without
+    this, the second training of a session would use the old groups and fail.
+
+    Args:
+        library: the module ``deepspeed``.
     """
     release = getattr(library.utils.groups, "_release_process_group_references", None)
     if release is not None:

@@ -1,4 +1,4 @@
-"""Private names of ipykernel."""
+"""The only place where private names of ipykernel are used; a new release may change them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,33 @@ __all__ = ["let_any_subshell_answer", "parent_variable", "publish_status"]
 
 
 def publish_status(kernel: Any, status: str, request: Any) -> None:
-    """Tell pages "busy" or "idle" in answer to a request (``Kernel._publish_status``).
+    """Send a status for a request to the notebook's pages (``Kernel._publish_status``).
 
-    Without it a click during a cell raises, and the page holds back the next one.
+    A page waits for "idle" before it sends its next click. Without this function, a click during a
+    cell raises an error, and the page holds the next one back.
+
+    Args:
+        kernel: the ipykernel.
+        status: "busy" or "idle".
+        request: the message that the status answers.
     """
     kernel._publish_status(status, "shell", parent=request)
 
 
 def parent_variable(kernel: Any) -> ContextVar[Any] | None:
-    """Return the variable of the request being answered (``_shell_parent``); None without one.
+    """Return the context variable that holds the request being answered (``Kernel._shell_parent``).
 
-    Without it a page that is reloaded while a cell runs shows its widgets after the cell only.
+    None if this ipykernel has none. Without it, a page that is reloaded while a cell runs does not
+    show its widgets until the cell has ended.
     """
     found: ContextVar[Any] | None = getattr(kernel, "_shell_parent", None)
     return found
 
 
 def let_any_subshell_answer(comm: Any) -> None:
-    """Let any subshell answer a comm's messages (``_reply_subshell_for``; ipykernel 7.4 on).
+    """Let any subshell handle a comm's messages (``_reply_subshell_for``, since ipykernel 7.4).
 
-    Without it clicks go to the shell that the cell blocks, and wait for its end.
+    Without this, clicks go to the shell that runs the cell, and wait until the cell has ended.
     """
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = None

@@ -1,4 +1,4 @@
-"""Private names of Python's own library."""
+"""The only place where Python's own private names are used; a new release may change them."""
 
 from __future__ import annotations
 
@@ -19,49 +19,53 @@ __all__ = [
 
 
 def join_threads() -> None:
-    """Wait for threads as Python does at its end (``threading._shutdown``).
+    """Wait for this process's threads as Python does at its exit (``threading._shutdown``).
 
-    Without it a rank ends before the threads of its function, and what they had to do is lost.
+    A rank is a forked child, which leaves without Python's usual exit. Without this call, it would
+    end before the threads that its function started, and their work would be lost.
     """
     threading._shutdown()  # type: ignore[attr-defined]
 
 
 def forget_exit_functions() -> None:
-    """Forget the functions registered with ``atexit`` before a fork (``atexit._clear``).
+    """Forget the ``atexit`` functions that were registered before a fork (``atexit._clear``).
 
-    Without it a rank calls at its end what the process was told before the fork.
+    Called in a process just after its fork. Otherwise it would run, at its end, the functions that
+    its parent registered for itself.
     """
     atexit._clear()
 
 
 def run_exit_functions() -> None:
-    """Call the functions registered with ``atexit`` (``atexit._run_exitfuncs``).
+    """Call the functions registered with ``atexit`` now (``atexit._run_exitfuncs``).
 
-    Without it nothing that a function has registered is called: a fork ends without that.
+    A process that multiprocessing forked, such as a rank, ends without calling them.
     """
     atexit._run_exitfuncs()
 
 
 def run_finalizers() -> None:
-    """Have pools and managers end their workers (``multiprocessing.util._run_finalizers``).
+    """Make multiprocessing's pools and managers end their workers (``util._run_finalizers``).
 
-    Without it a worker that gets SIGTERM with a lock in hand makes its pool wait for ever.
+    A rank calls it before it ends its children by a signal. A worker that gets SIGTERM while it
+    holds a lock would make its pool wait for ever.
     """
     util._run_finalizers(0)  # type: ignore[attr-defined]
 
 
 def end_multiprocessing() -> None:
-    """Join children and flush queues (``multiprocessing.util._exit_function``).
+    """Join this process's children and flush its queues (``multiprocessing.util._exit_function``).
 
-    Without it what was put into a queue last may not arrive.
+    Without it, the last items that a rank put into a queue may not arrive.
     """
     util._exit_function()  # type: ignore[attr-defined]
 
 
 def process_settings() -> dict[str, Any]:
-    """Return multiprocessing's settings of this process (``_config``): folder, semaphores.
+    """Return multiprocessing's settings of this process, to be changed (``Process._config``).
 
-    Without it semaphores and sockets of killed workers stay until the machine is restarted.
+    The caller sets the folder for temporary files and the prefix of semaphore names. Without these,
+    semaphores and sockets of killed workers cannot be found, and stay until the machine restarts.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     return config

@@ -1,4 +1,7 @@
-"""Private names of torch, which is imported by whoever calls: the launcher's side has none."""
+"""The only place where private names of torch are used; a new release may change them.
+
+The file does not import torch at the top, since the launcher's processes import it without torch.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +51,23 @@ __all__ = [
 
 
 def is_to_replace(environment: Mapping[str, str]) -> bool:
-    """Whether ranks replace parts of torch: not with ``NOTEBOOK_ACCEL_TORCH_FIXES=0``."""
+    """Return whether ranks may replace functions of torch, as the functions below do.
+
+    They may unless the variable ``NOTEBOOK_ACCEL_TORCH_FIXES`` is "0" in ``environment``.
+    """
     return environment.get("NOTEBOOK_ACCEL_TORCH_FIXES") != "0"
 
 
 def replace_stash(wrap: Callable[[Any], Any]) -> bool:
     """Replace ``torch._C._stash_obj_in_tls(key, object)``, which each backward calls.
 
-    Without it a rank on the CPU that drops its model after its process group may hang.
+    Without this, a rank on the CPU that drops its model after its process group may hang.
+
+    Args:
+        wrap: takes torch's function and returns the replacement.
+
+    Returns:
+        whether it was replaced; False if this torch lacks the name.
     """
     return _replace(sys.modules["torch"]._C, "_stash_obj_in_tls", wrap)
 
@@ -63,8 +75,15 @@ def replace_stash(wrap: Callable[[Any], Any]) -> bool:
 def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
     """Replace ``_new_process_group_helper``, which makes each process group and its store.
 
-    Without it a rank that waits in a collective cannot be freed, since its sockets are not known,
-    and a rank that destroys its group at once may break the group of one that still connects.
+    Without this, a rank that waits in a collective cannot be freed, since the sockets of its group
+    are not known. A rank that destroys its group at once may also break that of a rank that is
+    still connecting.
+
+    Args:
+        wrap: takes torch's function and returns the replacement.
+
+    Returns:
+        whether it was replaced; False if this torch lacks the name, or has other parameters.
     """
     module = sys.modules["torch.distributed.distributed_c10d"]
     return _replace(module, "_new_process_group_helper", wrap, ("group_size", "group_rank"))
@@ -73,8 +92,14 @@ def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
 def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
     """Replace ``_create_c10d_store``, which makes the store of a group that meets at MASTER_ADDR.
 
-    Without it a function that destroys its group and makes the next may fail or hang there: a rank
-    connects to the server of the first one, which is about to close.
+    Without this, a function that destroys its group and makes another may fail or hang: a rank can
+    connect to the first group's server, which is about to close.
+
+    Args:
+        wrap: takes torch's function and returns the replacement.
+
+    Returns:
+        whether it was replaced; False if this torch lacks the name, or has other parameters.
     """
     module = sys.modules["torch.distributed.rendezvous"]
     expected = ("hostname", "port", "rank", "world_size", "timeout")
@@ -82,9 +107,17 @@ def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
 
 
 def replace_store_parameters(wrap: Callable[[Any], Any], expected: tuple[str, ...]) -> bool:
-    """``TCPStore.__init__``, whose parameters are taken by position: ``expected`` are its first.
+    """Replace ``TCPStore.__init__``.
 
-    Without it a store that a function opens at MASTER_PORT listens on all interfaces.
+    Without this, a store that a function opens at MASTER_PORT listens on all network interfaces.
+
+    Args:
+        wrap: takes torch's method and returns the replacement.
+        expected: names of the parameters that the method must have, in this order, since the
+            replacement passes them by position.
+
+    Returns:
+        whether it was replaced; False if this torch has other parameters.
     """
     store = sys.modules["torch.distributed"].TCPStore
     # It is made in C++: its text says what it takes.
@@ -109,12 +142,13 @@ def _replace(
 
 
 def forget_half_made_groups() -> bool:
-    """Have torch number its next default group from 0 (``_world.group_count``), if none is open.
+    """Reset torch's count of process groups (``_world.group_count``) to 0 if no group is open.
 
-    It gives False where this torch has no such number.
+    Torch names groups by this count. If one rank failed to make a group, the counts differ, and the
+    ranks would wait for each other under different names for ever.
 
-    Without it ranks wait for each other under different names, for ever, after one of them failed
-    to make a group.
+    Returns:
+        False if this torch has no such count; else True.
     """
     module: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not hasattr(getattr(module, "_world", None), "group_count"):
@@ -128,18 +162,20 @@ def forget_half_made_groups() -> bool:
 
 
 def backends_of_groups() -> list[str]:
-    """Return ``_world.pg_backend_config``: the backends of all process groups ("cuda:nccl").
+    """Return the backends of all process groups of this rank, such as "cuda:nccl".
 
-    Without it a group of NCCL is closed like one of gloo, and its rank may never end.
+    They are the values of ``_world.pg_backend_config``. Without them, a group of NCCL would be
+    closed like one of gloo, and its rank might never end.
     """
     world: Any = getattr(sys.modules["torch.distributed.distributed_c10d"], "_world", None)
     return [str(config) for config in getattr(world, "pg_backend_config", {}).values()]
 
 
 def abort_groups() -> Callable[[], None] | None:
-    """``_abort_process_group``, which aborts all groups of NCCL; None where torch has none.
+    """Return the function that aborts all NCCL process groups (``_abort_process_group``).
 
-    Without it a rank that waits for others on its GPU is freed by SIGTERM alone.
+    None if torch has no such function. Without it, a rank that waits for others on its GPU can be
+    ended by SIGTERM only.
     """
     module = sys.modules.get("torch.distributed.distributed_c10d")
     abort: Callable[[], None] | None = getattr(module, "_abort_process_group", None)
@@ -147,26 +183,29 @@ def abort_groups() -> Callable[[], None] | None:
 
 
 def default_store() -> Any:
-    """Return the default group's store (``_get_default_store``), whichever launcher made it.
+    """Return the key-value store of this rank's default process group (``_get_default_store``).
 
-    Without it ranks cannot agree on a save, nor exchange objects by notes.
+    The group may have been made by any launcher, such as torchrun. Without the store, ranks cannot
+    coordinate a save, or exchange objects through it.
     """
     return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Join the dimensions of a mesh into one of this name (``DeviceMesh._flatten``).
+    """Return a mesh of one dimension, called ``name``, with all ranks of ``mesh`` (``_flatten``).
 
-    Without it there are no "dp", "dp_cp" and "dp_shard_cp", by which scripts average a loss.
+    Without it, a device mesh lacks the dimensions "dp", "dp_cp" and "dp_shard_cp", over which
+    scripts average a loss.
     """
     flat: DeviceMesh = mesh._flatten(name)
     return flat
 
 
 def set_rotate_method(exchange: str) -> None:
-    """Choose how torch's ring attention passes keys and values on (``_attention``).
+    """Choose how torch's ring attention exchanges keys and values (``_attention``).
 
-    Without it context parallelism on GPUs uses torch's choice, whatever ``cp_comm_strategy`` says.
+    Without this, context parallelism on GPUs would use torch's default, whatever
+    ``cp_comm_strategy`` says.
     """
     from torch.distributed.tensor.experimental import _attention
 
@@ -177,9 +216,13 @@ def set_rotate_method(exchange: str) -> None:
 
 
 def fsdp_parameters(module: Any) -> Iterator[Any]:
-    """Return what FSDP2 keeps of each weight (``_fsdp_param_group``, newer ``_fsdp_param_groups``).
+    """Return FSDP2's internal objects for the weights of a module, one for each weight.
 
-    Without it gradients that a script has dropped in an open window come back at the next step.
+    They are in ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``. Without them,
+    gradients that a script clears during gradient accumulation come back at the next step.
+
+    Args:
+        module: a module on which ``fully_shard`` was called.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -189,26 +232,35 @@ def fsdp_parameters(module: Any) -> Iterator[Any]:
 
 
 def whole_gradient(held: Any) -> Any:
-    """Return the weight with the whole gradient, of an item of :func:`fsdp_parameters`.
+    """Return the unsharded weight, with its gradient, of an item of :func:`fsdp_parameters`.
 
-    None before the first forward. Without it: as there.
+    None before the first forward. Without ``_unsharded_param``, gradients that a script clears
+    during gradient accumulation come back at the next step.
     """
     return getattr(held, "_unsharded_param", None)
 
 
 def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor whose part is on another device than its mesh (``DTensor._spec``).
+    """Return a copy of a DTensor around ``local``, which may be on another device than its mesh.
 
-    Without it sharded weights on GPUs cannot be saved in the background.
+    It uses ``DTensor._spec``. Without this, sharded weights on GPUs could not be moved to the CPU
+    to be saved in the background.
+
+    Args:
+        spread: the DTensor.
+        local: its local shard, on the other device.
     """
     part: torch.Tensor = type(spread)(local, spread._spec, requires_grad=False)
     return part
 
 
 def part_of_file(stored: Mapping[str, Any]) -> Any:
-    """Return where a tensor's part lies in a sharded checkpoint (``_StorageInfo``).
+    """Return torch's record of where a shard lies in a checkpoint's files (``_StorageInfo``).
 
-    Without it no sharded checkpoint is written.
+    Without it, no sharded checkpoint can be written.
+
+    Args:
+        stored: the fields of the record, by name.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -221,15 +273,15 @@ def part_of_file(stored: Mapping[str, Any]) -> Any:
 def unscale_by(
     scaler: Any, unscale: Callable[[Callable[..., Any], Optimizer, torch.Tensor], Any]
 ) -> None:
-    """``GradScaler._unscale_grads_``, replaced in a class of ours.
+    """Replace the method ``_unscale_grads_`` of a subclass of GradScaler.
 
-    Without it fp16 training raises where an optimizer has weights in parts and plain ones, and
-    ranks skip different steps.
+    Without this, fp16 training raises an error where an optimizer has both sharded and plain
+    weights, and ranks may skip different steps.
 
     Args:
         scaler: the class.
-        unscale: gets torch's way, as a function of an optimizer and ``allow_fp16``, the optimizer,
-            and the tensor in which an overflow is noted.
+        unscale: the replacement, called with three arguments: torch's method as a function of an
+            optimizer and ``allow_fp16``; the optimizer; the tensor in which an overflow is noted.
     """
     plain = scaler._unscale_grads_
 
@@ -245,9 +297,10 @@ def unscale_by(
 
 
 def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
-    """Whether the optimizer's last step was skipped (``GradScaler._found_inf_per_device``).
+    """Return whether a scaler skipped the optimizer's last step because of an overflow.
 
-    Without it ``step_was_skipped`` is never true, and schedules go on over skipped steps.
+    It reads ``GradScaler._found_inf_per_device``. Without it, ``step_was_skipped`` would never be
+    true, and learning rate schedules would advance on skipped steps.
     """
     found = scaler._found_inf_per_device(optimizer)
     return any(bool(value.item()) for value in found.values())
@@ -257,18 +310,22 @@ def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
 
 
 def own_children(copied: Module) -> dict[str, Any]:
-    """Give a shallow copy of a module its own dict of children, so that they can be replaced.
+    """Give a shallow copy of a module its own dict of children (``_modules``), and return the dict.
 
-    Without it the repeated blocks of a model cannot be compiled one by one.
+    A child can then be replaced in the copy alone. Without this, the repeated blocks of a model
+    could not be compiled one by one.
     """
     children = vars(copied)["_modules"] = dict(copied._modules)
     return children
 
 
 def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Take children and weights out of a module's attributes (``_modules``, ``_parameters``).
+    """Remove ``_modules`` and ``_parameters`` from attributes of a module; return their items.
 
-    Without it an error about what cannot be pickled says ``model._modules['x']``.
+    Errors about values that cannot be pickled then say ``model.x``, not ``model._modules['x']``.
+
+    Args:
+        attributes: copy of the attributes of a module or any other object, changed in place.
     """
     taken = (attributes.pop(name, None) for name in ("_modules", "_parameters"))
     return {
@@ -277,24 +334,28 @@ def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def original_module(module: Module) -> Module:
-    """Return the module that ``torch.compile`` was given (``_orig_mod``), or the module itself.
+    """Return the module that was given to ``torch.compile`` (``_orig_mod``), or ``module`` itself.
 
-    Without it names of a compiled model's weights begin with "_orig_mod", in checkpoints too.
+    Without this, the names of a compiled model's weights would begin with "_orig_mod", in
+    checkpoints too.
     """
     inner: Module = getattr(module, "_orig_mod", module)
     return inner
 
 
 def set_original_module(compiled: Module, module: Module) -> None:
-    """Set ``_orig_mod``, so that a module compiled in parts counts as compiled."""
+    """Set ``_orig_mod`` of a module whose blocks were compiled one by one.
+
+    :func:`original_module` then returns ``module`` for it, as for one that torch.compile made.
+    """
     compiled.__dict__["_orig_mod"] = module
 
 
 def join_flags(wrapped: Module) -> dict[str, Any]:
-    """Return what DDP keeps for a ``join`` block (``_join_config`` and its divisor).
+    """Return the attributes that DDP sets for a ``join`` block (``_join_config`` and its divisor).
 
-    Without them a wrapper that is made anew inside of ``join_uneven_inputs`` leaves the block, and
-    the other ranks wait for it.
+    They are copied when DDP is wrapped anew inside ``join_uneven_inputs``. Without them, the new
+    wrapper would be outside of the block, and the other ranks would wait for it.
     """
     names = ("_join_config", "_divide_by_initial_world_size")
     return {name: vars(wrapped)[name] for name in names if name in vars(wrapped)}
@@ -304,42 +365,43 @@ def join_flags(wrapped: Module) -> dict[str, Any]:
 
 
 def count_of_changes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to (``Tensor._version``).
+    """Return how often a tensor was changed in place (``Tensor._version``).
 
-    Without it gradients that are scaled in part are not refused, and a variable of the notebook
-    whose tensor changed in place is not sent to the session anew.
+    Without it, gradients of which only some were scaled would not be refused. A notebook variable
+    whose tensor was changed in place would also not be sent to the session again.
 
     Raises:
-        RuntimeError: of a tensor that was made in inference mode.
+        RuntimeError: the tensor was made in inference mode, and has no such count.
     """
     return tensor._version
 
 
 def untyped_storage(typed: Any) -> Any:
-    """Return the untyped storage (``_untyped_storage``; the public name warns).
+    """Return the untyped storage of a TypedStorage (``_untyped_storage``).
 
-    Without it no tensor travels between the notebook and its ranks.
+    The public ``untyped()`` warns. Without this, no tensor can be sent between notebook and ranks.
     """
     return typed._untyped_storage
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Whether ``torch.compile`` made this function (``_torchdynamo_orig_callable``).
+    """Return whether ``torch.compile`` made a function (``_torchdynamo_orig_callable``).
 
-    Without it compiled functions of the notebook do not travel to the ranks.
+    Without this, compiled functions of the notebook could not be sent to the ranks.
     """
     return "_torchdynamo_orig_callable" in vars(function)
 
 
 def original_function(compiled: Any) -> Any:
-    """Return the function that ``torch.compile`` was given (``_torchdynamo_orig_callable``)."""
+    """Return the function that was given to ``torch.compile`` (``_torchdynamo_orig_callable``)."""
     return vars(compiled)["_torchdynamo_orig_callable"]
 
 
 def loadable_names() -> dict[str, Any]:
-    """Return the names that torch loads with ``weights_only`` (``_get_allowed_globals``).
+    """Return the classes and functions that ``torch.load(weights_only=True)`` allows, by full name.
 
-    Without it no checkpoint of tensors is read unless the person trusts the file.
+    They are from ``_get_allowed_globals``. Without them, even a checkpoint that contains only
+    tensors could be read only if the user says that the file is trusted.
     """
     from torch import _weights_only_unpickler
 

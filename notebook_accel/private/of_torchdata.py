@@ -1,4 +1,4 @@
-"""Private names of torchdata."""
+"""The only place where private names of torchdata are used; a new release may change them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ __all__ = ["num_read"]
 
 
 def num_read(reader: Any) -> int:
-    """Return how many batches a loader's iterator gave, restored ones included.
+    """Return how many batches a data loader's iterator has given (``_num_yielded``); 0 if unknown.
 
-    Without it ``skip_first_batches`` skips too much of a stream that goes on from a state.
+    For a StatefulDataLoader, batches before a restored state count, too. Otherwise
+    ``skip_first_batches`` would skip too many batches of a loader that continues from a state.
     """
     return getattr(reader, "_num_yielded", 0)

@@ -1,1 +1,4 @@
-"""What runs inside a rank: the Accelerator and its parts, on torch and never on IPython."""
+"""The code that runs inside each rank (training process): the ``Accelerator`` and its parts.
+
+It imports torch and never IPython, so that scripts can use it without a notebook.
+"""

@@ -1,11 +1,12 @@
 """``Accelerator``: one object through which a training loop runs on one device or on many.
 
-The class is whole in this file; each method hands over to the part that does the work. What it asks
-about the ranks (``is_main_process``, ``print``, ...) it shares with ``PartialState``.
+Each method of the class calls the module that does the work. Members about the ranks
+(``is_main_process``, ``print``, ...) come from the base class ``ProcessInfo``, as in
+``PartialState``.
 
-A subclass may bring its own ``prepare_model`` or ``prepare_data_loader``, which calls ours or not:
-``prepare`` calls whichever the object has. DeepSpeed makes a model and its optimizer ready in one
-step: there ``prepare`` calls neither ``prepare_model`` nor ``prepare_optimizer``.
+A subclass may override ``prepare_model`` or ``prepare_data_loader``, and need not call the original
+method: ``prepare`` calls the overriding one. Under DeepSpeed, which prepares a model and its
+optimizer in one step, ``prepare`` calls neither ``prepare_model`` nor ``prepare_optimizer``.
 """
 
 from __future__ import annotations
@@ -103,11 +104,12 @@ _STRATEGY = "strategy"
 class Accelerator(ProcessInfo):
     """Prepares the objects of a training loop for the devices of a run, and runs its steps.
 
-    Names and arguments are those of Hugging Face Accelerate. The same loop trains on one device or
-    on many, under a launch, torchrun or plain Python.
+    Every rank makes one. Names and arguments are those of Hugging Face Accelerate. The same loop
+    trains on one device or on many, under ``notebook_launcher``, torchrun or plain Python.
 
     Attributes:
-        project_configuration: where the files of the project are.
+        project_configuration: folders for checkpoints and for the files of trackers, and how
+            checkpoints are named.
 
     Example:
         The examples of the methods use these names.
@@ -162,42 +164,53 @@ class Accelerator(ProcessInfo):
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         **others: Any,
     ) -> None:
-        """Find this rank's place and device, and make the process group of several ranks.
+        """Determine this rank and its device; with several ranks, make the process group.
+
+        All ranks make their Accelerator together: the process group is complete once all have
+        joined. A process group that exists already is used.
 
         Args:
             device_placement: whether ``prepare`` moves models and batches to the device.
-            split_batches: sets this field of ``dataloader_config``, unless None.
+            split_batches: whether the ranks divide each batch of a loader, rather than each take
+                whole batches. None: as in ``dataloader_config``.
             mixed_precision: "no", "bf16", "fp16" or "fp8" (by torchao). None reads the environment
                 (NOTEBOOK_ACCEL_MIXED_PRECISION, then ACCELERATE_MIXED_PRECISION), else "no".
-            gradient_accumulation_steps: batches per optimizer step. None reads the environment,
-                else 1.
+            gradient_accumulation_steps: batches per optimizer step. None reads the environment
+                (NOTEBOOK_ACCEL_GRADIENT_ACCUMULATION_STEPS, then
+                ACCELERATE_GRADIENT_ACCUMULATION_STEPS), else 1.
             cpu: compute on the CPU even if there is an accelerator.
-            dataloader_config: how the ranks share batches.
+            dataloader_config: how the ranks share the batches of a loader.
             deepspeed_plugin: train by DeepSpeed's ZeRO, with these settings.
             fsdp_plugin: shard weights, gradients and optimizer states over the ranks.
             parallelism_config: number of ranks for each kind of parallelism.
-            rng_types: random states that ranks take from rank 0 when a loader begins: "torch",
-                "generator" (the order of samples, which is always taken), or a device type such as
-                "cuda". An empty list takes none: seed all ranks alike then.
+            rng_types: random states that ranks copy from rank 0 when an epoch of a prepared loader
+                begins: "torch", a device type such as "cuda", or "generator", which draws the order
+                of the samples. None copies "generator" alone. It is copied with any other, too. An
+                empty list copies none: seed all ranks alike then.
             log_with: trackers that ``log`` feeds beside the live panel: a name such as
                 "tensorboard" (``LoggerType`` has all), "all", a ``GeneralTracker``, or a list.
             project_dir: folder for numbered checkpoints and for files of trackers.
-            project_config: more settings of that folder.
-            gradient_accumulation_plugin: more settings of accumulation; replaces
+            project_config: further settings of that folder, such as numbered checkpoints.
+            gradient_accumulation_plugin: further settings of gradient accumulation; replaces
                 ``gradient_accumulation_steps``.
-            step_scheduler_with_optimizer: whether prepared schedulers move only when their
-                optimizer stepped. False moves them at each call.
+            step_scheduler_with_optimizer: whether ``step()`` of a prepared scheduler has an effect
+                only if its optimizer stepped. False: each call has one.
             kwargs_handlers: settings of parts of torch, at most one of each class, such as
                 ``DistributedDataParallelKwargs``.
             dynamo_backend: compile models with this backend of ``torch.compile``, such as
-                "inductor". None reads the environment.
-            dynamo_plugin: more settings of compiling; replaces ``dynamo_backend``.
-            dispatch_batches: sets this field of ``dataloader_config``, unless None.
-            even_batches: sets this field of ``dataloader_config``, unless None.
-            use_seedable_sampler: sets this field of ``dataloader_config``, unless None.
+                "inductor". None reads the environment (ACCELERATE_DYNAMO_BACKEND), else compiles
+                nothing.
+            dynamo_plugin: further settings of ``torch.compile``; replaces ``dynamo_backend``.
+            dispatch_batches: whether rank 0 alone reads the data and sends each rank its batch.
+                None: as in ``dataloader_config``.
+            even_batches: whether samples are repeated at the end of an epoch so that all ranks get
+                equally many batches. None: as in ``dataloader_config``.
+            use_seedable_sampler: whether the order of an epoch depends only on the seed and the
+                number of the epoch. None: as in ``dataloader_config``.
             deepspeed_plugins: another name of ``deepspeed_plugin``.
-            **others: plugins of other strategies; and arguments of Accelerate that are not
-                supported, whose values must ask for nothing (None, "no").
+            **others: plugins of strategies that were added to ``PLUGIN_ARGUMENTS``; and arguments
+                of Accelerate that are not supported (``megatron_lm_plugin``, ``torch_tp_plugin``),
+                of which only None and "no" are accepted as values.
 
         Raises:
             ConfigError: a setting is invalid, or not supported.
@@ -253,12 +266,15 @@ class Accelerator(ProcessInfo):
 
     @property
     def _models(self) -> list[Any]:
-        """The models as they are called: Transformers' Trainer asks how many there are."""
+        """The prepared models, with their wrappers; Transformers' Trainer reads how many."""
         return [known.wrapped for known in self._prepared.models]
 
     @property
     def _optimizers(self) -> list[Any]:
-        """Where a subclass that makes the prepared optimizer itself puts it, as in Accelerate."""
+        """The prepared optimizers.
+
+        As in Accelerate, a subclass that overrides ``prepare_optimizer`` appends its own here.
+        """
         return self._prepared.optimizers
 
     @property
@@ -267,7 +283,9 @@ class Accelerator(ProcessInfo):
         return any(hasattr(one.optimizer, "fused_backward") for one in self._prepared.optimizers)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers, in any order.
+        """Prepare models, optimizers, data loaders and schedulers, given in any order.
+
+        All ranks call it, with the same objects: wrapping a model sends rank 0's weights to all.
 
         Args:
             *args: the objects. Objects of other kinds are returned unchanged.
@@ -275,7 +293,8 @@ class Accelerator(ProcessInfo):
                 unless the Accelerator was made with ``device_placement=False``.
 
         Returns:
-            The objects to use from now on, in the same order; one object without a tuple.
+            The objects to use from now on: a tuple in the same order, or for one argument the
+            prepared object itself.
 
         Raises:
             AttributeError: ``AcceleratorState._reset_state()`` was called since this Accelerator
@@ -297,12 +316,16 @@ class Accelerator(ProcessInfo):
     def prepare_model(
         self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Move a model to its device and precision, and wrap or shard it for the ranks.
+        """Move a model to the device, set its mixed precision, and wrap or shard it for the ranks.
+
+        All ranks call it.
 
         Args:
             model: the model.
-            device_placement: whether it is moved to the device. None: as the Accelerator.
-            evaluation_mode: True neither wraps nor shards it: it will not be trained.
+            device_placement: whether the model is moved to the device. None: as
+                ``Accelerator(device_placement=...)`` says.
+            evaluation_mode: True for a model that will not be trained. Most strategies then neither
+                wrap nor shard it.
 
         Returns:
             The prepared model.
@@ -322,8 +345,10 @@ class Accelerator(ProcessInfo):
 
         Args:
             data_loader: the loader.
-            device_placement: whether batches are moved to the device. None: as the Accelerator.
-            slice_fn_for_dispatch: where rank 0 reads for all, takes the part of one rank:
+            device_placement: whether batches are moved to the device. None: as
+                ``Accelerator(device_placement=...)`` says.
+            slice_fn_for_dispatch: used if rank 0 reads the data for all ranks
+                (``dispatch_batches``). It returns one rank's part of a batch, and is called as
                 ``slice_fn_for_dispatch(batch, slice, process_index=..., num_processes=...)``. None
                 takes the rows of the slice from each tensor.
 
@@ -342,12 +367,12 @@ class Accelerator(ProcessInfo):
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Return an optimizer that steps at the end of an accumulation window.
+        """Return an optimizer whose ``step`` acts only once all batches of a step are accumulated.
 
         Args:
             optimizer: the optimizer.
             device_placement: whether its states are moved to the device of their weights. None: as
-                the Accelerator.
+                ``Accelerator(device_placement=...)`` says.
 
         Returns:
             The prepared optimizer.
@@ -359,10 +384,13 @@ class Accelerator(ProcessInfo):
         return self._prepared.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Return a scheduler that moves with the steps of its optimizer.
+        """Return a scheduler whose ``step`` has an effect only if its optimizer stepped.
+
+        On N ranks it advances by N per optimizer step (by 1 with ``split_batches``): the length of
+        a schedule counts batches of the loader before ``prepare``, and N ranks use N of them.
 
         Args:
-            scheduler: the scheduler, of an optimizer that was prepared before.
+            scheduler: a scheduler whose optimizer was prepared before.
 
         Returns:
             The prepared scheduler.
@@ -380,9 +408,10 @@ class Accelerator(ProcessInfo):
 
         Args:
             model: a prepared model.
-            keep_fp32_wrapper: keep the mixed precision of its forward. False restores the original
-                forward, for good.
-            keep_torch_compile: keep it compiled. False returns the model that was compiled.
+            keep_fp32_wrapper: whether the forward keeps its mixed precision. False restores the
+                original forward, for the prepared model too.
+            keep_torch_compile: whether a compiled model stays compiled. False returns the model
+                that ``torch.compile`` was given.
 
         Returns:
             The model.
@@ -394,7 +423,9 @@ class Accelerator(ProcessInfo):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Return the loader unchanged: DeepSpeed's sequence parallelism is not supported.
+        """Return the loader unchanged: DeepSpeed's sequence parallelism (Ulysses) is not supported.
+
+        It exists so that scripts for Accelerate run.
 
         Args:
             dl: the loader.
@@ -412,14 +443,15 @@ class Accelerator(ProcessInfo):
     def skip_first_batches(
         self, dataloader: DataLoader[Any], num_batches: int = 0
     ) -> DataLoader[Any]:
-        """Return a loader that begins each epoch at batch ``num_batches``.
+        """Return a loader without the first batches, to resume in the middle of an epoch.
 
         Args:
             dataloader: the loader, prepared or not.
             num_batches: batches to skip, 0 or more.
 
         Returns:
-            The shorter loader. Use ``dataloader`` itself for later epochs.
+            A loader that skips these batches in each epoch. Use ``dataloader`` itself for later
+            epochs.
 
         Raises:
             ConfigError: ``num_batches`` is no whole number from 0 on.
@@ -433,13 +465,14 @@ class Accelerator(ProcessInfo):
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects, and free memory that nothing else holds.
 
-        Accumulation begins anew. DeepSpeed's engine ends.
+        Gradient accumulation starts over. DeepSpeed's engine is destroyed.
 
         Args:
-            *objects: prepared objects whose names you assign anew.
+            *objects: prepared objects. Assign the result to their variables, so that these no
+                longer keep the memory.
 
         Returns:
-            None for each object.
+            A list with None for each object.
 
         Example:
             >>> model, optimizer = accelerator.free_memory(model, optimizer)
@@ -464,12 +497,13 @@ class Accelerator(ProcessInfo):
     ) -> None:
         """Compute the gradients of a loss.
 
-        The loss is divided by the number of batches of an accumulation window, and multiplied by
-        the loss scale with fp16.
+        The loss is divided by ``gradient_accumulation_steps``, and multiplied by the loss scale
+        with fp16. All ranks call it: it exchanges the gradients at the last accumulated batch.
 
         Args:
             loss: a tensor with one element.
-            learning_rate: for optimizers that step during backward (see ``lomo_backward``).
+            learning_rate: for optimizers that step during backward: calls ``lomo_backward`` with
+                this rate. None for all other optimizers.
             **kwargs: arguments of ``loss.backward``.
 
         Example:
@@ -494,8 +528,8 @@ class Accelerator(ProcessInfo):
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Run backward and step in one, for optimizers that do both (LOMO, AdaLomo).
 
-        ``backward(loss, learning_rate=...)`` does the same with the loss divided by the number of
-        batches of a window.
+        ``backward(loss, learning_rate=...)`` does the same, with the loss divided by
+        ``gradient_accumulation_steps``.
 
         Args:
             loss: a tensor with one element.
@@ -527,7 +561,9 @@ class Accelerator(ProcessInfo):
             optimizer.fused_backward(loss, learning_rate)
 
     def verify_device_map(self, model: Module) -> bool:
-        """Return whether a model, or a part of it, is spread over devices by a ``device_map``.
+        """Return whether a ``device_map`` of Transformers spreads a model over several devices.
+
+        A submodule that is spread counts, too.
 
         Args:
             model: the model.
@@ -545,11 +581,11 @@ class Accelerator(ProcessInfo):
         targets: Any,
         loss_function: Callable[[Any, Any], torch.Tensor],
     ) -> torch.Tensor:
-        """Run forward, loss and backward of one batch in one call.
+        """Run forward, loss and backward of one batch in one call; all ranks call it.
 
-        Every strategy can run it. A pipeline runs its stages on several micro-batches at once.
-        Elsewhere it is ``loss = loss_function(model(inputs), targets)``, then ``backward(loss)``. A
-        loop that calls it is the same under every strategy.
+        A loop that calls it works under every strategy. Pipeline parallelism needs it, to run its
+        stages on several micro-batches at the same time. Without a pipeline it is
+        ``loss = loss_function(model(inputs), targets)``, then ``backward(loss)``.
 
         Args:
             model: a prepared model.
@@ -561,7 +597,8 @@ class Accelerator(ProcessInfo):
                 batch.
 
         Returns:
-            The loss of this rank's batch, on every rank, without a gradient.
+            The loss of this rank's batch, detached from the graph. All ranks of a pipeline, which
+            have the same batch, get the same loss.
 
         Example:
             >>> for inputs, targets in loader:
@@ -576,9 +613,11 @@ class Accelerator(ProcessInfo):
         )
 
     def accumulate(self, *models: Module | Sequence[Module]) -> Window:
-        """Return a block for one batch of an accumulation window.
+        """Return a context manager for one batch of gradient accumulation.
 
-        Ranks exchange gradients, and prepared optimizers step, with the last batch of a window.
+        ``gradient_accumulation_steps`` such blocks form one accumulation window. Only in its last
+        block do ranks exchange gradients and prepared optimizers step. The last batch of a loader
+        ends a window early.
 
         Args:
             *models: the prepared models that the block trains, or lists of them.
@@ -597,10 +636,10 @@ class Accelerator(ProcessInfo):
         return Window(self._accumulation, models, self._strategy.gradient_sync)
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
-        """Return a block in which backward exchanges no gradients between the ranks.
+        """Return a context manager in which backward exchanges no gradients between the ranks.
 
         Args:
-            model: a prepared model. Its forward belongs into the block too.
+            model: a prepared model. Its forward must run inside the block, too.
 
         Example:
             >>> with accelerator.no_sync(model):
@@ -610,7 +649,9 @@ class Accelerator(ProcessInfo):
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[Any]:
-        """Return a block whose backward exchanges gradients though its forward was in ``no_sync``.
+        """Return a context manager in which backward exchanges gradients after ``no_sync``.
+
+        It is for a backward whose forward ran inside a ``no_sync`` block.
 
         Args:
             model: a model that this rank's newest ``Accelerator`` prepared.
@@ -627,12 +668,14 @@ class Accelerator(ProcessInfo):
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any, bool | None]:
-        """Return a block whose operations compute in the mixed precision.
+        """Return a context manager in which torch computes in the Accelerator's mixed precision.
 
-        The forward of a prepared model needs no such block. Use it for a loss of your own.
+        The forward of a prepared model runs in mixed precision anyway. Use the block for
+        computations outside of it, such as a loss.
 
         Args:
-            autocast_handler: settings of this block. None: those of ``kwargs_handlers``.
+            autocast_handler: settings of this block. None: the ``AutocastKwargs`` among
+                ``kwargs_handlers``, else torch's defaults.
 
         Example:
             >>> with accelerator.autocast():
@@ -646,18 +689,21 @@ class Accelerator(ProcessInfo):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a block for one batch in which the ranks divide its sequences.
+        """Return a context manager in which the ranks divide the sequences of one batch.
 
-        Under ``ParallelismConfig(cp_size=...)``, each rank has its part of the buffers inside of
-        the block, and ``scaled_dot_product_attention`` attends to whole sequences. The sequences
-        have no padding. The loss is that of the part; ``forward_backward`` returns the mean over
-        the parts. Elsewhere the block changes nothing. Forward and backward belong into the block.
+        Under ``ParallelismConfig(cp_size=...)``, each buffer holds this rank's part of the
+        sequences inside the block, and ``scaled_dot_product_attention`` still attends to the full
+        sequences. Without ``cp_size``, the block changes nothing.
+
+        Run forward and backward inside the block, on sequences without padding. A loss computed
+        there covers this rank's part alone; ``forward_backward`` returns the mean over the parts.
+        All ranks enter the block together.
 
         Args:
             buffers: tensors with a sequence dimension, such as inputs, targets and positions. They
-                change in place, and are whole again after the block.
+                change in place, and are restored after the block.
             buffer_seq_dims: the sequence dimension of each buffer.
-            no_restore_buffers: buffers that may keep their part after the block.
+            no_restore_buffers: buffers that need not be restored after the block.
 
         Raises:
             ConfigError: the length of a sequence is no multiple of ``2 * cp_size``.
@@ -672,7 +718,9 @@ class Accelerator(ProcessInfo):
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale of fp16; without one, do nothing.
+        """Divide gradients by the loss scale of fp16; in other precisions, do nothing.
+
+        The step does it anyway. Call it before code that reads or changes gradients.
 
         Args:
             optimizer: a prepared optimizer, or a list of them. None: all of them.
@@ -693,12 +741,12 @@ class Accelerator(ProcessInfo):
         max_norm: float,
         norm_type: float | str = 2.0,
     ) -> torch.Tensor:
-        """Clip the gradients of a complete accumulation window to a norm.
+        """Clip the norm of the gradients, before the optimizer steps; all ranks call it.
 
-        Inside of a window, nothing is clipped.
+        While batches are still accumulated (``sync_gradients`` is False), nothing is clipped.
 
         Args:
-            parameters: one weight, or several whose gradients together get the norm.
+            parameters: one weight, or several. The norm is that of all their gradients together.
             max_norm: the largest norm allowed.
             norm_type: the order of the norm; "inf" is the largest absolute gradient. DeepSpeed
                 refuses all but 2.
@@ -721,14 +769,16 @@ class Accelerator(ProcessInfo):
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
     ) -> None:
-        """Clip each gradient of a complete accumulation window to ``[-clip_value, clip_value]``.
+        """Clip each gradient to ``[-clip_value, clip_value]``, before the optimizer steps.
+
+        While batches are still accumulated (``sync_gradients`` is False), nothing is clipped.
 
         Args:
             parameters: one weight or several.
             clip_value: the largest absolute value allowed.
 
         Raises:
-            ConfigError: DeepSpeed trains, which clips norms only.
+            ConfigError: training runs under DeepSpeed, which clips norms only.
 
         Example:
             >>> accelerator.backward(model(torch.ones(2, 8)).sum())
@@ -751,7 +801,7 @@ class Accelerator(ProcessInfo):
     # ---- between the ranks ----------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have called this.
+        """Wait until all ranks have called ``wait_for_everyone``.
 
         Example:
             >>> accelerator.wait_for_everyone()
@@ -759,10 +809,11 @@ class Accelerator(ProcessInfo):
         self._strategy.barrier()
 
     def gather(self, tensor: Any) -> Any:
-        """Join the tensors of all ranks, in the order of the ranks.
+        """Concatenate the tensors of all ranks, in the order of the ranks, on every rank.
 
         All ranks call it, with tensors of the same shapes. No gradient flows through it. Ranks that
-        hold one model together (tensor parallelism, pipelines) count as one.
+        work on one copy of the model together (tensor parallelism, pipelines) have the same samples
+        and count as one rank.
 
         Args:
             tensor: a tensor, or lists, tuples and mappings of tensors. A tensor has shape (n, ...)
@@ -772,7 +823,7 @@ class Accelerator(ProcessInfo):
             The same structure. Shape (n, ...) becomes (ranks * n, ...), and () becomes (ranks,).
 
         Raises:
-            TypeError: something in it is not a tensor.
+            TypeError: ``tensor`` contains something that is not a tensor.
 
         Example:
             >>> accelerator.gather(torch.ones(2, 3)).shape
@@ -781,9 +832,10 @@ class Accelerator(ProcessInfo):
         return collectives.gather(tensor, group=self._data_ranks)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join what all ranks computed from their batches, each sample counted once.
+        """Concatenate the results of all ranks for the current batch, each sample counted once.
 
-        Samples that a loader repeated to fill up its last batches are left out.
+        All ranks call it, inside the loop over a prepared loader. Results of samples that the
+        loader repeated to fill up its last batches are left out. Every rank gets the results.
 
         Args:
             input_data: tensors in any nesting, or any objects. A tensor whose first dimension is
@@ -791,8 +843,8 @@ class Accelerator(ProcessInfo):
             use_gather_object: treat the input as a list of objects; the lists are joined.
 
         Returns:
-            The same structure with shape (num_samples, ...); tensors without a batch dimension are
-            all kept. For objects, one list.
+            The same structure with shape (num_samples, ...). Tensors without a batch dimension are
+            concatenated without leaving anything out. For objects, one list.
 
         Example:
             >>> total = 0
@@ -805,20 +857,21 @@ class Accelerator(ProcessInfo):
         return gather_for_metrics(input_data, use_gather_object, group=self._data_ranks)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine the tensors of all ranks, element by element.
+        """Combine the tensors of all ranks, element by element; all ranks call it.
+
+        Every rank gets the result. Ranks that work on one copy of the model together count as one.
 
         Args:
             tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all
                 ranks.
-            reduction: "sum", "mean", "max", "min", or "none", which returns the tensor of this
-                rank.
-            scale: without effect.
+            reduction: "sum", "mean", "max", "min", or "none", which returns this rank's own tensor.
+            scale: has no effect, as in Accelerate on devices other than TPUs.
 
         Returns:
-            New tensors of the same shapes.
+            The same structure with new tensors of the same shapes.
 
         Raises:
-            TypeError: something in it is not a tensor.
+            TypeError: ``tensor`` contains something that is not a tensor.
             ValueError: ``reduction`` is unknown.
 
         Example:
@@ -830,11 +883,15 @@ class Accelerator(ProcessInfo):
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Pad the tensors of all ranks to the largest size that a rank has.
+        """Pad this rank's tensors along one dimension to the largest size on any rank.
+
+        All ranks call it. Afterwards the tensors have the same shape on all ranks, as ``gather``
+        needs it.
 
         Args:
             tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim``
-                are equal on all ranks. A tensor without ``dim`` is returned unchanged.
+                are equal on all ranks. A tensor that has no dimension ``dim`` is returned
+                unchanged.
             dim: the dimension to pad.
             pad_index: the value to pad with.
             pad_first: pad at the start rather than at the end.
@@ -853,13 +910,16 @@ class Accelerator(ProcessInfo):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Return a block in which the ranks may have different numbers of batches.
+        """Return a context manager in which the ranks may have different numbers of batches.
+
+        A rank that runs out of batches answers the gradient exchanges of the other ranks, so that
+        these do not hang. With one rank the block does nothing.
 
         Args:
-            joinables: the prepared models. It works for ``DistributedDataParallel``; other models
-                are left as they are.
-            even_batches: ``even_batches`` of the prepared loaders inside of the block. None: as
-                they are.
+            joinables: the prepared models. Of these, only ``DistributedDataParallel`` models take
+                part; other models are left as they are.
+            even_batches: the setting ``even_batches`` of the prepared loaders inside the block.
+                None leaves it unchanged.
 
         Example:
             >>> with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -871,7 +931,7 @@ class Accelerator(ProcessInfo):
         return join_uneven_inputs(joinables, self._prepared.loaders, even_batches)
 
     def set_trigger(self) -> None:
-        """Make the next ``check_trigger`` return True on all ranks.
+        """Make the next ``check_trigger`` return True on all ranks; any one rank may call it.
 
         Example:
             >>> accelerator.set_trigger()
@@ -879,7 +939,9 @@ class Accelerator(ProcessInfo):
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Return whether a rank called ``set_trigger`` since the last check; all ranks call it.
+        """Return whether any rank called ``set_trigger`` since the last check; all ranks call it.
+
+        All ranks get the same answer.
 
         Example:
             >>> if loss.isnan():
@@ -894,20 +956,20 @@ class Accelerator(ProcessInfo):
     # ---- checkpoints and weights ----------------------------------------------------------------
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole weights of a model; all ranks call it.
+        """Return the state dict of a model with full (unsharded) weights; all ranks call it.
 
-        Weights that were joined from parts are on the CPU, unless the plugin says otherwise
-        (``FullStateDictConfig(offload_to_cpu=False)``).
+        Weights that are sharded over the ranks are joined on the CPU, unless the FSDP plugin has
+        ``FullStateDictConfig(offload_to_cpu=False)``.
 
         Args:
             model: a prepared model.
-            unwrap: remove the wrapper from the names. False keeps its names; a model that is spread
-                over the ranks has its own names in any case.
+            unwrap: whether names are those of the model inside its wrapper. False gives the
+                wrapper's names ("module.weight" under DDP). A sharded model has no such wrapper.
 
         Returns:
-            Tensors by name. It is empty on the other ranks if a plugin asks for rank 0 alone
-            (``FullStateDictConfig(rank0_only=True)``), and under DeepSpeed's stage 3 on all but the
-            first rank of each machine.
+            Tensors by name, on every rank. Two exceptions: with
+            ``FullStateDictConfig(rank0_only=True)`` the dictionary is empty on all ranks but rank
+            0, and under DeepSpeed's stage 3 on all but the first rank of each machine.
 
         Raises:
             ConfigError: weights are on the meta device.
@@ -931,14 +993,17 @@ class Accelerator(ProcessInfo):
         return self._strategy.state_dict(own, full=True, keeps=keeps)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object to a file, once, from rank 0.
+        """Write an object to a file, from rank 0 alone; all ranks call it.
 
-        A file is complete or not there.
+        With ``ProjectConfiguration(save_on_each_node=True)`` the first rank of each machine writes.
+        The file appears only once it is complete.
 
         Args:
-            obj: the object, such as a state dict.
+            obj: the object, such as a state dict. Sharded tensors in it are joined first, by all
+                ranks.
             f: path or open file.
-            safe_serialization: write a mapping of tensors as safetensors.
+            safe_serialization: write a mapping of tensors in the safetensors format, rather than by
+                ``torch.save``.
 
         Example:
             >>> import os, tempfile
@@ -958,20 +1023,21 @@ class Accelerator(ProcessInfo):
         max_shard_size: float | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of a model to a folder, a large model in several files.
+        """Write the weights of a model to a folder, those of a large model in several files.
 
-        All ranks call it. Rank 0 alone may, if each rank has the whole model. The other ranks do
-        not wait for the files.
+        All ranks call it, and rank 0 writes. If each rank has the full model, a call on rank 0
+        alone is enough. The other ranks do not wait until the files are written.
 
         Args:
             model: a model, prepared or not.
-            save_directory: the folder; it is made.
+            save_directory: the folder, which is created if needed.
             max_shard_size: largest size of a file: bytes, or a text such as "10GB" (powers of ten).
             safe_serialization: write safetensors rather than torch's files.
 
         Raises:
-            ConfigError: ``max_shard_size`` is no size.
-            NotebookAccelError: the weights are spread over the ranks, and some ranks never came.
+            ConfigError: ``max_shard_size`` is not a valid size.
+            NotebookAccelError: the weights are sharded over the ranks, and not all ranks called
+                this.
 
         Example:
             >>> import os, tempfile
@@ -1003,31 +1069,32 @@ class Accelerator(ProcessInfo):
     ) -> str:
         """Write a checkpoint of everything that was prepared and registered; all ranks call it.
 
-        The ranks wait for each other. With ``async_save``, training continues while the checkpoint
-        is written as it was at the call. The folder appears once it is complete on every rank. The
-        next save waits for it, and so do ``load_state``, ``wait_for_checkpoint``, ``end_training``
-        and the end of a launched function. They raise if it could not be written.
+        The ranks wait for each other. The folder appears only once all ranks have written their
+        files. With ``async_save``, the call returns after the state is copied, and a thread writes
+        the copy while training continues. The next save, ``load_state``, ``wait_for_checkpoint``,
+        ``end_training`` and the end of a launched function wait for that thread, and raise if it
+        failed.
 
-        Inside of an accumulation window, the checkpoint has the begin of the window and none of its
-        gradients: a resumed training reads the batches of the window again. ``Start``,
-        ``accelerator.step`` and bars count from the first batch of the window, and metrics of its
-        batches are logged again. These batches draw the same random numbers from torch as before.
-        They draw others from Python's ``random`` and numpy, unless the window is the first of its
-        epoch.
+        Between two optimizer steps of gradient accumulation, the checkpoint holds the position
+        after the last step and no gradients: a resumed training reads the batches since that step
+        again. Counters (``Start``, ``accelerator.step``, progress bars) go back to it, and metrics
+        of these batches are logged again. The repeated batches draw the same random numbers from
+        torch as before, but others from Python's ``random`` and numpy, unless they are the first of
+        their epoch.
 
         Args:
             output_dir: the folder, replaced in one step if it exists. None takes the next number in
                 ``project_dir/checkpoints``.
             safe_serialization: write weights as safetensors.
             async_save: write in the background.
-            **save_model_func_kwargs: arguments of DeepSpeed's ``save_checkpoint``, where it trains.
+            **save_model_func_kwargs: under DeepSpeed, arguments of its ``save_checkpoint``.
 
         Returns:
             The folder.
 
         Raises:
-            ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state has an
-                object that could not be read again without trusting the file.
+            ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state dict
+                holds an object that ``torch.load(weights_only=True)`` refuses to read.
             NotebookAccelError: another rank could not write its part, a machine does not see the
                 disk of rank 0, or an earlier save in the background failed.
 
@@ -1044,10 +1111,12 @@ class Accelerator(ProcessInfo):
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a checkpoint of ``save_state(async_save=True)`` is complete.
+        """Wait until the checkpoint of the last ``save_state(async_save=True)`` is complete.
+
+        Return at once if none is being written.
 
         Raises:
-            NotebookAccelError: it could not be written.
+            NotebookAccelError: the checkpoint could not be written.
 
         Example:
             >>> import tempfile
@@ -1068,20 +1137,22 @@ class Accelerator(ProcessInfo):
 
         Args:
             input_dir: the folder. None takes the newest number in ``project_dir/checkpoints``.
-            load_kwargs: arguments of ``torch.load`` for files that are no safetensors.
-                ``{"weights_only": False}`` trusts the files. ``map_location`` holds for states of
-                optimizers, schedulers and registered objects.
-            strict: whether the names of weights must match.
-            **load_model_func_kwargs: arguments of DeepSpeed's ``load_checkpoint``, where it trains
-                and wrote the checkpoint.
+            load_kwargs: arguments of ``torch.load`` for files that are not safetensors.
+                ``{"weights_only": False}`` unpickles any object, so use it only for files that you
+                trust. ``map_location`` applies to states of optimizers, schedulers and registered
+                objects.
+            strict: whether the names of weights must match those of the model exactly.
+            **load_model_func_kwargs: arguments of DeepSpeed's ``load_checkpoint``, for a checkpoint
+                that DeepSpeed wrote, under DeepSpeed.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or a file is missing.
-            NotebookAccelError: a file is damaged, or names a type that is not known to be safe.
+            NotebookAccelError: a file is damaged, or holds an object of a type that torch does not
+                consider safe to load.
             ConfigError: a file is complete and cannot be read with ``load_kwargs``.
-            RuntimeError: the checkpoint has another model, or states of more registered objects
-                than there are.
-            ValueError: the checkpoint has another optimizer.
+            RuntimeError: the checkpoint is of another model, or has states of more registered
+                objects than were registered here.
+            ValueError: the checkpoint is of another optimizer.
 
         Example:
             >>> import tempfile
@@ -1095,30 +1166,30 @@ class Accelerator(ProcessInfo):
     def resume_or_start(self, dir: Path_) -> Start:  # noqa: A002 (a name that users pass)
         """Continue from the newest checkpoint of a folder, or start anew; all ranks call it.
 
-        Call it after everything was prepared and registered. The loop is the same for the first run
-        and after a crash or a stop, at any batch. The loader continues at the next batch by itself.
-        ``enumerate(loader, start.batch if epoch == start.epoch else 0)`` numbers its batches. A
-        checkpoint saved with the last batch of an epoch, or after it, continues with the next
-        epoch.
+        Call it after everything was prepared and registered. The same loop then serves the first
+        run and a run after a crash or a stop at any batch: the prepared loader skips the batches
+        that are done. ``enumerate(loader, start.batch if epoch == start.epoch else 0)`` numbers the
+        batches of an epoch. A checkpoint saved at the last batch of an epoch, or after it,
+        continues with the next epoch.
 
-        It looks at ``dir``, the folders in it and those in ``dir/checkpoints``, the newest first. A
-        line names each incomplete checkpoint that it passes over. Afterwards, ``save_state()``
-        without a folder continues the numbers there (in ``dir/checkpoints`` if ``dir`` is the
-        project's with automatic naming, or has numbered checkpoints there). The number of ranks and
-        the strategy may differ from those of the checkpoint: the data continues at the first sample
-        not yet seen.
+        Candidates are ``dir`` itself, the folders in it and those in ``dir/checkpoints``, the
+        newest first. Incomplete checkpoints are skipped, with a printed line for each. Afterwards,
+        ``save_state()`` without a folder continues the numbering of the checkpoints in ``dir`` (in
+        ``dir/checkpoints`` if numbered checkpoints are there, or if ``dir`` is the project's folder
+        with automatic naming). The number of ranks and the strategy may differ from those of the
+        checkpoint: the data continues at the first sample not yet seen.
 
         Args:
             dir: folder of the checkpoints, which need not exist.
 
         Returns:
-            The place in the training: ``epoch`` to continue with, ``batch`` (batches of that epoch
+            Where training continues: ``epoch`` to continue with, ``batch`` (batches of that epoch
             that are done), ``step`` and ``samples`` so far, and the ``folder`` that was loaded
-            (None: started anew).
+            (None if training starts anew).
 
         Raises:
-            RuntimeError: the checkpoint is complete and has another model.
-            ValueError: the checkpoint is complete and has another optimizer.
+            RuntimeError: the checkpoint is complete and of another model.
+            ValueError: the checkpoint is complete and of another optimizer.
             PermissionError: you may not read the checkpoint.
             NotebookAccelError: there are checkpoints, and none could be loaded.
 
@@ -1135,7 +1206,9 @@ class Accelerator(ProcessInfo):
         return self._checkpoints.resume(dir)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Keep the state of further objects in checkpoints.
+        """Have ``save_state`` save, and ``load_state`` restore, the state of further objects.
+
+        Register the same objects in the same order before both.
 
         Args:
             *objects: objects with ``state_dict`` and ``load_state_dict``.
@@ -1150,11 +1223,11 @@ class Accelerator(ProcessInfo):
         self._checkpoints.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call a function on every rank before ``save_state`` writes weights.
+        """Register a function that runs on every rank before ``save_state`` writes weights.
 
         Args:
-            hook: called as ``hook(models, weights, folder)``. It may change the list ``weights``,
-                the state dicts of the models.
+            hook: called as ``hook(models, weights, folder)``. ``weights`` is the list of the
+                models' state dicts, which the hook may change before they are written.
 
         Returns:
             A handle; ``handle.remove()`` removes the hook.
@@ -1170,11 +1243,11 @@ class Accelerator(ProcessInfo):
         return self._checkpoints.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call a function on every rank before ``load_state`` reads weights.
+        """Register a function that runs on every rank before ``load_state`` reads weights.
 
         Args:
-            hook: called as ``hook(models, folder)``. Models that it takes out of the list are not
-                loaded.
+            hook: called as ``hook(models, folder)``. Models that it removes from the list
+                ``models`` are not loaded.
 
         Returns:
             A handle; ``handle.remove()`` removes the hook.
@@ -1189,7 +1262,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def log_with(self) -> Sequence[type[GeneralTracker] | GeneralTracker]:
-        """Trackers that ``init_trackers`` will start, beside the live panel; may be set."""
+        """Trackers (classes or objects) that ``init_trackers`` will start; may be set.
+
+        The notebook's live panel is not among them: it needs no start.
+        """
         return self._tracking.asked
 
     @log_with.setter
@@ -1198,10 +1274,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Trackers that this rank feeds; may be set.
+        """Trackers that receive what this rank logs; may be set.
 
-        These are the ones that ``init_trackers`` made, those that code has added, and the live
-        panel's. The list is empty on all ranks but rank 0.
+        On rank 0 these are the ones that ``init_trackers`` started, the ones that user code added,
+        and the notebook's live panel. On all other ranks the list is empty.
         """
         return self._tracking.trackers if self.is_main_process else []
 
@@ -1215,12 +1291,15 @@ class Accelerator(ProcessInfo):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers of ``log_with`` on rank 0; the live panel needs no start.
+        """Start the trackers of ``log_with`` on rank 0; do nothing on other ranks.
+
+        The notebook's live panel needs no start.
 
         Args:
-            project_name: name of the project or run, as the library calls it.
-            config: settings of the training, for the trackers to show.
-            init_kwargs: arguments of each library's own start, by the name of the tracker.
+            project_name: name under which each tracking library files the run.
+            config: hyperparameters of the training, which the trackers record.
+            init_kwargs: further arguments of each tracker's constructor, by the tracker's name:
+                ``{"wandb": {"entity": "me"}}``.
 
         Example:
             >>> import tempfile
@@ -1238,15 +1317,15 @@ class Accelerator(ProcessInfo):
         step: int | None = None,
         log_kwargs: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Log metrics to all trackers, from rank 0.
+        """Log metrics to all trackers from rank 0; do nothing on other ranks.
 
-        In a launch, the panel draws the metrics live, and ``run.metrics`` keeps them.
+        In a launch, the live panel draws the metrics, and ``run.metrics`` keeps them.
 
         Args:
             values: metrics by name: numbers, tensors and arrays with one element, mappings of
-                these, and what else the trackers accept.
-            step: step of the training. None: the trackers count.
-            log_kwargs: arguments of each tracker's ``log``, by the name of the tracker.
+                these, and any other value that the trackers accept.
+            step: number of the training step. None: each tracker counts the calls.
+            log_kwargs: further arguments of each tracker's ``log``, by the tracker's name.
 
         Example:
             >>> accelerator.log({"loss": loss, "lr": scheduler.get_last_lr()[0]}, step=4)
@@ -1261,14 +1340,14 @@ class Accelerator(ProcessInfo):
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker of a name; on ranks other than 0, a tracker without effect.
+        """Return the tracker with a given name; on ranks other than 0, one that does nothing.
 
         Args:
             name: such as "wandb", or "notebook" for the live panel.
-            unwrap: return the library's own object instead.
+            unwrap: return the tracking library's own object (such as wandb's run) instead.
 
         Raises:
-            ConfigError: there is no such tracker.
+            ConfigError: rank 0 has no tracker of this name.
 
         Example:
             >>> import tempfile
@@ -1290,21 +1369,25 @@ class Accelerator(ProcessInfo):
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run was asked to stop; it becomes True on all ranks at the same step."""
+        """Whether the launched run was asked to stop, by the panel or ``run.stop()``.
+
+        It becomes True on all ranks at the same read, so that a loop may leave on it: all ranks
+        must read it equally often.
+        """
         return current().should_stop()
 
     def progress(
         self, iterable: Iterable[_Item], desc: str | None = None, total: float | None = None
     ) -> Iterable[_Item]:
-        """Return ``iterable`` with a progress bar.
+        """Return an iterable over the same items that shows a progress bar.
 
-        In a launch, each rank has a bar in the panel. Elsewhere, the first rank of each machine
-        draws a tqdm bar.
+        In a launch, each rank has a bar in the live panel. Outside of a launch, the first rank of
+        each machine draws a tqdm bar.
 
         Args:
-            iterable: what the loop goes over.
+            iterable: the items that the loop iterates over.
             desc: name of the bar.
-            total: number of items. None: ``len(iterable)``.
+            total: number of items. None: ``len(iterable)``, if it has a length.
 
         Example:
             >>> for inputs, targets in accelerator.progress(loader, "epoch 1"):
@@ -1315,11 +1398,12 @@ class Accelerator(ProcessInfo):
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[Profiler]:
-        """Return a block that runs under torch's profiler.
+        """Return a context manager that runs torch's profiler, and gives it by ``as``.
 
         Args:
-            profile_handler: settings of this block. None: those of ``kwargs_handlers``, else
-                torch's own. With a folder for traces, each rank writes one.
+            profile_handler: settings of this block. None: the ``ProfileKwargs`` among
+                ``kwargs_handlers``, else torch's defaults. If its ``output_trace_dir`` is set, each
+                rank writes a trace there.
 
         Example:
             >>> with accelerator.profile() as profiler:
@@ -1331,10 +1415,10 @@ class Accelerator(ProcessInfo):
         return profile(options, self.process_index)
 
     def end_training(self) -> None:
-        """Finish the trackers, and free what the training holds.
+        """Finish the trackers, and wait for a checkpoint that is being written; all ranks call it.
 
-        It waits for a checkpoint that is being written. Outside of a launch, it closes the process
-        group too. All of this is done even if a tracker fails to finish.
+        Under DeepSpeed, or outside of ``notebook_launcher``, the process group that this package
+        made is closed, too. All of this is done even if a tracker fails to finish.
 
         Example:
             >>> accelerator.end_training()
@@ -1352,7 +1436,8 @@ class Accelerator(ProcessInfo):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of fp16, else None; may be set.
 
-        A scaler that is set scales losses from then on, in any precision. None scales none.
+        After ``accelerator.scaler = scaler``, losses are scaled by that object in any precision.
+        Setting None turns loss scaling off.
         """
         return None if self._scaling is None else self._scaling.scaler
 
@@ -1366,7 +1451,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether prepared optimizers step with this batch, the last of its window; may be set."""
+        """Whether this batch is the last one before an optimizer step; may be set.
+
+        While it is False, gradients accumulate: ``step`` of a prepared optimizer does nothing.
+        """
         return self._accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -1375,7 +1463,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches per accumulation window; may be set."""
+        """Batches whose gradients are accumulated for one optimizer step; may be set."""
         return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -1385,10 +1473,11 @@ class Accelerator(ProcessInfo):
 
     @property
     def step(self) -> int:
-        """Number of batches since a loader gave its last one.
+        """Number of ``accumulate`` blocks entered since the last batch of a loader; may be set.
 
-        The last batch of a loader closes a window. With ``sync_with_dataloader=False`` it does not,
-        and the number counts from the start.
+        An optimizer steps whenever it is a multiple of ``gradient_accumulation_steps``, and with
+        the last batch of a loader, which sets it to 0. With ``sync_with_dataloader=False`` it is
+        not reset, and counts from the start.
         """
         return self._accumulation.step
 
@@ -1398,19 +1487,19 @@ class Accelerator(ProcessInfo):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer skipped its last step because a gradient overflowed."""
+        """Whether any prepared optimizer skipped its last step: a gradient overflowed in fp16."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     # ---- what it was made with, to read and to set ----------------------------------------------
 
     @property
     def state(self) -> AcceleratorState:
-        """Place of this rank, and the settings of its newest ``Accelerator``."""
+        """An ``AcceleratorState``: rank and device, and the newest ``Accelerator``'s settings."""
         return AcceleratorState()
 
     @property
     def gradient_state(self) -> GradientState:
-        """Place in the accumulation window and in the loader."""
+        """A ``GradientState``: how far gradient accumulation and the loader in use have got."""
         return GradientState(accumulation=self._plan.accumulation)
 
     @property
@@ -1420,13 +1509,13 @@ class Accelerator(ProcessInfo):
 
     @property
     def multi_device(self) -> bool:
-        """Whether several ranks train, each on an accelerator of its own."""
+        """Whether several ranks train, each on its own GPU or other accelerator; False on CPUs."""
         alone = (DistributedType.NO, DistributedType.MULTI_CPU)
         return self.num_processes > 1 and self.distributed_type not in alone
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank writes the files of a model."""
+        """Whether this rank is the one that writes the files of a model: True on rank 0 alone."""
         return self.is_main_process
 
     @property
@@ -1436,12 +1525,12 @@ class Accelerator(ProcessInfo):
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether the precision is "fp8"."""
+        """Whether the mixed precision is "fp8"."""
         return self._plan.precision.converts_layers
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """Library that computes in 8 bits: "AO" (torchao) with "fp8", else "NO"."""
+        """Library that computes in 8 bits: "AO" (torchao) with mixed precision "fp8", else "NO"."""
         converts = self._plan.precision.converts_layers
         return FP8BackendType.AO if converts else FP8BackendType.NO
 
@@ -1453,61 +1542,77 @@ class Accelerator(ProcessInfo):
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
-        """Configuration of DeepSpeed, which ``prepare`` completes; None without DeepSpeed."""
+        """Configuration dictionary of DeepSpeed; None without DeepSpeed.
+
+        ``prepare`` fills in its "auto" entries.
+        """
         plugin = self.deepspeed_plugin
         return None if plugin is None else plugin.deepspeed_config
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """Wrapper of DeepSpeed's engine, with the engine as ``engine``.
+        """The wrapper around DeepSpeed's engine, whose ``engine`` is the ``DeepSpeedEngine``.
 
-        None before a model is prepared, and without DeepSpeed.
+        None before a model and its optimizer are prepared, and without DeepSpeed.
         """
         return getattr(self._plan.strategy, "engine", None)
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether weights are sharded; this package always shards by ``fully_shard`` (FSDP2)."""
+        """Whether weights are sharded by FSDP, which here is always ``fully_shard`` (FSDP2)."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of ranks for each kind of parallelism; None if neither you nor a plugin set it."""
+        """Number of ranks for each kind of parallelism (data, tensor, pipeline, context).
+
+        None if neither ``parallelism_config`` nor a plugin set it.
+        """
         return self._plan.strategy.parallelism
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """Device mesh of the ranks; None if they have no dimensions."""
+        """Device mesh of the ranks; None without ``parallelism_config`` or a sharding plugin."""
         return self._plan.strategy.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the weights are spread over a device mesh."""
+        """Whether weights are spread over a device mesh: sharded, by layers, or in a pipeline."""
         return self._plan.strategy.spreads_weights
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of the share of the data that this rank reads."""
+        """Index of the share of the data that this rank reads.
+
+        Ranks with the same index read the same samples, as under tensor parallelism or in a
+        pipeline. Otherwise each rank has an index of its own.
+        """
         return self._plan.strategy.data_group.index
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Index of this rank among those that shard one copy of the model."""
+        """Index of this rank among the ranks that shard one copy of the model; 0 without shards."""
         return self._place_in("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Index of this rank among those that compute each layer together."""
+        """Index of this rank among the ranks that compute each layer together (tensor parallelism).
+
+        0 without tensor parallelism.
+        """
         return self._place_in("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Index of this rank's stage in the pipeline."""
+        """Index of this rank in its pipeline, in the order of the stages; 0 without a pipeline."""
         return self._place_in("pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Index of this rank among those that divide each sequence."""
+        """Index of this rank among the ranks that divide each sequence (context parallelism).
+
+        0 without context parallelism.
+        """
         return self._place_in("cp")
 
     @property
@@ -1531,7 +1636,11 @@ class Accelerator(ProcessInfo):
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether prepared schedulers move only when their optimizer stepped; may be set."""
+        """Whether ``step()`` of a prepared scheduler needs a step of its optimizer; may be set.
+
+        If True, the call has no effect while gradients accumulate or after a skipped step. If
+        False, every call moves the schedule. It applies to schedulers that are prepared later.
+        """
         return self._plan.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -1540,7 +1649,11 @@ class Accelerator(ProcessInfo):
 
     @property
     def rng_types(self) -> list[str]:
-        """Random states that ranks take from rank 0 when a prepared loader begins; may be set."""
+        """Names of the random states that ranks copy from rank 0 when an epoch begins; may be set.
+
+        "generator" is the one that draws the order of the samples. A change applies to loaders that
+        are prepared later.
+        """
         return ["generator"] if self._plan.rng_types is None else list(self._plan.rng_types)
 
     @rng_types.setter
@@ -1549,7 +1662,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def native_amp(self) -> bool:
-        """Whether forwards compute in the mixed precision; set it to False for full precision."""
+        """Whether forwards run in mixed precision. Set it to False to compute in full precision.
+
+        With ``mixed_precision="no"`` it is False, and setting it to True has no effect.
+        """
         return self._plan.precision.is_on and self._plan.precision.dtype is not None
 
     @native_amp.setter
@@ -1564,7 +1680,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """Settings of autocast; None: torch's own. May be set."""
+        """The ``AutocastKwargs`` in use; None if torch's defaults apply. May be set."""
         return self._handler(AutocastKwargs)
 
     @autocast_handler.setter
@@ -1574,7 +1690,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """Settings of ``DistributedDataParallel``; None: torch's own. May be set."""
+        """Settings of ``DistributedDataParallel``; None if torch's defaults apply.
+
+        May be set, for models that are prepared later.
+        """
         return self._handler(DistributedDataParallelKwargs)
 
     @ddp_handler.setter
@@ -1583,7 +1702,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """Settings of ``profile``; None: torch's own. May be set."""
+        """Settings that ``profile()`` uses; None if torch's defaults apply. May be set."""
         return self._handler(ProfileKwargs)
 
     @profile_handler.setter
@@ -1599,22 +1718,22 @@ class Accelerator(ProcessInfo):
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """Settings of training in 8 bits; None without "fp8"."""
+        """Settings of training in 8 bits by torchao, given or "fp8"'s defaults; None without."""
         return self._handler(AORecipeKwargs) or self._plan.precision.recipe
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether there are settings of training in 8 bits."""
+        """Whether ``ao_recipe_handler`` is not None: there are settings of training in 8 bits."""
         return self.ao_recipe_handler is not None
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """Settings of the loss scaler; None: torch's own."""
+        """Settings of the fp16 loss scaler, as given; None if torch's defaults apply."""
         return self._handler(GradScalerKwargs)
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """Settings of the process group; None: those that the device needs."""
+        """Settings of the process group, as given; None if the device's defaults apply."""
         return self._handler(InitProcessGroupKwargs)
 
     def _handler(self, kind: type[_Handler]) -> _Handler | None:
@@ -1631,7 +1750,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How the ranks share batches, for loaders that are prepared from now on; may be set."""
+        """Settings by which the ranks share the batches of a loader; may be set.
+
+        A change applies to loaders that are prepared later.
+        """
         return self._plan.loaders
 
     @dataloader_config.setter
@@ -1640,20 +1762,20 @@ class Accelerator(ProcessInfo):
 
     @property
     def split_batches(self) -> bool:
-        """Whether the ranks divide each batch of a loader."""
+        """Whether the ranks divide each batch of a loader; if False, each takes whole batches."""
         return self._plan.loaders.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 alone reads the data.
+        """Whether rank 0 alone reads the data, and sends each rank its part.
 
-        None: it does for iterable datasets whose batches are moved to the device.
+        None: True for iterable datasets whose batches are moved to the device, else False.
         """
         return self._plan.loaders.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether samples are repeated at the end so that all ranks get equally many batches.
+        """Whether samples are repeated at the end of an epoch for equally many batches per rank.
 
         May be set.
         """
@@ -1665,32 +1787,39 @@ class Accelerator(ProcessInfo):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of an epoch depends only on the seed and the number of the epoch."""
+        """Whether the order of samples depends only on the seed and the number of the epoch."""
         return self._plan.loaders.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied to the device while the CPU continues."""
+        """Whether batches in pinned memory are copied to the device while the CPU continues."""
         return self._plan.loaders.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders are torchdata's ``StatefulDataLoader`` too; all have a state."""
+        """Whether prepared loaders are also ``StatefulDataLoader`` objects of torchdata.
+
+        All prepared loaders have a ``state_dict``; with torchdata's, a dataset that has one too
+        resumes without reading the earlier samples again.
+        """
         return self._plan.loaders.use_stateful_dataloader
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of the project."""
+        """Folder of the project: of its numbered checkpoints and logs; None if it was not set."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Folder of the project's logs."""
+        """Folder for the files of trackers; None if neither it nor ``project_dir`` was set."""
         return self.project_configuration.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """Smallest number of the next numbered checkpoint."""
+        """Lowest number that the next numbered checkpoint may get.
+
+        It gets a higher number if checkpoints with this number or higher exist already.
+        """
         return self.project_configuration.iteration
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:

@@ -1,6 +1,7 @@
-"""``PartialState`` and ``AcceleratorState``: every instance shows the rank's one context.
+"""``PartialState`` and ``AcceleratorState``: views of this rank and of its settings.
 
-The third state class, ``GradientState``, is in ``stepping``.
+As in Hugging Face Accelerate, all instances of a class show the same data, which is kept once per
+rank. The third such class, ``GradientState``, is in ``stepping``.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ _SETTINGS = "accelerator settings"
 
 
 class _SharedState:
-    """What Accelerate has in ``_shared_state`` and ``state.__dict__``: the properties by name.
+    """Descriptor that gives the properties of a state class as a dictionary, by name.
 
-    Scripts read it to record in what a run trained, and to ask whether the state was made: it is
-    empty before.
+    It stands for Accelerate's ``_shared_state`` and ``state.__dict__``. Scripts read these to
+    record the setup of a run, and to find out whether the state was initialized: before that the
+    dictionary is empty.
+
+    Args:
+        is_made: returns whether the state was initialized on this rank.
     """
 
     def __init__(self, is_made: Callable[[], bool]) -> None:
@@ -66,9 +71,9 @@ class _SharedState:
 
 
 class PartialState(ProcessInfo):
-    """Rank, number of ranks and device of this process, and what it does together with the others.
+    """Rank, number of ranks and device of this process, and helpers for work between the ranks.
 
-    All instances show the same state.
+    All instances in a rank show the same state. An ``Accelerator`` has the same members.
 
     Example:
         >>> from notebook_accel import PartialState
@@ -82,27 +87,30 @@ class PartialState(ProcessInfo):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         """Make the process group if there are several ranks and none has been made.
 
+        All ranks then call it together. The arguments have an effect in the first call only.
+
         Args:
-            cpu: compute on the host whatever else is there.
+            cpu: compute on the CPU even if there is an accelerator.
             **kwargs: fields of :class:`InitProcessGroupKwargs`.
         """
         topology.establish(cpu=cpu, options=InitProcessGroupKwargs(**kwargs))
 
     @property
     def backend(self) -> str | None:
-        """Backend of the process group for this rank's device; None without a group."""
+        """Backend of the process group for this rank's device, as "gloo"; None without a group."""
         return topology.topology().backend
 
     @property
     def initialized(self) -> bool:
-        """Always True."""
+        """Always True, as in Accelerate: a ``PartialState`` is initialized when it is made."""
         return True
 
     @property
     def debug(self) -> bool:
-        """Whether collectives compare what the ranks give them (debug mode); may be set.
+        """Whether debug mode is on; may be set, by all ranks at the same point of the program.
 
-        All ranks set it at the same place of the loop. The environment sets it first.
+        In debug mode each collective first compares the shapes and types that the ranks pass, and
+        raises if they do not match. ``ACCELERATE_DEBUG_MODE`` sets the initial value.
         """
         return is_debugging()
 
@@ -112,7 +120,7 @@ class PartialState(ProcessInfo):
 
     @property
     def default_device(self) -> torch.device:
-        """Type of the device that a rank takes by default."""
+        """The type of device that this machine's ranks use by default, as a ``torch.device``."""
         return devices.default_device()
 
     @property
@@ -121,14 +129,18 @@ class PartialState(ProcessInfo):
         return environment.parse_flag_from_env("FORK_LAUNCHED")
 
     def set_device(self) -> None:
-        """Make the process group if there is none; the device was chosen with it."""
+        """Determine this rank's device and make the process group, unless that has been done.
+
+        The device cannot be chosen here: the first ``PartialState`` or ``Accelerator`` chooses it.
+        """
         topology.topology()
 
     def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
-        """Leave a process group.
+        """Destroy a process group; all its ranks call it.
 
         Args:
-            group: the group. None: the default group, unless other code made it.
+            group: the group. None: the default group, if this package made it; a default group
+                that other code made is left alone.
         """
         close_process_group(group)
 
@@ -148,7 +160,7 @@ class PartialState(ProcessInfo):
         return self._shared_state
 
     def __getstate__(self) -> None:
-        """Nothing: a state that is pickled shows that of the process where it arrives."""
+        """Return None: pickles hold no state. An unpickled object shows its new process's state."""
 
     @staticmethod
     def _reset_state() -> None:
@@ -158,7 +170,11 @@ class PartialState(ProcessInfo):
 
 @dataclass(frozen=True)
 class AcceleratorSettings:
-    """What the newest ``Accelerator`` of this rank was made with."""
+    """Settings with which this rank's newest ``Accelerator`` was made.
+
+    The ``Accelerator`` makes this object, and ``AcceleratorState`` reads it. ``plugins`` are named
+    by the argument of ``Accelerator``, such as "fsdp_plugin".
+    """
 
     mixed_precision: str
     distributed_type: DistributedType | None = None
@@ -170,15 +186,16 @@ class AcceleratorSettings:
     dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
 
     def show(self) -> None:
-        """Let ``AcceleratorState`` show this."""
+        """Make these the settings that ``AcceleratorState`` shows on this rank."""
         current().shared[_SETTINGS] = self
 
 
 def newest_settings() -> AcceleratorSettings:
-    """What the newest ``Accelerator`` of this rank was made with.
+    """Return the settings with which this rank's newest ``Accelerator`` was made.
 
     Raises:
-        AttributeError: none was made, or ``AcceleratorState._reset_state()`` was called since.
+        AttributeError: this rank has made none, or has called ``AcceleratorState._reset_state()``
+            since.
     """
     settings: AcceleratorSettings | None = current().shared.get(_SETTINGS)
     if settings is None:
@@ -207,17 +224,20 @@ class AcceleratorState(PartialState):
     def __init__(
         self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
     ) -> None:
-        """Show the settings of the newest ``Accelerator``; make the process group of several ranks.
+        """Show the newest ``Accelerator``'s settings; make the process group if there is none.
 
         Args:
-            mixed_precision: "no", "bf16", "fp16" or "fp8", shown in place of the Accelerator's own.
-            cpu: compute on the CPU even if there is an accelerator.
-            **kwargs: plugins that the ``Accelerator`` has (``dynamo_plugin``, ``fsdp_plugin``,
-                ``deepspeed_plugin``, ``torch_tp_plugin``, ``megatron_lm_plugin``,
-                ``parallelism_config``), and fields of :class:`InitProcessGroupKwargs`.
+            mixed_precision: "no", "bf16", "fp16" or "fp8": from now on shown by all instances, in
+                place of the Accelerator's own. It does not change how models compute.
+            cpu: compute on the CPU even if there is an accelerator. It has an effect only if the
+                device was not chosen before.
+            **kwargs: plugins (``dynamo_plugin``, ``fsdp_plugin``, ``deepspeed_plugin``,
+                ``torch_tp_plugin``, ``megatron_lm_plugin``, ``parallelism_config``), accepted if
+                the newest ``Accelerator`` has the same object; and fields of
+                :class:`InitProcessGroupKwargs`.
 
         Raises:
-            ConfigError: no ``Accelerator`` was made with the plugin.
+            ConfigError: the newest ``Accelerator`` was not made with this plugin.
         """
         shown = self if is_initialized() else None
         for name in [name for name in kwargs if name.endswith(("plugin", "config"))]:
@@ -245,27 +265,30 @@ class AcceleratorState(PartialState):
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The sharding plugin, from the argument or the environment; None without one."""
+        """The FSDP plugin in use, from the argument or the environment; None without FSDP."""
         return self._settings.plugins.get("fsdp_plugin")
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether weights are sharded; this package always shards by ``fully_shard`` (FSDP2)."""
+        """Whether weights are sharded by FSDP, which here is always ``fully_shard`` (FSDP2)."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of ranks for each kind of parallelism; None if neither you nor a plugin set it."""
+        """Number of ranks for each kind of parallelism (data, tensor, pipeline, context).
+
+        None if neither ``parallelism_config`` nor a plugin set it.
+        """
         return self._settings.parallelism
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Device mesh of the ranks; None if they have no dimensions."""
+        """Device mesh of the ranks; None without ``parallelism_config`` or a sharding plugin."""
         return self._settings.mesh
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """Settings of compiling; the backend is "NO" if models are not compiled."""
+        """Settings of ``torch.compile``; the backend is "NO" if models are not compiled."""
         return self._settings.dynamo
 
     @property
@@ -275,7 +298,10 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
-        """The DeepSpeed plugin by the name "default"; None without DeepSpeed."""
+        """``{"default": plugin}`` with the DeepSpeed plugin in use; None without DeepSpeed.
+
+        Accelerate may hold several plugins by name; here the dictionary has the active one alone.
+        """
         return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
 
     @property
@@ -296,10 +322,10 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     """Return the DeepSpeed plugin in use.
 
     Args:
-        state: the state.
+        state: any ``AcceleratorState``.
 
     Raises:
-        ConfigError: this rank's ``Accelerator`` was made without one.
+        ConfigError: this rank's newest ``Accelerator`` was made without a DeepSpeed plugin.
     """
     if state.deepspeed_plugin is None:
         raise ConfigError("there is no DeepSpeedPlugin: make Accelerator(deepspeed_plugin=...)")
@@ -307,5 +333,8 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
 
 
 def is_initialized() -> bool:
-    """Return whether this rank has made an ``Accelerator`` or an ``AcceleratorState``."""
+    """Return whether this rank has made an ``Accelerator`` or an ``AcceleratorState``.
+
+    ``AcceleratorState._reset_state()`` makes it False again.
+    """
     return _SETTINGS in current().shared

@@ -1,4 +1,8 @@
-"""Door: ``accelerate.utils`` under our name: what is ours of all its modules."""
+"""Makes ``notebook_accel.utils`` a counterpart of ``accelerate.utils`` and its submodules.
+
+It has this package's versions of the names there. Other names come from Accelerate, if it is
+installed (see ``_accelerate.door``).
+"""
 
 from notebook_accel.compat import _accelerate
 from notebook_accel.config import write_basic_config

@@ -1,3 +1,3 @@
-"""Door: ``accelerate.utils.tqdm`` under our name."""
+"""Makes ``notebook_accel.utils.tqdm`` a counterpart of ``accelerate.utils.tqdm``."""
 
 from notebook_accel.training.tracking.progress import tqdm

@@ -1,17 +1,21 @@
-"""The agent: one for each machine of a run. It forks, watches, reaps and ends the rank processes.
+"""The agent process: one per machine of a run. It forks, watches, reaps and ends the ranks there.
 
     kernel --Launch--> agent --fork--> ranks --RankReady--> kernel
     kernel --BeginCall-> agent --BeginCall--> each rank
-    kernel <---------- agent <-------- what a rank says in the call, then Returned or Raised
-    kernel --Shutdown-> agent --Shutdown-> each rank, which ends; when all have, the agent does
+    kernel <---------- agent <-------- a rank's messages in the call, then Returned or Raised
+    kernel --Shutdown-> agent --Shutdown-> each rank, which ends; after the last rank the agent ends
 
-It passes messages on in both directions, follows the ranks' output and counters, and brings a call
-to its end when somebody asks or a rank fails (``ending.py``). It runs no code of the user's, so it
-can act whatever a rank does. It is a subreaper and its ranks get SIGKILL when it dies; it watches
-the kernel's process and the connection to it, and when either is gone it ends its ranks at once.
+The kernel is the notebook's own process. A call is one function that every rank runs; the same rank
+processes may run several calls, one after the other.
 
-Invariants: a rank is in one call at most; all ranks are in the same one; what a rank says about
-another call than the newest one is dropped.
+The agent forwards messages in both directions, follows the ranks' output and counters, and ends a
+call when the kernel asks for it or a rank fails (``ending.py``). It runs no user code, so it can
+act whatever a rank does. It is a subreaper (orphaned descendants become its children), and its
+ranks get SIGKILL when it dies. It watches the kernel's process and the connection to the kernel;
+when either is gone, it ends its ranks at once.
+
+Invariants: a rank is in one call at most; all ranks are in the same call; a rank's message about
+any call but the newest is dropped.
 """
 
 from __future__ import annotations
@@ -54,11 +58,13 @@ _FLUSH_SECONDS = 1200.0
 
 
 def flush_to_kernel(channel: Channel, kernel: int) -> None:
-    """Write all that is queued; give up after a while, or once the kernel is gone.
+    """Write all queued messages; give up after 20 minutes, or once the kernel's process has ended.
+
+    The agent calls it last, so that results still reach a kernel that reads slowly.
 
     Args:
-        channel: to the kernel.
-        kernel: becomes readable when the kernel's process is gone: nobody will read then.
+        channel: the connection to the kernel.
+        kernel: pidfd of the kernel's process, readable once that process has ended.
     """
     deadline = time.monotonic() + _FLUSH_SECONDS
     with (
@@ -96,11 +102,15 @@ _MAX_METRICS = 100
 
 
 def _fork_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
-    """Fork the process of each rank, and return the ranks; each gets ready by itself.
+    """Fork one process per rank, without waiting until the ranks are ready for calls.
 
     Args:
-        shared: what the agent shares with each; opened as the rank is reached.
-        unneeded: descriptors of the agent, which they close.
+        shared: the channel, files and memory that the agent shares with each rank; an iterator that
+            opens them when the rank's turn comes, so that earlier ranks do not inherit them.
+        unneeded: the agent's own descriptors, which each rank inherits and closes.
+
+    Returns:
+        The agent's handles of the ranks, in the order of ``shared``.
     """
     ranks: list[RankProcess] = []
     for one in shared:
@@ -129,15 +139,16 @@ def main(
     kernel: int,
     first: tuple[wire.Message, list[int]],
 ) -> None:
-    """Run the agent of one run, until all its ranks have ended.
+    """Run the agent of one run in this process, until all its ranks have ended.
 
     Args:
-        channel: to the kernel.
+        channel: the connection to the kernel.
         kernel: a descriptor that becomes readable when the kernel's process ends.
-        first: what came over the channel first, which must be ``Launch``.
+        first: the first message that came over the channel, which must be ``Launch``, and the
+            descriptors that came with it.
 
     Raises:
-        ProtocolError: the first message is another.
+        ProtocolError: the first message is not ``Launch``.
     """
     # A rank that was just forked, and has no handlers yet, inherits this.
     for number in (signal.SIGINT, worker.STACKS_SIGNAL, WAKE_SIGNAL):
@@ -159,11 +170,14 @@ def main(
 class Agent:
     """Supervises the rank processes of one run on this machine, and the call that they are in.
 
+    :func:`main` makes one per agent process and runs its event loop, :meth:`serve`.
+
     Attributes:
-        ranks: the rank processes.
-        ended: those whose process has ended, until it is reaped.
-        reaped: the pids of the others that have ended.
-        may_pause: whether ranks log so much that the loop pauses before it looks again.
+        ranks: the agent's handles of all its ranks, living and ended.
+        ended: the ranks whose process has ended and was not reaped yet.
+        reaped: the pids of all processes reaped so far, ranks and their descendants.
+        may_pause: whether the event loop sleeps a few milliseconds before its next turn: ranks log
+            metrics very often, or the kernel reads too slowly.
     """
 
     def __init__(self, channel: Channel, kernel: int, launch: wire.Launch) -> None:
@@ -214,7 +228,10 @@ class Agent:
     # ---- serve -----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Relay messages, follow output and do what is due, until every rank has ended."""
+        """Run the event loop until every rank has ended, then send the kernel all queued messages.
+
+        Each turn forwards messages, reaps ended ranks, and reads the ranks' output and counters.
+        """
         self._watch(self._channel.fileno(), self._from_kernel)
         self._watch(self._kernel, self._kernel_gone)
         for rank in self.ranks:
@@ -277,7 +294,11 @@ class Agent:
             self._channel.flush(block=False)
 
     def _answer_stop(self, now: float) -> None:
-        """Send the kernel the highest stop points, once no rank goes further."""
+        """Answer the kernel's ``Stop``: send the furthest counts that ranks here have passed.
+
+        Does nothing while a rank has not shown yet whether it went on from its newest batch or read
+        of ``should_stop``, or waits there; after a second such a rank counts as having gone on.
+        """
         if self._stop_asked is None or now < self._stop_asked + FLAG_SECONDS:
             return
         point = self._board.passed(patient=now < self._stop_asked + _STOP_SECONDS)
@@ -293,7 +314,10 @@ class Agent:
             self._progress, self._progressed = progress, now
 
     def _idle(self, now: float) -> float:
-        """Return the seconds without progress; 0 if all ranks check ``should_stop`` themselves."""
+        """Return the seconds since a rank last made progress, for the time limit of a polite stop.
+
+        0 if no limit is needed: each rank in the call reads ``should_stop`` or leaves by itself.
+        """
         asks = all(rank.row.reads or rank.row.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
 
@@ -305,7 +329,7 @@ class Agent:
         return all(rank.row.leaving for rank in ranks)
 
     def _in_call(self) -> list[RankProcess]:
-        """Return the ranks whose part of the call goes on."""
+        """Return the living ranks that have not yet returned from the current call or raised."""
         return [rank for rank in self.ranks if rank.alive and rank.is_in_call]
 
     # ---- what the kernel says --------------------------------------------------------------
@@ -355,7 +379,13 @@ class Agent:
             self._enter_stage(STAGES[type(message)], grace=getattr(message, "grace", None))
 
     def _begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Send a call to the ranks, which have all ended the one before."""
+        """Send a new call to the ranks, all of which have ended the previous call.
+
+        Args:
+            message: the kernel's request.
+            fds: descriptor of the memory segment with the pickled function and arguments; empty if
+                they are in the message itself.
+        """
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._ports.renew_master()
@@ -378,14 +408,17 @@ class Agent:
             self._rank_failed()
 
     def _kernel_gone(self) -> None:
-        """End the ranks without grace and exit, since the kernel or its connection is gone."""
+        """Kill the ranks and exit this process: the kernel, or the connection to it, is gone."""
         self.close()
         os._exit(0)
 
     # ---- what ranks say --------------------------------------------------------------------
 
     def relay(self, rank: RankProcess) -> None:
-        """Forward a rank's messages to the kernel, unless the kernel is far behind."""
+        """Forward a rank's messages to the kernel, unless thousands wait for the kernel to read.
+
+        In that case the messages stay in the rank's socket, and a rank that fills it has to wait.
+        """
         if self._channel.num_pending > _BUSY_PENDING:
             self.may_pause = True
             return
@@ -400,7 +433,10 @@ class Agent:
         self._pass_on(rank, messages)
 
     def _relay_rest(self, rank: RankProcess) -> None:
-        """Forward all messages of a rank that has ended, even if the kernel is far behind."""
+        """Forward the remaining messages of a rank that has ended, however slowly the kernel reads.
+
+        If the rank had ended its call but its result never came, mark its connection as broken.
+        """
         try:
             while messages := rank.channel.drain():
                 self._pass_on(rank, messages)
@@ -410,7 +446,10 @@ class Agent:
                 rank.closed_at = 0.0
 
     def _report_broken(self, rank: RankProcess) -> None:
-        """Report a broken connection to a rank; during a call as a failure of the rank."""
+        """Tell the kernel that user code broke a rank's connection: closed it, or wrote into it.
+
+        During a call it is reported as an exception of the rank, else as a line for the person.
+        """
         if not rank.is_in_call:
             self._post(wire.Notice, text=f"rank {rank.rank} {BROKEN}")
             return
@@ -441,25 +480,34 @@ class Agent:
                 os.close(fd)
 
     def _gather(self, metric: wire.Metric) -> None:
-        """Keep the metrics that a rank logged, to forward them together with more."""
+        """Keep one logged metric until :meth:`_post_metrics` forwards it together with others."""
         self._metrics.append(metric)
         if len(self._metrics) >= _MAX_METRICS:
             self._post_metrics()
 
     def _post_metrics(self) -> None:
-        """Forward the gathered metrics, before the end of a call: later ones are dropped."""
+        """Forward the gathered metrics to the kernel in one message.
+
+        Called before the call ends, because the kernel drops metrics of a call that has ended.
+        """
         if self._metrics:
             metrics, self._metrics = tuple(self._metrics), []
             self._post(wire.Metrics, call=self._call, metrics=metrics)
 
     def _may_say(self, rank: RankProcess, message: wire.Message) -> bool:
-        """Return whether a rank may send this message now; others are dropped."""
+        """Return whether to forward a rank's message: its class and its call are permitted now.
+
+        User code can write to the channel of its rank, so the agent drops all other messages.
+        """
         if isinstance(message, (wire.Returned, wire.Raised)):
             return rank.is_in_call and message.call == self._call
         return message.from_rank and message.call in (0, self._call)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
-        """Act on a rank's message; return the message to forward to the kernel."""
+        """Act on a rank's message; return it as the kernel gets it, with the agent's fields set.
+
+        In ``Raised`` the agent sets ``after_interrupt`` and ``ended_by_agent``.
+        """
         if isinstance(message, wire.RankReady):
             self._note_process(rank, message)
         if isinstance(message, wire.CallStarted):
@@ -484,7 +532,10 @@ class Agent:
         return message
 
     def _note_process(self, rank: RankProcess, message: wire.RankReady) -> None:
-        """Watch the rank's actual process, if it is another than the one that was started."""
+        """Watch the process that the rank runs in, if it is not the process that was started.
+
+        This happens on TPUs, where ``xmp.spawn`` forks the rank from the started process.
+        """
         if message.pid in (0, rank.pid):
             return
         self._unwatch(rank.exit_fd)
@@ -494,24 +545,30 @@ class Agent:
         self._post_pids()
 
     def _rank_failed(self) -> None:
-        """Report the failure of a rank here, which ends the call on all others, on all agents."""
+        """Begin to end the call on the other ranks, since a rank of this agent failed.
+
+        The kernel hears of it if the run has other agents, which then do the same.
+        """
         self._begin_settle_window()
         if self._has_others:
             self._post(wire.RankFailed, call=self._call)
 
     def _begin_settle_window(self) -> None:
-        """Begin the settle window, after which the other ranks are ended, since a rank failed."""
+        """Begin the settle window: a short time after a rank failed, before the others are ended.
+
+        In it they may fail by themselves, so that their own errors are reported (``ending.py``).
+        """
         self._ending = self._ending.failed(now=time.monotonic())
 
     def _is_after_interrupt(self, when: float) -> bool:
-        """Return whether ranks here were interrupted before the monotonic time ``when``."""
+        """Return whether the agent had interrupted this call's ranks by ``when`` (monotonic s)."""
         return self._interrupted_at is not None and when >= self._interrupted_at
 
     def reap_ended(self) -> None:
-        """Reap ended ranks: forward their last messages, end their children, tell the kernel.
+        """Reap ended ranks: forward their last messages, kill their children, tell the kernel.
 
-        It handles all ended ranks at once: the search for their children reads every process of
-        the machine.
+        It handles all ended ranks at once, because the search for their children is slow: it reads
+        every process of the machine.
         """
         exits: list[tuple[RankProcess, bool, int]] = []
         for rank in self.ended:
@@ -534,7 +591,14 @@ class Agent:
             self._tell_end(rank, was_in_call=was_in_call, exitcode=exitcode)
 
     def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
-        """Report the end of a rank's process to the kernel; during a call it is a failure."""
+        """Report the end of a reaped rank process to the kernel, and whether the rank failed by it.
+
+        Args:
+            rank: the rank.
+            was_in_call: whether it ended before it had sent the result of its call: a failure.
+            exitcode: of the process; negative for a signal. Not 0 is a failure too, unless the
+                rank's function has returned, or all ranks have ended the call.
+        """
         self._post_metrics()
         for message in rank.last_messages():
             self._channel.post(message)
@@ -556,7 +620,12 @@ class Agent:
     # ---- what goes out ---------------------------------------------------------------------
 
     def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
-        """Do what a stage of the ending asks for, unless the stage was reached before."""
+        """Take one step of ending the call, such as SIGINT, unless it or a harder one was taken.
+
+        Args:
+            stage: the step.
+            grace: seconds until the next, harder step; None keeps the call's.
+        """
         before = self._ending
         self._ending = before.ask(stage, now=time.monotonic(), grace=grace)
         if self._ending is before:
@@ -583,7 +652,7 @@ class Agent:
         self._channel.post(kind(run=self._launch.run, **fields))
 
     def close(self) -> None:
-        """Kill what is left of the ranks, and remove their scratch files."""
+        """Kill the remaining ranks and their descendants, and remove the run's scratch files."""
         processes.kill_tree(rank.pid for rank in self.ranks if rank.alive)
         used_by = [*self.reaped, *processes.kill_descendants()]
         scratch.remove(self._launch.run, os.getpid(), used_by=used_by)

@@ -1,21 +1,24 @@
 """The stages by which a call is ended, on a person's request or after a rank failed.
 
-Pure: an :class:`Ending` says what is due at a time; the agent does it.
+No side effects here: an :class:`Ending` computes which stage is due; the agent carries it out.
 
     a launch     STOP -a-> INTERRUPT -grace-> TERMINATE -1 s-> KILL
     a session    STOP -a-> INTERRUPT -1 s-> DISCONNECT -grace-> TERMINATE -1 s-> KILL
 
     a: grace, or 1 s without progress
 
-A person may ask for any stage at any time; each leads to the next by itself. One exception: once
-every rank in the call has left its loop or has read ``should_stop``, STOP leads no further, and the
-ranks go on in their own time until somebody asks again. Up to DISCONNECT the rank processes
-survive, and are ready for the next call; TERMINATE and KILL end them.
+A launch runs one call and its rank processes end; a session keeps them for more calls. ``grace`` is
+the number of seconds, set by the person, that ranks get to clean up before a harder stage.
 
-When a rank fails, the others first have a settle window: where all make the same mistake, each is
-to be heard, and a rank that was slower must not pass for a victim of the first. The window is over
-``SETTLE_SECONDS`` after every rank has called the function: on a machine with fewer processors than
-ranks, some may not have run at all.
+A person may ask for any stage at any time; each stage leads to the next by itself. One exception:
+once every rank in the call has left its training loop or has read ``should_stop``, STOP leads no
+further, and the ranks take as long as they need until the person asks again. Up to DISCONNECT the
+rank processes survive, and are ready for the next call; TERMINATE and KILL end them.
+
+When a rank fails, the others first get a settle window. If all ranks make the same mistake, each
+reports its own error in that time, instead of being ended because of the first one. The window
+closes ``SETTLE_SECONDS`` after every rank has called the function, or after 2 seconds: on a machine
+with fewer processors than ranks, some may not have run at all.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ _MAX_SETTLE_SECONDS = 2.0
 
 
 class Stage(IntEnum):
-    """The steps that end a call, from a polite stop to SIGKILL; a later one is harder.
+    """The steps that end a call, in order; each is harder on the ranks than the one before.
 
-    NONE: nothing. STOP: the ranks were asked to leave at the same step. INTERRUPT: they got a
-    KeyboardInterrupt. DISCONNECT: those that had not seen it, since they wait in a collective,
-    had their connections to other ranks shut down, and groups of NCCL aborted. TERMINATE, KILL: the
-    signals were sent.
+    NONE: nothing was done. STOP: the ranks were asked to leave their loops, all at the same step.
+    INTERRUPT: a KeyboardInterrupt is raised in each. DISCONNECT: ranks that have not seen it, since
+    they wait in a collective, shut down their connections to other ranks and abort their NCCL
+    groups, so that the collective fails. TERMINATE: SIGTERM. KILL: SIGKILL.
     """
 
     NONE = 0
@@ -68,19 +71,22 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The state of the end of a call: the stage reached, and when the next one is due.
+    """The state of ending a call: the stage reached, and when the next one is due. Immutable.
+
+    The agent keeps one per call. Each method returns a new state, or the stage to enter.
 
     Attributes:
-        stage: what was done last.
-        grace: seconds between two stages: those of the call, until a Stop says others.
-        is_last: whether the rank processes end after this call anyway, so that nothing in them
-            is worth waiting for once one has failed.
-        has_failed: whether a rank has failed, which ends the call on the others.
-        settles_from: when the settle window may be over at the earliest, in monotonic seconds;
-            None where there is none.
-        due: when ``next`` is done, in monotonic seconds; None for never.
-        next: the stage that follows.
-        term_seconds: from SIGTERM to SIGKILL.
+        stage: the last stage that was entered.
+        grace: seconds that ranks get before a harder stage; the call's value, unless a request
+            brings another.
+        is_last: whether the rank processes end after this call anyway, so that they need not be
+            saved for another call once one has failed.
+        has_failed: whether a rank has failed, so that the call is ended on the other ranks.
+        settles_from: the earliest end of the settle window, in monotonic seconds; None while there
+            is no such window.
+        due: when to enter ``next`` at the latest, in monotonic seconds; None for never.
+        next: the stage to enter after ``stage``.
+        term_seconds: seconds from SIGTERM to SIGKILL.
     """
 
     stage: Stage = Stage.NONE
@@ -93,7 +99,14 @@ class Ending:
     term_seconds: float = _TERMINATE_SECONDS
 
     def ask(self, stage: Stage, *, now: float, grace: float | None = None) -> Ending:
-        """Return the ending after a request for ``stage``; unchanged if it is there already."""
+        """Return the state after a request for ``stage``, which is entered at once.
+
+        Args:
+            stage: the stage. If it or a harder one was entered before, the state stays as it is;
+                also for STOP after a rank has failed, since the failure ends the call sooner.
+            now: monotonic seconds.
+            grace: seconds until the next stages; None keeps those of this state.
+        """
         if stage <= self.stage or (stage == Stage.STOP and self.has_failed):
             # The failure ends the call sooner than a polite stop would.
             return self
@@ -116,10 +129,10 @@ class Ending:
         )
 
     def failed(self, *, now: float) -> Ending:
-        """Return the ending after a rank failed: the others are ended after the settle window.
+        """Return the state after a rank failed: a settle window begins, then the others are ended.
 
-        Where the rank processes go on to other calls, the others get a KeyboardInterrupt and
-        the person's grace; where they do not, SIGTERM and SIGKILL.
+        If the rank processes are to serve more calls, the other ranks get a KeyboardInterrupt and
+        the person's grace. If not (``is_last``), they get SIGTERM and soon SIGKILL.
         """
         if self.has_failed or self.stage >= Stage.INTERRUPT:
             return self
@@ -138,7 +151,10 @@ class Ending:
         )
 
     def begun(self, *, now: float) -> Ending:
-        """Return the ending after one more rank called the function: a new settle window begins."""
+        """Return the state after one more rank has called the function.
+
+        A settle window that is open starts anew, so that this rank gets as long as the others.
+        """
         return (
             self if self.settles_from is None else replace(self, settles_from=now + SETTLE_SECONDS)
         )
@@ -151,9 +167,10 @@ class Ending:
         Args:
             now: monotonic seconds.
             idle: seconds since any rank last made progress.
-            leaving: every rank in the call has left its loop or has read ``should_stop``, and so
-                ends the call in its own time.
-            all_settle: every rank in the call has called the function, and none is dying.
+            leaving: whether every rank in the call has left its loop or has read ``should_stop``;
+                a polite stop then waits for them without limit.
+            all_settle: whether every rank in the call has called the function, and none is dying;
+                only then can the settle window end before its longest time.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:

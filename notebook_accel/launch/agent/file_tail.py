@@ -1,4 +1,4 @@
-"""How the agent follows the file with a rank's output."""
+"""How the agent reads new output of a rank, from the file that the rank prints into."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ _CUT = "[notebook-accel: a part of this line is in the rank's log only] "
 
 
 class FileTail:
-    """Follows a growing file: each :meth:`read` returns the newest part of what was added.
+    """Follows a growing text file: each :meth:`read` returns the newest part of the added text.
 
-    A file that was cut short is read from its start again, after a line that says so. If it is
-    longer than before again by the next :meth:`read`, the cut goes unnoticed.
+    If the file was truncated, the next :meth:`read` starts at its beginning again, after a line
+    that says so. A file that has outgrown its old size again by then looks as if it was never
+    truncated.
 
     Attributes:
-        start: bytes of the file before what the last :meth:`read` gave, or left out before that.
-        position: bytes of the file before what the next one gives.
+        start: offset in bytes at which the last :meth:`read` began, skipped lines included.
+        position: offset in bytes at which the next :meth:`read` begins.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,15 +52,17 @@ class FileTail:
         self.start = self.position = 0
 
     def skip(self) -> None:
-        """Skip all that the file contains now."""
+        """Skip all that the file contains now, so that :meth:`read` gives only later text."""
         self.start = self.position = self._file.seek(0, os.SEEK_END)
 
     def read(self, *, final: bool = False) -> tuple[str, int]:
-        """Return the text added since the last call, and the number of lines skipped before it.
+        """Return (text added since the last call, number of lines skipped before that text).
+
+        Lines are skipped if more than 32 KiB were added: only the newest part is returned.
 
         Args:
-            final: no more is expected: an incomplete character at the end is given as it is;
-                otherwise it waits for its other bytes.
+            final: whether the output is complete. If so, an incomplete UTF-8 character at the end
+                becomes a replacement character; else it waits for its remaining bytes.
         """
         size, before, skipped = os.fstat(self.fileno()).st_size, "", 0
         if size < self._file.tell():
@@ -90,9 +93,11 @@ class FileTail:
 
 
 def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
-    """Return (newest data that fits a message, number of lines left out, begins within a line).
+    """Cut ``data`` to its newest 32 KiB at most, from the start of a line where possible.
 
-    The last value is None if nothing was left out.
+    Returns:
+        The newest part; the number of lines left out before it; and whether that part begins in
+        the middle of a line (None if nothing was left out).
     """
     start = len(data) - _MAX_LIVE_BYTES
     if start <= 0:

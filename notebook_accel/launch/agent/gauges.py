@@ -1,8 +1,8 @@
-"""Resource use of a rank: processor time and memory, also of its NVIDIA device.
+"""Resource use of a rank: CPU time and memory of its process, use and memory of its NVIDIA device.
 
-psutil knows the process. NVML (the package nvidia-ml-py) knows the device without making a context
-on it, but of a device's memory torch's own count is taken first, where the rank has one. Without
-NVML nothing is known of it.
+The agent measures it from outside. psutil reads the process. NVML (the package nvidia-ml-py) reads
+the device, without making a CUDA context on it; without NVML the device's values stay unknown. If a
+rank reports torch's own count of device memory, the agent shows that instead of NVML's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
-    """Return the gauges of a rank that was just started."""
+    """Return the gauges of a rank that was just started, for the device that it will use.
+
+    Args:
+        launch: the request that started the rank; its environment decides which devices are seen.
+        spec: the rank's numbers, own environment and device.
+        pid: of the rank's process; never None for a started process.
+    """
     assert pid is not None
     environment = {**launch.environment, **spec.environment}
     if environment.get("ACCELERATE_USE_CPU") == "true":
@@ -56,15 +62,18 @@ def _nvml() -> Any:
 
 
 class Gauges:
-    """CPU, memory and device use of one process, read once a second.
+    """CPU, memory and device use of one process, read at most once a second.
+
+    Each number is None while it is unknown.
 
     Attributes:
-        memory: resident, in bytes; None while unknown, as are the other numbers.
-        cpu: percent of a core, since the reading before.
-        device_memory: of the device that the process holds, in bytes, as far as NVML tells.
-        device_use: percent of its time in which the device computed.
+        memory: resident memory of the process, in bytes.
+        cpu: percent of one core that the process used since the last reading.
+        device_memory: bytes of device memory that the process holds, by NVML.
+        device_use: percent of the time in which the device computed, for any process.
         device: name of the device for a person; "" while unknown.
-        is_suspended: whether SIGSTOP or a debugger holds the process.
+        is_suspended: whether SIGSTOP or a debugger has stopped the process.
+        nvidia: which NVIDIA device to read; None for no device, or once NVML has failed.
     """
 
     def __init__(
@@ -74,10 +83,11 @@ class Gauges:
 
         Args:
             pid: pid of the process.
-            nvidia: what CUDA calls its device: its number among all of the machine, or its UUID.
-            is_pci_order: whether CUDA numbers devices by their slots, as NVML does; by default it
-                has the fastest first.
-            name: what a person calls the device.
+            nvidia: CUDA's name of the device: its index among all devices of the machine, or its
+                UUID; None if the process has no NVIDIA device.
+            is_pci_order: whether CUDA numbers devices by PCI slot, as NVML does
+                (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); by default CUDA puts the fastest first.
+            name: name of the device for a person, until NVML gives one.
         """
         self.device = name
         self.memory: int | None = None
@@ -94,11 +104,17 @@ class Gauges:
         self._busy = (0.0, 0.0)
 
     def follow(self, pid: int) -> None:
-        """Measure another process from now on."""
+        """Measure the process with this pid from now on, in place of the one so far."""
         self._pid, self._process, self._busy = pid, None, (0.0, 0.0)
 
     def read(self, now: float) -> None:
-        """Update the values if a second has passed; ``now`` in monotonic seconds."""
+        """Update the values, unless the last update was less than a second ago.
+
+        CPU use is a mean since the last update; over a shorter time it would be too coarse.
+
+        Args:
+            now: monotonic seconds.
+        """
         if now < self._next:
             return
         self._next = now + _READ_SECONDS

@@ -1,10 +1,12 @@
-"""Where the ranks' output lies: in the run's folder, or in the agent's until the kernel has it.
+"""Where an agent keeps its ranks' output files, and how the kernel gets their content.
 
     rank --descriptors 1 and 2--> file --FileTail--> the newest lines, as messages
                                     |
                                     +-- on another machine than the kernel: its bytes, as a stream
 
-Either way the kernel finds the whole output of each rank in its run's folder.
+The run's folder is on the kernel's machine. An agent there writes the files into that folder. An
+agent on another machine writes them into its own scratch folder, and sends their bytes to the
+kernel, which saves them in the run's folder. So the full output of each rank ends up there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ __all__ = ["RankLogs", "rank_logs"]
 
 
 class RankLogs:
-    """The output files of ranks, in the run's folder, which the kernel reads."""
+    """Opens the output files of an agent's ranks, one each, in a folder that the kernel reads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,11 +42,18 @@ class RankLogs:
         return open_log(self._folder, rank)
 
     def end(self, rank: int) -> None:
-        """Note that a rank's process has ended and its file grows no more."""
+        """Note that a rank's process has ended, so that its file grows no more.
+
+        Here this does nothing; the subclass for another machine ends its stream of bytes.
+        """
 
 
 class _LogsSent(RankLogs):
-    """Output files in the agent's scratch folder, whose bytes are sent to the kernel on request."""
+    """Opens output files in the agent's scratch folder, and sends their bytes to the kernel.
+
+    For an agent on another machine than the kernel. The bytes flow once the kernel has asked for
+    them (``FramedChannel.save``).
+    """
 
     def __init__(self, channel: FramedChannel, run: str) -> None:
         folder = scratch.folder(run, os.getpid()) / "logs"
@@ -69,10 +78,13 @@ class _LogsSent(RankLogs):
 
 
 def rank_logs(launch: wire.Launch, channel: Channel) -> RankLogs:
-    """Return the output files for the ranks of a launch.
+    """Return the object that opens the output files of an agent's ranks.
+
+    The files lie in ``launch.log_dir``. If that is None, the kernel is on another machine, and the
+    files' bytes are sent to it over ``channel``.
 
     Raises:
-        ProtocolError: the kernel names no folder, and its channel carries no streams.
+        ProtocolError: ``launch.log_dir`` is None, but ``channel`` cannot send files as bytes.
     """
     if launch.log_dir is not None:
         return RankLogs(Path(launch.log_dir))

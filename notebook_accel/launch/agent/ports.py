@@ -1,9 +1,10 @@
 """The ports of a run: bound by the agent before its ranks begin, and handed to rank 0.
 
     MASTER_PORT    in the environment of every rank, for stores that the user's code opens
-    store port     where the process groups of a run meet whose ranks are all on one machine
+    store port     of the store for the run's own process groups, if all ranks are on one machine
 
-Ranks meet where rank 0 is: the other agents reserve nothing, and learn MASTER_PORT with each call.
+Rank 0 serves both stores, so only the agent of rank 0 reserves ports. The other agents learn
+MASTER_PORT with each call.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ _LOOPBACK = "127.0.0.1"
 
 
 class RunPorts:
-    """The sockets that an agent has bound for its run.
+    """The sockets that an agent has bound for the stores of its run's rank 0.
 
     Attributes:
-        master: bound to MASTER_PORT; None where rank 0 is behind another agent, or after the end.
-        store: bound to the store port; None where ranks are on several machines, or after the end.
+        master: socket bound to MASTER_PORT; None if another agent has rank 0, or after
+            :meth:`close`.
+        store: socket bound to the store port; None if the ranks are on several machines, or after
+            :meth:`close`.
     """
 
     def __init__(self, launch: wire.Launch) -> None:
@@ -47,11 +50,15 @@ class RunPorts:
 
     @property
     def master_number(self) -> int:
-        """MASTER_PORT; 0 if this agent has reserved no port for it."""
+        """The port that this agent has reserved as MASTER_PORT; 0 if it has reserved none."""
         return 0 if self.master is None else int(self.master.getsockname()[1])
 
     def renew_master(self) -> None:
-        """Reserve another MASTER_PORT: on the old one a rank may still listen for its old group."""
+        """Reserve another MASTER_PORT, if this agent has reserved one.
+
+        Called before a call for which the ranks drop their process group: rank 0 may still listen
+        on the old port for the store of the old group.
+        """
         if self.master is not None:
             # The old one is let go of afterwards, so that the new one is sure to be another.
             old = self.master
@@ -60,14 +67,18 @@ class RunPorts:
             self._is_new = True
 
     def master_for_rank_0(self) -> socket.socket | None:
-        """Return the MASTER_PORT socket if rank 0 still has to get it, once; else None."""
+        """Return the socket bound to MASTER_PORT, to be sent to rank 0; once per reserved port.
+
+        None if it was returned before, if this agent has no such socket, or if rank 0 is to bind
+        the port itself (a single rank, or torch's own stores).
+        """
         if self.master is None or not (self._is_new and self._has_peers):
             return None
         self._is_new = False
         return self.master
 
     def close(self) -> None:
-        """Close the sockets: the next launch may want the same ports."""
+        """Close the sockets, so that the next launch can bind the same ports."""
         for bound in (self.master, self.store):
             if bound is not None:
                 bound.close()
@@ -77,13 +88,15 @@ class RunPorts:
 def _reserve(port: int, *, host: str = _LOOPBACK, shared: bool = False) -> socket.socket:
     """Return a socket bound to a port of this machine, for a store of rank 0 to listen on.
 
-    Rank 0 inherits the socket. If it bound a socket itself, with SO_REUSEADDR on both, another user
-    could bind the same port, listen first, and get the connections of the other ranks.
+    Rank 0 gets this very socket. If the port were only agreed on and rank 0 bound it later, with
+    SO_REUSEADDR, another user could bind it too, listen first, and get the other ranks'
+    connections.
 
     Args:
-        port: which; 0 for any that is free.
-        host: the address; that of the loopback interface where no other machine needs it.
-        shared: whether others may bind the port as well.
+        port: the port; 0 for any free one.
+        host: the address to bind; the loopback interface if no other machine connects.
+        shared: whether other sockets may bind the port as well, such as that of a rank or child
+            that opens a store there itself.
     """
     holder = socket.socket()
     if port or shared:

@@ -1,7 +1,7 @@
 """The agent's handle of one rank: shared memory and descriptors, state, and signals.
 
-Shared: opened before the rank's process is started --inherited--> worker/main.py
-RankProcess: the rank from then on, as the agent sees it
+Shared: descriptors and memory, opened before the rank's process starts and inherited by it
+RankProcess: the agent's handle of the rank once its process has started
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ BROKEN = (
 
 
 class Process(Protocol):
-    """Protocol of a process: that of ``multiprocessing``, or a descendant in its place."""
+    """Interface of a rank's process, as the agent uses it to wait for its end.
+
+    A process of ``multiprocessing`` has it, and so have those of ``spawning.py`` (TPUs).
+    """
 
     @property
     def pid(self) -> int | None: ...
@@ -65,19 +68,19 @@ class Process(Protocol):
 
 
 class Starter(Process, Protocol):
-    """Protocol of a process whose children become the ranks."""
+    """Interface of a process that the agent starts, whose children become the ranks (TPUs)."""
 
     def child(self, pid: int) -> Process:
-        """Return the child with this pid."""
+        """Return a handle of the child with this pid, with which to wait for its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Descriptors and memory that an agent shares with one rank, made before it starts.
+    """Descriptors and memory that an agent shares with one rank, made before the rank starts.
 
     Attributes:
-        inherited: the rank's side of it.
-        ours: the agent's end of the channel.
+        inherited: what the rank's process gets, by fork.
+        ours: the agent's end of the socket pair to the rank.
         tail: reads the rank's output file, to which only the rank writes.
     """
 
@@ -94,7 +97,15 @@ class Shared:
         logs: RankLogs,
         ports: RunPorts,
     ) -> Shared:
-        """Open everything that is shared with a rank."""
+        """Open everything that the agent shares with one rank.
+
+        Args:
+            spec: the rank's numbers, environment and device.
+            launch: the request that the run was started with.
+            board: the counters in shared memory of all ranks of this agent.
+            logs: opens the rank's output file.
+            ports: the sockets bound for the run's stores.
+        """
         ours, theirs = socket.socketpair()
         log = logs.open(spec.rank)
         tail = FileTail(logs.path(spec.rank))
@@ -115,26 +126,33 @@ class Shared:
 
 
 class RankProcess:
-    """One rank as its agent sees it: its process, and its part of the call.
+    """The agent's handle of one rank: its process, its connection, and its part of the call.
 
     Attributes:
-        rank: its number in the run.
-        pid: of its process.
-        needed_pids: pids of this process, and of its parent if the rank needs the parent.
+        rank: its number among all ranks of the run.
+        pid: of the rank's process.
+        needed_pids: the processes without which the rank ends: its own and, where it was forked by
+            another process than the agent (TPUs), that parent.
         channel: connection to the rank.
-        row: counters of the rank.
-        exit_fd: becomes readable when the process ends.
+        row: the rank's counters in memory that the rank and the agent share.
+        exit_fd: pidfd of the process, readable once the process has ended.
         alive: whether the process was not reaped yet.
-        ended_by_agent: whether it got SIGTERM or SIGKILL from here.
-        is_in_call: whether a call was sent to it that it has not reported the end of.
-        has_started: whether it has called the function of that call.
-        has_returned: whether the newest call that was sent to it has returned.
-        closed_at: when its end of the connection was found to be closed, because it dies or its
-            code closed it; 0 where nonsense came, or a result was lost; None while it is open.
+        ended_by_agent: whether the agent sent SIGTERM or SIGKILL to the process.
+        is_in_call: whether a call was sent to the rank whose end it has not reported yet.
+        has_started: whether the rank has called the function of its newest call.
+        has_returned: whether the function of its newest call has returned.
+        closed_at: when the agent found the connection closed by the rank, in monotonic seconds; 0
+            if it is broken for certain (invalid bytes came, or a result never did); None while it
+            is open.
     """
 
     def __init__(self, shared: Shared, process: Process) -> None:
-        """Take over a rank whose process has started; closes this process's copies of its ends."""
+        """Take over a rank whose process has started; close the agent's copies of its descriptors.
+
+        Args:
+            shared: what was opened for the rank; its log and its end of the channel are closed.
+            process: the started process.
+        """
         assert process.pid is not None
         inherited = shared.inherited
         inherited.channel.close()
@@ -166,7 +184,7 @@ class RankProcess:
         self._sample: dict[str, Any] = {}
 
     def descriptors(self) -> tuple[int, ...]:
-        """The agent's descriptors for this rank, which ranks that are forked later close."""
+        """Return the agent's descriptors for this rank, for ranks forked later to close."""
         return (
             self.channel.fileno(),
             self.exit_fd,
@@ -177,11 +195,12 @@ class RankProcess:
         )
 
     def move(self, pid: int, host: RankProcess) -> None:
-        """Watch the child of the started process in which the rank really runs.
+        """Follow the rank to another process: a child of the started process, as on TPUs.
 
         Args:
-            pid: of the child.
-            host: the rank whose file takes the stacks of that process.
+            pid: of the child, in which the rank runs as a thread.
+            host: the rank whose file gets the stack traces of that process; several ranks may be
+                threads of the same process.
         """
         starter = cast("Starter", self._process)
         with contextlib.suppress(ProcessLookupError):
@@ -207,14 +226,23 @@ class RankProcess:
             self.send(message, fds)
 
     def end_call(self, *, has_returned: bool) -> Iterator[wire.Message]:
-        """Note the end of the rank's call; yield its remaining output and a last sample."""
+        """Note that the rank has ended its call; yield its remaining output and last counters.
+
+        A generator: nothing happens until it is iterated.
+
+        Args:
+            has_returned: whether the function returned; False if it raised.
+        """
         self.is_in_call = False
         self.has_returned = has_returned
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message to the rank; :meth:`observe` writes what the socket does not take now."""
+        """Send a message to the rank without blocking; does nothing if the channel is closed.
+
+        If the socket is full, the rest waits, and :meth:`observe` tries again.
+        """
         if not self.channel.closed:
             self.channel.post(message, fds)
             self._flush()
@@ -228,20 +256,34 @@ class RankProcess:
 
     @property
     def is_dying(self) -> bool:
-        """Whether the rank's connection is closed while its process has not ended yet.
+        """Whether the rank's connection is closed while its process was not reaped yet.
 
-        The connections of a killed process close before it is reaped, and its peers fail at that.
+        The connections of a killed process close before it can be reaped, and other ranks may fail
+        because of that. So the agent waits for this process before it blames one of them.
         """
         return self.closed_at is not None and self.alive
 
     def is_broken(self, now: float) -> bool:
-        """Whether nothing can be heard from the rank any more, though its process lives on."""
+        """Whether the rank's connection is lost for good while its process lives on.
+
+        A closed connection counts only after a second: mostly it means that the process is ending.
+
+        Args:
+            now: monotonic seconds.
+        """
         return self.closed_at is not None and now >= self.closed_at + _CLOSED_SECONDS
 
     # ---- look ------------------------------------------------------------------------------
 
     def observe(self, now: float) -> Iterator[wire.Message]:
-        """Yield messages about the rank's new output, counters and stacks."""
+        """Yield messages for the kernel: new output, changed counters, requested stack traces.
+
+        The agent calls it at each turn of its loop; output is read ten times a second at most,
+        counters five times. It also retries what :meth:`send` could not write.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self.channel.num_pending:
             self._flush()
         if now >= self._next_output:
@@ -254,7 +296,10 @@ class RankProcess:
             yield from self._new_stacks(now)
 
     def last_messages(self) -> Iterator[wire.Message]:
-        """Yield the messages that are left once the process has ended: output, counters, stacks."""
+        """Yield the last messages about a rank whose process has ended: output and counters.
+
+        If its stacks were asked for and have not come, a text that says why takes their place.
+        """
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
         if self._stacks_asked is not None:
@@ -298,7 +343,10 @@ class RankProcess:
     # ---- stacks ----------------------------------------------------------------------------
 
     def ask_stacks(self) -> None:
-        """Have faulthandler write the rank's stacks into its file."""
+        """Ask the rank's faulthandler, by a signal, for the stack traces of all its threads.
+
+        It writes them to a file in memory; :meth:`observe` yields the text once it is complete.
+        """
         if self.alive and self._stacks_asked is None:
             os.ftruncate(self._stacks, 0)
             os.lseek(self._stacks, 0, os.SEEK_SET)
@@ -320,7 +368,7 @@ class RankProcess:
     # ---- act -------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the rank's call."""
+        """Have the rank's main thread raise KeyboardInterrupt in its call, by SIGINT."""
         # If the signal comes before the rank has read the call, the rank sees this number as it
         # begins the call.
         self.row.interrupted_call = self._call
@@ -328,10 +376,13 @@ class RankProcess:
         self._signal(signal.SIGINT)
 
     def wake_if_unseen(self, now: float) -> None:
-        """Wake the rank if it has not seen the interrupt that it was sent.
+        """Signal the rank again if its main thread has not handled its SIGINT yet.
 
-        A SIGINT that comes while its main thread begins to sleep, or that the system gives to
-        another thread, is seen at the end of that sleep.
+        If SIGINT comes just as the main thread begins to sleep, or the system gives it to another
+        thread, Python runs the handler only at the end of that sleep; a second signal ends it.
+
+        Args:
+            now: monotonic seconds.
         """
         is_interrupted = self.is_in_call and self.row.interrupted_call == self._call > 0
         if is_interrupted and self.row.seen_interrupt != self._call and now >= self._wakes_at:
@@ -339,13 +390,19 @@ class RankProcess:
             self._signal(WAKE_SIGNAL)
 
     def disconnect(self) -> None:
-        """Have the rank shut down its connections to other ranks, if it is stuck in native code."""
+        """Have the rank shut down its connections to other ranks, if it is stuck in a collective.
+
+        The rank decides that itself: it is stuck if its main thread has not handled its SIGINT.
+        """
         # Its thread that reads the eventfd may wake in the next call: this says which one is meant.
         self.row.disconnected_call = self._call
         os.eventfd_write(self._disconnect, 1)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process was reaped; SIGKILL goes to its descendants too."""
+        """Send a signal to the rank's process; SIGKILL goes to its descendants too.
+
+        Does nothing if the process was reaped. SIGTERM and SIGKILL set ``ended_by_agent``.
+        """
         if not self.alive:
             return
         if number == signal.SIGKILL:
@@ -361,9 +418,9 @@ class RankProcess:
             signal.pidfd_send_signal(self.exit_fd, number)
 
     def reap(self) -> int:
-        """Wait for the ended process, and close its connection; return the exit code.
+        """Reap the ended process and close its connection; return its exit code.
 
-        The exit code is negative for a signal.
+        The exit code is negative for a signal, and 1 if it is unknown.
         """
         self._process.join()
         self.alive = False

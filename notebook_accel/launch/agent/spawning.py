@@ -1,11 +1,12 @@
-"""Starts an agent's ranks by ``xmp.spawn`` of torch_xla.
+"""Starts an agent's ranks by ``xmp.spawn`` of torch_xla, for TPUs.
 
     agent --fork--> leader: takes the notebook's environment, imports torch_xla
                       `-- xmp.spawn --fork--> a process for each chip, a thread of it for each rank
 
-``xmp.spawn`` decides which rank is where: each says so itself (``RankReady``), and the agent
-follows that process then. What ``xmp.spawn`` would lose comes by other ways: results and errors by
-the channel that each rank has with the agent, deaths from the leader, which sees its children end.
+``xmp.spawn`` decides which process has which rank. Each rank tells the agent the pid of its process
+(``RankReady``), and the agent watches that process from then on. Results and errors do not go
+through ``xmp.spawn``: each rank has its own channel to the agent. The leader sees its children end,
+and writes their exit codes to a pipe that the agent reads.
 """
 
 from __future__ import annotations
@@ -49,7 +50,18 @@ _MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
 
 
 def start_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
-    """Start the leader process, in which all ranks are until ``xmp.spawn`` moves them."""
+    """Start the leader process, which starts the processes of the ranks by ``xmp.spawn``.
+
+    Called in the agent.
+
+    Args:
+        shared: the channel, files and memory that the agent shares with each rank.
+        unneeded: the agent's own descriptors, which the leader inherits and closes.
+
+    Returns:
+        One handle per rank. Each stands for the leader process, until the rank has told the pid of
+        its own process.
+    """
     shared = list(shared)
     heard, told = os.pipe()
     ours = [one.ours.fileno() for one in shared]
@@ -69,7 +81,11 @@ def start_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankP
 
 
 class _Leader:
-    """The leader process, from which ``xmp.spawn`` forks the ranks, as the agent sees it."""
+    """The agent's handle of the leader process, whose children have the ranks.
+
+    It also reads the exit codes of those children from the leader's pipe: the agent cannot wait for
+    processes that are not its own children.
+    """
 
     def __init__(self, process: Any, deaths: int) -> None:
         self._process = process
@@ -87,11 +103,14 @@ class _Leader:
         self._process.join()
 
     def child(self, pid: int) -> _Child:
-        """Return the leader's child with this pid, which has ranks."""
+        """Return a handle of the leader's child with this pid; ranks are threads of that child."""
         return _Child(self, pid)
 
     def exit_code_of(self, pid: int) -> int | None:
-        """Return the exit code of a child that has ended; None if unknown."""
+        """Return the exit code of a child that has ended, negative for a signal.
+
+        None if the agent cannot learn it within five seconds.
+        """
         deadline = time.monotonic() + _DEATH_SECONDS
         while pid not in self._exit_codes:
             if not is_readable(self._deaths, max(0.0, deadline - time.monotonic())):
@@ -129,7 +148,13 @@ _told: int
 
 
 def _lead(inherited: dict[int, Inherited], told: int, unneeded: Sequence[int]) -> None:
-    """Run as the leader: spawn the processes of the ranks, and stay until they have ended."""
+    """Run the leader process: spawn the processes of the ranks, and exit once they have ended.
+
+    Args:
+        inherited: for each rank number, what that rank gets from the agent.
+        told: pipe to which the exit codes of the ranks' processes are written.
+        unneeded: inherited descriptors to close.
+    """
     global _host, _told
     _inherited.update(inherited)
     first = next(iter(inherited.values()))
@@ -168,7 +193,11 @@ def _spawn(num_ranks: int) -> None:
 
 
 def _run_rank(ordinal: int) -> None:
-    """Serve one rank in its thread, once its device is ready; called by ``xmp.spawn``."""
+    """Serve one rank in this thread until there are no more calls; called by ``xmp.spawn``.
+
+    Args:
+        ordinal: the number that ``xmp.spawn`` gives to the thread; it selects the rank.
+    """
     runtime = import_module("torch_xla.runtime")
     number = int(runtime.world_size())
     num_here = min(number, int(runtime.addressable_runtime_device_count()))
@@ -184,7 +213,10 @@ def _check_world(number: int) -> None:
 
 
 def _serve_failing(error: Exception) -> None:
-    """Serve the ranks that could not be spawned: their call raises ``error``."""
+    """Serve all ranks as threads of the leader, since ``xmp.spawn`` failed with ``error``.
+
+    Each rank's first call raises ``error``, so that the person sees it like any other error.
+    """
 
     def fail() -> None:
         raise error
@@ -200,7 +232,10 @@ def _serve_failing(error: Exception) -> None:
 
 
 class _HostProcess(ForkProcess):
-    """A process with ranks, for the process pool of ``xmp.spawn``."""
+    """The process class that the pool of ``xmp.spawn`` uses here; its threads are ranks.
+
+    A thread of the leader waits for each such process, to write its exit code to the agent's pipe.
+    """
 
     def start(self) -> None:
         super().start()
@@ -231,4 +266,4 @@ class _HostProcess(ForkProcess):
         super().join(timeout)
 
     def terminate(self) -> None:
-        """Do nothing: the agent ends the other processes when one dies, not the pool."""
+        """Do nothing: when one process dies, the agent ends the others, not the pool."""

@@ -1,1 +1,1 @@
-"""What the kernel keeps of a run: state, files on disk, verdict; and who tells its agents what."""
+"""A run as the notebook's kernel sees it: connections to its ranks, state, files and verdict."""

@@ -1,4 +1,7 @@
-"""The kernel's end of one agent, however the agent came about."""
+"""The notebook kernel's connection to one agent, and how the agent's process ended.
+
+An agent is the helper process that starts and watches the ranks of one machine.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How an agent's process ended.
+    """How an agent's process (the helper that watches the ranks of a machine) ended, in words.
 
     Attributes:
-        how: the rest of a sentence about it, such as "(pid 7) was killed by SIGKILL".
-        traceback: of the exception that ended it; "" where there was none.
-        likely: the likely cause, where the link knows better than that it was killed.
+        how: the end of a sentence whose subject is the agent: "(pid 7) was killed by SIGKILL".
+        traceback: traceback of the exception that ended the agent; "" if there was none.
+        likely: the likely cause, as a clause; "" lets the error name the usual cause of a SIGKILL
+            (out of memory, or killed by somebody).
     """
 
     how: str
@@ -37,28 +41,41 @@ class AgentEnd:
 
     @classmethod
     def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
-        """Return the end of an agent whose connection this process itself failed to serve."""
+        """Describe an agent that is ended because code of this process, the kernel, raised.
+
+        Logs ``error`` as a warning, too.
+
+        Args:
+            error: what the kernel's code raised while it handled the agent's messages.
+            run: id of the run, for the log.
+        """
         _log.warning("run %s cannot be conducted", run, exc_info=error)
         how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
         return cls(how, "".join(traceback.format_exception(error)))
 
     @property
     def in_its_own_words(self) -> str:
-        """Return the traceback as the end of an error message; "" without one."""
+        """The traceback as the last part of an error message; "" if there is no traceback."""
         return f" Its own error:\n\n{self.traceback.rstrip()}" if self.traceback else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLink:
-    """The connection to one agent of a run, its ranks, and the functions that end it.
+    """The notebook kernel's connection to one agent of a run, with functions to end the agent.
+
+    An agent is the helper process that starts and watches the ranks of one machine. The engine
+    makes a link for each agent that it starts; the ``RankPool`` of the run uses it.
 
     Attributes:
         channel: connection to the agent.
-        ranks: ranks that the agent starts.
-        sees_files: whether the agent sees the kernel's files, and so the run's folder.
-        how_it_ended: returns how the agent's process ended, for an error's text; None if unknown.
+        ranks: the ranks that the agent starts.
+        sees_files: whether the agent can write into the run's folder, as one on this machine can.
+            If False, it sends the output of its ranks to the kernel, which writes the log files.
+        how_it_ended: waits some seconds for the end of the agent's process, and returns how it
+            ended; None if unknown.
         kill: ends the agent, and its ranks with it.
-        launch_fields: fields of ``wire.Launch`` that are its machine's own.
+        launch_fields: fields of ``wire.Launch`` that this agent gets in place of those for all
+            agents, such as the environment of another machine.
     """
 
     channel: Channel
@@ -70,21 +87,29 @@ class AgentLink:
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:
-        """The numbers of its ranks among all ranks of the run."""
+        """The numbers of the agent's ranks, among all ranks of the run."""
         return tuple(spec.rank for spec in self.ranks)
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send without blocking; an agent that is gone gets nothing.
+        """Send a message to the agent without blocking.
+
+        What the socket cannot take now stays queued; the thread of the ``RankPool`` writes it
+        later. No error is raised if the agent is gone: that thread notices its end.
+
+        Args:
+            message: what is sent.
+            fds: file descriptors that go along. They are duplicated: the caller still closes its
+                own.
 
         Raises:
-            OSError: this process has no room for one more descriptor, so that nothing was sent.
+            OSError: this process may open no more file descriptors; nothing was sent.
         """
         self.channel.post(message, fds)
         with contextlib.suppress(OSError, ValueError):
             self.channel.flush(block=False)
 
     def end(self) -> None:
-        """End the agent and its ranks, as far as the system lets us."""
+        """Kill the agent and its ranks; an error is logged, not raised, so that the run can end."""
         try:
             self.kill()
         except Exception:  # whatever the system refuses, the run must end
@@ -92,7 +117,7 @@ class AgentLink:
 
     @property
     def silence(self) -> str:
-        """Return a line for the person about an agent that has been silent."""
+        """The line that the user sees if even the agent's heartbeats have stopped for a while."""
         return (
             f"the helper process that watches {rank_list(self.rank_numbers)} says nothing: it may "
             "be stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "
@@ -102,11 +127,13 @@ class AgentLink:
 
 @dataclass(frozen=True)
 class LostAgent:
-    """An agent that ended before its ranks had.
+    """An agent (the helper process that watches the ranks of a machine) that ended too early.
+
+    Its process or its connection ended while some of its ranks still ran; these are lost with it.
 
     Attributes:
-        ranks: the numbers of its ranks.
-        end: how it ended.
+        ranks: the numbers of all ranks of the agent.
+        end: how the agent ended.
     """
 
     ranks: tuple[int, ...]

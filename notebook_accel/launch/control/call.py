@@ -1,28 +1,32 @@
-"""In the kernel: one call of a function, from its sending to its verdict.
+"""One call of a function on all ranks, in the notebook's kernel: from its sending to its verdict.
 
     Run (run.py) --asks--> Call
                              RankCall      on ranks of a pool (pool.py)
                              InlineCall    in the notebook's own process (engines/inline.py)
-                             AttachedCall  conducted by a keeper process (detached.py)
-                             PastCall      another kernel's, as it is on disk (run_list.py)
+                             AttachedCall  of a detached run: its keeper process runs it
+                                           (detached.py)
+                             PastCall      of another kernel, read from its folder on disk
+                                           (run_list.py)
 
-A call is the one record of what goes on; everything else that is told of it comes from here. It is
-made of a :class:`NewCall`, which the launcher has before there are ranks.
+A call holds the newest state of what goes on, and the run's handle and the views read it from
+there. It is made from a :class:`NewCall`, which the launcher prepares before any rank is started.
 
-A :class:`RankCall` folds what the ranks say into the run's state, keeps results until somebody asks
-for them, writes metrics to disk, has the view draw at most five times a second, and decides at the
-end what came of it. The thread of its :class:`RankPool` brings it the messages and gives it its
-turns; the methods of a :class:`Call` are for the threads of whoever holds the run.
+A :class:`RankCall` applies each message from the ranks to its state, keeps results until the user
+asks for them, writes metrics to disk, has the view draw at most five times a second, and decides at
+the end whether the call succeeded, failed or was stopped. The thread of its :class:`RankPool` hands
+it the messages, and calls ``tick`` several times a second; the methods that :class:`Call` defines
+may be called from any thread of the user's.
 
-It ends in this order, in the pool's thread up to ``ended``::
+A call ends in this order, in the pool's thread up to ``ended``::
 
     the last rank's Returned, Raised or RankEnded -> is_over
-    CallEnded to the agents; all output of the call is here
-    of a call that is its ranks' last one: their processes have ended
+    the agents are sent CallEnded; all output of the call has arrived here
+    if the ranks were started for this call alone: their processes have ended
     finish: final state (verdict, metrics file closed, state saved) -> view.close -> ended is set
     the thread that waits: view.print_end, then the run's error is raised (run.py)
 
-Where the launch itself fails, before there is a run, ``view.launch_failed`` is all that is called.
+If the launch fails before there is a run, none of this happens: only ``view.launch_failed`` is
+called.
 """
 
 from __future__ import annotations
@@ -77,7 +81,10 @@ _MAX_REASON = 200
 
 
 class CallView(Protocol):
-    """Protocol of the view that shows a run: a ``View`` of ``view/__init__.py``."""
+    """Methods that a call uses of its view, the live panel or terminal output that shows a run.
+
+    ``View`` in ``view/__init__.py`` says when each method is called.
+    """
 
     def update(self, state: RunState) -> None: ...
     def close(self, state: RunState) -> None: ...
@@ -90,17 +97,21 @@ class CallView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class NewCall:
-    """The folder, view and first state that the launcher makes for a call.
+    """What the launcher prepares for a call before it starts ranks or sends anything.
 
     Attributes:
-        state: the newest state; before there are ranks, that nothing of the call exists.
-        config: how it was launched.
-        folder: of its logs.
-        metrics: what was given to ``accelerator.log``.
-        view: shows it.
-        handle: gives what a person types for the run now: a launch that raised gave nobody its
+        state: the state at the start: status "starting", with no process for any rank yet.
+        config: the settings of the launch.
+        folder: the run's folder on disk, with logs and state.
+        metrics: file of the values given to ``accelerator.log``.
+        view: shows the call.
+        handle: returns the code that gets the run's handle at this moment, such as
+            ``notebook_accel.last_run()``. Messages show it, since a launch that raises returns no
             handle.
-        timeout, advise, keeps_error, sources: as the ``LaunchRequest`` has them.
+        timeout: seconds after which the call is ended; None for never.
+        advise: whether to say, after a success, what the function seems to have forgotten.
+        keeps_error: whether ranks keep what the call raises, for a debugger.
+        sources: the notebook cells that the function's code comes from, for stack traces.
     """
 
     state: RunState
@@ -116,18 +127,23 @@ class NewCall:
 
 
 class Call:
-    """Base class of calls: one call of a function on the ranks, and its state.
+    """Base class of calls: one call of a function on all ranks, and its newest state.
+
+    Methods that a kind of call cannot support do nothing here.
 
     Attributes:
-        state, config, folder, metrics, view, handle: as :class:`NewCall` has them.
-        results: what the ranks return; None once the call has ended, when only handles have it.
+        state: the newest state; replaced, never changed in place.
+        config, folder, metrics, view, handle: as in :class:`NewCall`.
+        results: what the ranks returned. None once the call has ended: from then on only the
+            handles that the user holds keep results in memory.
         ended: set once the call has ended and the view has drawn its end.
         timeout: seconds after which the call is ended; None for never.
-        timed_out: whether that has ended it.
-        curves: its metrics while it goes on; None where nobody collects them.
-        number: among the calls of its ranks; 0 before it was sent.
-        rescued_as: what a person types for what was being trained when it was stopped; "" where
-            nothing of it is kept.
+        timed_out: whether the timeout ended the call.
+        curves: curves of the metrics for the live charts, while the call goes on; else None.
+        number: number of the call among those of the same rank processes, from 1 on; 0 before it
+            was sent.
+        rescued_as: if the call was stopped and its training state was kept, the code by which the
+            user gets that state; else "".
     """
 
     curves: LiveCurves | None = None
@@ -149,18 +165,24 @@ class Call:
     # ---- the end -----------------------------------------------------------------------------
 
     def check_waiting(self) -> None:
-        """Raise if this process will never learn of the call's end.
+        """Raise if a wait would never end, since this process is not told of the call's end.
 
         Raises:
-            NotebookAccelError: the call goes on in another process.
+            NotebookAccelError: the call belongs to another process and still goes on.
         """
 
     def wait(self, timeout: float | None = None, presses: Sequence[Presses] = ()) -> bool:
-        """Wait for the end of the call; return False if it has not come within ``timeout`` seconds.
+        """Wait for the end of the call; return False if ``timeout`` passes first.
+
+        Meanwhile the view is polled, and interrupts of the user are forwarded to the ranks.
 
         Args:
             timeout: seconds; None for no limit.
-            presses: the person's interrupts, which are passed on to the ranks.
+            presses: counters of the user's interrupts (Ctrl-C). Each new one is passed to
+                :meth:`press`.
+
+        Raises:
+            NotebookAccelError: the call goes on in another process (:meth:`check_waiting`).
         """
         self.check_waiting()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -182,10 +204,14 @@ class Call:
         return True
 
     def stop(self, grace: float | None = None) -> None:
-        """Ask the ranks to leave the call at the same step."""
+        """Ask all ranks to leave the call at the same step; returns at once.
+
+        Args:
+            grace: seconds until ranks that have not left are interrupted; None: as in the config.
+        """
 
     def press(self, number: int) -> None:
-        """Act on the person's interrupt of this number: 1 interrupts, 2 terminates, 3 kills."""
+        """Act on the user's n-th Ctrl-C: 1 interrupts the ranks, 2 sends SIGTERM, 3 SIGKILL."""
 
     def kill(self) -> None:
         """Kill the ranks now."""
@@ -193,15 +219,16 @@ class Call:
     # ---- what it leaves ----------------------------------------------------------------------
 
     def stacks(self, rank: int | None = None) -> str:
-        """Return the ranks' current Python stacks as text."""
+        """Return the current Python stacks as text: of one rank, or with None of all ranks."""
         return ""
 
     def logs(self, rank: int | None = None, max_bytes: int | None = None) -> str:
         """Return the output of one rank, or of all ranks with a label on each line.
 
         Args:
-            rank: None for all.
-            max_bytes: only so much of the end; None for everything.
+            rank: number of the rank; None for all.
+            max_bytes: return only about this many bytes from the end, divided equally among the
+                ranks; None for everything.
         """
         if rank is not None:
             return self._log(rank, max_bytes)
@@ -224,7 +251,7 @@ class Call:
 
 
 def labelled(rank: int, text: str) -> str:
-    """Return a rank's output with the rank's number on each line."""
+    """Return a rank's output with ``[rank N]`` before each line."""
     # Not splitlines(): a form feed ends no line.
     lines = text.removesuffix("\n").split("\n") if text else []
     return "".join(f"[rank {rank}] {line}\n" for line in lines)
@@ -233,8 +260,8 @@ def labelled(rank: int, text: str) -> str:
 class RankCall(Call):
     """A call on the rank processes of a :class:`RankPool`.
 
-    The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread, and ``finish``
-    once, at the end. ``note_stop`` may come from any thread.
+    The pool calls ``begin`` in the thread that launches, then from its own thread ``take``,
+    ``lose`` and ``tick``, and once, at the end, ``finish``. ``note_stop`` may come from any thread.
     """
 
     metrics: MetricStore
@@ -243,9 +270,9 @@ class RankCall(Call):
         """Prepare the call; :meth:`sent` sends it.
 
         Args:
-            pool: the ranks.
-            packed: what is called.
-            new: the call so far.
+            pool: the rank processes.
+            packed: the pickled function with its arguments.
+            new: folder, view and first state, from the launcher.
         """
         is_detached = new.state.detached
         super().__init__(
@@ -304,7 +331,11 @@ class RankCall(Call):
         return stacks_text(self._pool.stacks(rank), self._labels)
 
     def note_stop(self) -> bool:
-        """Mark the call as stopped; return False if it has ended already."""
+        """Mark the call as stopped by request; return False if it has ended already.
+
+        Once every rank's part of the call has ended, a stop no longer changes its outcome: it only
+        hurries the exit of the processes.
+        """
         with held(), self._state_lock:
             if self.state.has_ended:
                 return False
@@ -320,24 +351,29 @@ class RankCall(Call):
     # ---- its sending
 
     def restart_by(self, start_again: Callable[[int], RankPool], close: Callable[[], None]) -> None:
-        """Set the functions that restart the ranks after a failure, ``max_restarts`` times.
+        """Have the ranks restarted after a failure, up to ``config.max_restarts`` times.
+
+        Called before :meth:`sent`; without it a failure ends the run.
 
         Args:
-            start_again: starts them, for the attempt of this number; they are not listened to yet.
-            close: called once no other attempt follows.
+            start_again: given the number of the restart, from 1 on, starts new ranks and returns
+                their pool. This call then sends itself to them, and starts the pool's thread.
+            close: releases what ``start_again`` needs, once no restart can follow.
         """
         self._start_again, self._close = start_again, close
 
     @contextlib.contextmanager
     def sent(self, packet: wire.Packet, fds: tuple[int, ...], *, last: bool) -> Iterator[None]:
-        """Send the call; messages of its ranks wait for the end of the block, which opens its run.
+        """Send the call to the ranks, and run the block in which the launcher opens its run.
 
-        The call has its number within the block, so that the listed run can be stopped or killed.
+        Messages from the ranks are handled only after the block, so that none comes before the run
+        and its view exist. Within the block the run can already be stopped or killed.
 
         Args:
-            packet: what is called.
-            fds: the descriptors that belong to it; they stay the caller's.
-            last: whether the rank processes end after it. The pool is not listened to yet then.
+            packet: the pickled function with its arguments.
+            fds: file descriptors of the packet's memory; the caller still closes them.
+            last: True if the ranks were started for this call alone and end after it; the pool's
+                thread is then started at the end of the block. False for a call of a session.
 
         Raises:
             LaunchError: a call is running, or a rank process has ended.
@@ -365,10 +401,13 @@ class RankCall(Call):
                     pool.start()
 
     def _send_again(self, start_again: Callable[[int], RankPool]) -> None:
-        """Send the call to newly started ranks, after a failure.
+        """Start new ranks after a failure, and send them the same call.
+
+        Args:
+            start_again: as in :meth:`restart_by`.
 
         Raises:
-            NotebookAccelError, OSError: they could not be started; nothing is left of them.
+            NotebookAccelError, OSError: the ranks could not be started; no process is left of them.
         """
         self._num_restarts += 1
         pool = start_again(self._num_restarts)
@@ -382,7 +421,7 @@ class RankCall(Call):
             pool.start()
 
     def _let_go(self) -> None:
-        """Release what another attempt would need: descriptors and the starter of ranks."""
+        """Release what only another restart would need: the sent descriptors and the engine."""
         if self._close is not None:
             self._close()
         fds, self._fds = self._fds, ()
@@ -392,7 +431,11 @@ class RankCall(Call):
     # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
     def begin(self, number: int) -> None:
-        """Set the call's number before it is sent; 0 after a failure to send it."""
+        """Set the call's number, and note the pids of its ranks; called just before it is sent.
+
+        Args:
+            number: number of the call; 0 if sending it has failed.
+        """
         self.number = number
         ranks = (
             replace(rank, pid=process.pid, agent=process.agent)
@@ -410,7 +453,12 @@ class RankCall(Call):
         return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Handle a message about the call; its descriptors are the call's from now on."""
+        """Apply a message about the call to its state, and keep results and metrics.
+
+        Args:
+            message: from a rank or its agent.
+            fds: file descriptors that came along; this method closes or keeps them.
+        """
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
             self.results.keep(message.rank, message.value, list(fds))
@@ -433,7 +481,7 @@ class RankCall(Call):
         self._change(partial(apply, message))
 
     def lose(self, ranks: Sequence[int]) -> None:
-        """Mark these ranks as failed, since their agent is gone."""
+        """Mark those of these ranks that still run as failed, since their agent is gone."""
 
         def without(state: RunState) -> RunState:
             lost = (
@@ -447,7 +495,7 @@ class RankCall(Call):
         self._change(without)
 
     def _change(self, change: Callable[[RunState], RunState]) -> None:
-        """Replace the state by ``change(state)`` while the call runs."""
+        """Replace the state by ``change(state)``, so that no concurrent stop request gets lost."""
         with self._state_lock:
             before = self.state
             state = change(before)
@@ -457,7 +505,10 @@ class RankCall(Call):
             self.state = state
 
     def tick(self) -> None:
-        """Do what is due by the clock: time limits, requests to stop, drawing."""
+        """Do what is due now: the timeout, and five times a second the drawing and other checks.
+
+        These look for stop requests of other processes, write metrics and look for a hang.
+        """
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._time_out()
@@ -475,7 +526,10 @@ class RankCall(Call):
             self._view_state()
 
     def _heed_others(self) -> None:
-        """Stop the call if another process has asked for it (``notebook-accel stop``)."""
+        """Stop or kill the call if another process has asked for it in the run's folder.
+
+        ``notebook-accel stop`` leaves such a request.
+        """
         how, _, seconds = self.folder.take_stop().partition(" ")
         if how == "kill":
             self.kill()
@@ -483,7 +537,11 @@ class RankCall(Call):
             self.stop(float(seconds) if seconds else None)
 
     def _time_out(self) -> None:
-        """End the call after its timeout: politely, then harder after each grace period."""
+        """End the call after its timeout: at first ask the ranks to stop.
+
+        It runs again after each grace period in which the call has not ended, and then uses a
+        harder means each time: an interrupt, SIGTERM, SIGKILL.
+        """
         if not self._is_time_over:
             self._is_time_over = True
             # It is not what ends a call that was stopped before, or whose ranks have all ended.
@@ -497,8 +555,10 @@ class RankCall(Call):
     def finish(self, lost: Sequence[LostAgent]) -> None:
         """End the call: decide its verdict, draw the end, and set ``ended``.
 
+        If the call has failed and may be restarted, it goes on with new ranks instead.
+
         Args:
-            lost: the agents that ended before their ranks had.
+            lost: the agents that ended while some of their ranks still ran.
         """
         if self._start_again is not None:
             if self._begins_again(self._start_again, lost):
@@ -517,7 +577,12 @@ class RankCall(Call):
     def _begins_again(
         self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
     ) -> bool:
-        """Restart the ranks after a failure; return False if the run has ended with it."""
+        """Restart the ranks if the call failed and a restart is left; return whether they run.
+
+        Args:
+            start_again: as in :meth:`restart_by`.
+            lost: as in :meth:`finish`.
+        """
         with self._state_lock:
             state = self.state
             folder = str(self.folder.path)
@@ -547,7 +612,7 @@ class RankCall(Call):
         self._context.run(self.view.update, self.state)
 
     def _renew(self, pool: RankPool) -> None:
-        """Reset the state for the ranks of ``pool``, which replace ranks that have ended."""
+        """Reset state and results for the restarted ranks in ``pool``."""
         with self._state_lock:
             self._pool = pool
             assert self.results is not None, "the run has not ended"
@@ -558,7 +623,7 @@ class RankCall(Call):
             self.state = replace(self.state, ranks=fresh.ranks, hang=None, status=status)
 
     def _fail_by(self, error: Exception) -> None:
-        """Report an internal error in place of the verdict."""
+        """Set the final state to "failed" by an error in notebook_accel's own verdict code."""
         _log.warning("the end of run %s could not be judged", self.state.run, exc_info=error)
         failure = Failure(
             message=(
@@ -575,7 +640,11 @@ class RankCall(Call):
             )
 
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
-        """Compute and save the final state, which nobody changes afterwards."""
+        """Decide the final state by the verdict, and save it and the rescued training state.
+
+        Args:
+            lost: as in :meth:`finish`.
+        """
         self.metrics.flush()
         self.metrics.close()
         verdict = judge(

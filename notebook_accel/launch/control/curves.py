@@ -1,9 +1,10 @@
-"""The metrics of a run that goes on, as curves of bounded size: what a live chart draws.
+"""Metrics of a running run as curves of bounded size, which the live charts draw.
 
-A curve keeps a few hundred stretches, each of equally many steps, and of each the lowest and the
-highest value, and whether some value was not finite; when they are too many, every two become one.
-So no peak is lost, the whole run is there, and a million values take as much room as a thousand.
-The metrics themselves are on disk (``metrics_file.py``).
+A curve divides the steps into at most a few hundred stretches of equal length. Of each stretch it
+keeps only the lowest and the highest value, and whether some value was nan or infinite; when there
+are too many stretches, each pair is merged into one of twice the length. So a peak is never lost,
+the chart shows the run from its first step on, and a million values need as much memory as a
+thousand. All values are on disk (``metrics_file.py``).
 """
 
 from __future__ import annotations
@@ -27,31 +28,32 @@ _MAX_CURVES = 2_000
 
 @dataclass(frozen=True)
 class NotFinite:
-    """How many values of a curve are nan or infinite.
+    """How many values of a curve are nan or infinite, and since when.
 
     Attributes:
-        count: of them all.
-        since: the step from which on none was finite; None where the newest value is.
+        count: number of such values in the whole curve.
+        since: the step from which on every value was nan or infinite; None if the newest value is
+            finite.
     """
 
     count: int = 0
     since: float | None = None
 
     def and_then(self, step: float, value: float) -> NotFinite:
-        """The same after one more value."""
+        """Return the counts after one more value of the curve."""
         if math.isfinite(value):
             return self if self.since is None else NotFinite(self.count)
         return NotFinite(self.count + 1, step if self.since is None else self.since)
 
 
 class _Stretch(NamedTuple):
-    """What is kept of the values of some steps; nan stands for what is not there.
+    """Summary of the values in one stretch of a curve, which is a range of steps.
 
     Attributes:
-        low_x, low_y: the lowest point.
-        high_x, high_y: the highest point.
+        low_x, low_y: step and value of the lowest finite value; nan if there is none.
+        high_x, high_y: step and value of the highest finite value; nan if there is none.
         has_value: whether some value is finite.
-        gap_x: the first step with a value that is not finite.
+        gap_x: the first step whose value is nan or infinite; nan if all are finite.
     """
 
     low_x: float
@@ -63,13 +65,13 @@ class _Stretch(NamedTuple):
 
     @classmethod
     def of(cls, x: float, y: float) -> _Stretch:
-        """That of one value."""
+        """Return the stretch of a single value ``y`` at step ``x``."""
         if math.isfinite(y):
             return cls(x, y, x, y, True, math.nan)
         return _NOTHING._replace(gap_x=x)
 
     def joined(self, other: _Stretch) -> _Stretch:
-        """That of the values of both."""
+        """Return the stretch of this one's and the other's values together."""
         gap_x = other.gap_x if math.isnan(self.gap_x) else self.gap_x
         if not self.has_value or not other.has_value:
             return (self if self.has_value else other)._replace(gap_x=gap_x)
@@ -78,7 +80,10 @@ class _Stretch(NamedTuple):
         return _Stretch(low.low_x, low.low_y, high.high_x, high.high_y, True, gap_x)
 
     def points(self) -> list[Point]:
-        """Its points, and (step, nan) where the line has a gap; in the order of their steps."""
+        """Return the lowest and highest point, and (step, nan) for a gap, sorted by step.
+
+        A nan or infinite value interrupts the drawn line: that is the gap.
+        """
         points = {(self.low_x, self.low_y), (self.high_x, self.high_y)} if self.has_value else set()
         if not math.isnan(self.gap_x):
             points.add((self.gap_x, math.nan))
@@ -89,10 +94,10 @@ _NOTHING = _Stretch(math.nan, math.nan, math.nan, math.nan, False, math.nan)
 
 
 class Curve:
-    """One metric of one rank.
+    """The curve of one metric of one rank, in bounded memory.
 
     Attributes:
-        last: the newest value.
+        last: the newest value; nan before the first.
         not_finite: how many values are nan or infinite, and since when.
     """
 
@@ -109,7 +114,7 @@ class Curve:
         self._ends: tuple[Point, Point] | None = None
 
     def add(self, step: float | None, value: float) -> None:
-        """Add a value; without a step, it has its own count as one."""
+        """Add a value; if ``step`` is None, its step is the number of values added before it."""
         x = float(self._num if step is None else step)
         self._num += 1
         self.last = value
@@ -131,9 +136,10 @@ class Curve:
             self._stretches = joined
 
     def points(self) -> list[Point]:
-        """The points (step, value) in the order of their steps, the first and the last among them.
+        """Return the points (step, value) to draw, sorted by step.
 
-        The value is nan where the line has a gap.
+        The values of the lowest and the highest step are always among them. A value is nan where a
+        nan or infinite value interrupts the line.
         """
         stretches = sorted(self._stretches.items())
         points = [point for _, stretch in stretches for point in stretch.points()]
@@ -146,10 +152,12 @@ class Curve:
 
 
 class LiveCurves:
-    """The curves of all metrics and ranks of a run, in the order in which the names came.
+    """The curves of all metrics and ranks of a running run, in the order of their first values.
+
+    The call adds values in one thread while charts read in another.
 
     Attributes:
-        version: counts the values that were added.
+        version: grows with each :meth:`add`: a chart need not be redrawn if it is the same.
     """
 
     def __init__(self) -> None:
@@ -158,7 +166,10 @@ class LiveCurves:
         self._num = 0
 
     def add(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
-        """Add what a rank logged at once; of far too many names the first ones are kept."""
+        """Add the values of one ``accelerator.log`` call of a rank.
+
+        A run keeps at most 2,000 curves; values of further names or ranks are dropped.
+        """
         self.version += 1
         for name, value in values.items():
             by_rank = self._curves.get(name)
@@ -174,9 +185,9 @@ class LiveCurves:
 
     @property
     def names(self) -> list[str]:
-        """The names of all metrics."""
+        """The names of all metrics, in the order in which they were first logged."""
         return list(self._curves)
 
     def of(self, name: str) -> dict[int, Curve]:
-        """The curve of each rank that logged a metric."""
+        """Return the curve of each rank that logged the metric ``name``, by rank number."""
         return dict(sorted(self._curves[name].items()))

@@ -1,10 +1,13 @@
-"""The environment variables that all ranks get; each has some of its own beside (``RankSpec``).
+"""The environment variables that are common to all ranks of a launch.
 
-    the notebook's, less what is its kernel's own
+They are merged from four sources, and a later one wins:
+
+    the notebook's environment, without the variables of its Jupyter kernel
         <- what the settings ask for <- what the engine adds <- ``env=``
 
-What stands further right wins. Where nothing sets GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, they
-name the loopback interface, so that collectives of one machine stay on it.
+Variables of a single rank, such as RANK, come on top (``wire.RankSpec``). If no source sets
+GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, they name the loopback interface, so that collectives of
+ranks on one machine do not use the network.
 """
 
 from __future__ import annotations
@@ -70,8 +73,8 @@ def rank_environment(
 
     Args:
         config: the settings.
-        of_engine: what the engine adds, once it has planned the ranks.
-        base: the variables of another machine, in place of the notebook's.
+        of_engine: variables that the engine adds once it knows number and devices of the ranks.
+        base: for ranks on another machine, that machine's variables; None: those of the notebook.
 
     Raises:
         ConfigError: the settings choose accelerators that the notebook does not see.
@@ -111,7 +114,14 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
 
 
 def _among_visible(devices: Sequence[int]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for the chosen ones of the devices that the notebook sees."""
+    """Return the CUDA_VISIBLE_DEVICES with which ranks see only the chosen devices.
+
+    Args:
+        devices: indices among the devices that the notebook itself sees.
+
+    Raises:
+        ConfigError: the notebook sees none, or not as many.
+    """
     given = os.environ.get(_VISIBLE)
     if given is None:
         return ",".join(map(str, devices))
@@ -135,9 +145,9 @@ def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | 
     """Return the number of threads of a rank: OMP_NUM_THREADS, or an equal share of the cores.
 
     Args:
-        environment: the person's variables.
-        num_ranks: of one machine.
-        cores: of that machine; None: of this one.
+        environment: the user's variables.
+        num_ranks: number of ranks on the machine.
+        cores: number of cores of that machine; None: those of this machine.
     """
     # OpenMP takes a number for each level of nested regions; a rank's is the outermost.
     given = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -147,7 +157,7 @@ def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | 
 
 
 def num_cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     # Not every system says which those are.
     can_ask = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1

@@ -1,13 +1,16 @@
 """Write a run's function as a script that torchrun starts.
 
-    imported modules, functions and classes   imported
-    functions and classes of cells            copied as source, each after what it needs at once
-    numbers, texts, lists of these            written as literals
-    everything else                           pickled into the script, together
+How each value that the function uses gets into the script:
 
-Classes and functions that are copied as source are pickled by name, so that an instance in the
-script has the script's own class. Functions that are pickled (lambdas, closures) have copies of the
-globals that they use. What a cell changes on a class or function after its definition
+    imported modules, functions and classes   imported
+    functions and classes of cells            copied as source, each after what it uses while its
+                                              own ``def`` or ``class`` statement runs
+    numbers, strings, lists of these          written as literals
+    everything else                           pickled; all in one pickle, as text in the script
+
+The pickle refers to classes and functions that are copied as source by name, so that an unpickled
+instance has the script's own class. Functions that are pickled themselves (lambdas, closures) carry
+copies of the globals that they use. What a cell changes on a class or function after its definition
 (``Net.forward = faster``) is not written.
 """
 
@@ -83,10 +86,10 @@ def script_of(
     """Return the text of a script that calls ``function(*args, **kwargs)``.
 
     Args:
-        function: as the notebook has it now.
-        args, kwargs: what it is called with.
-        world_size: the number of processes that the script's first lines propose.
-        file: the name that they call the script.
+        function: the notebook's function.
+        args, kwargs: its arguments.
+        world_size: number of processes in the torchrun command of the script's head comment.
+        file: name of the script in that command.
         sources: the notebook's cells, newest first: where the source of classes is looked up.
 
     Raises:
@@ -113,7 +116,9 @@ def _is_name(key: str) -> bool:
 
 
 class Script:
-    """Collects imports, definitions and values that a script needs, and writes them in order.
+    """A script in the making: collects imports, definitions and values, and writes them in order.
+
+    :meth:`value` and :meth:`define` collect, then :meth:`text` writes.
 
     Args:
         cells: texts of the notebook's cells, newest first.
@@ -131,7 +136,15 @@ class Script:
         self._pickled: dict[str, Any] = {}
 
     def value(self, label: str, value: Any) -> str:
-        """Return an expression for a value, and add what it needs; an error calls it ``label``."""
+        """Return a Python expression for a value, and add what the expression needs to the script.
+
+        Args:
+            label: what an error message calls the value: ``args[0]``.
+            value: any object of the notebook.
+
+        Raises:
+            NotebookAccelError: as :meth:`define`.
+        """
         if _is_literal(value):
             return _checked_literal(label, value)
         name = getattr(value, "__name__", "") if _is_definition(value) else ""
@@ -143,11 +156,11 @@ class Script:
         return f"_pickled[{label!r}]"
 
     def define(self, name: str, value: Any) -> None:
-        """Add a global of that name.
+        """Give the script a global of that name, with what it needs in turn.
 
         Raises:
-            NotebookAccelError: the script has another value of that name, or this one can neither
-                be written down nor pickled.
+            NotebookAccelError: the script already has a different global of that name; or the value
+                can neither be written as source nor pickled.
         """
         if name in self._names:
             if self._names[name] is not value:
@@ -171,10 +184,16 @@ class Script:
             self._pickle(name, value)
 
     def text(self, body: str, *, what: str, world_size: int, file: str) -> str:
-        """Return the script; ``body`` is its end.
+        """Return the text of the script.
+
+        Args:
+            body: the last lines, which call the function.
+            what: name of the function, for the script's docstring.
+            world_size, file: as in :func:`script_of`.
 
         Raises:
-            NotebookAccelError: definitions and pickled values need each other.
+            NotebookAccelError: a class needs a pickled value while it is defined, and that value
+                needs the class.
         """
         needs = {name: self._needed_at_once(name) for name in self._definitions}
         late = [name for name in self._ordered(needs) if needs[name] & self._pickled.keys()]
@@ -218,7 +237,17 @@ class Script:
                 self.define(read, known[read])
 
     def _pickle(self, label: str, value: Any) -> None:
-        """Add a value to the script's pickle, and the definitions that it needs to the script."""
+        """Add a value to the script's pickle, and the definitions that it needs to the script.
+
+        The value is pickled once on trial, which finds these definitions, and an error early.
+
+        Args:
+            label: key of the value in the pickle, and its name in an error message.
+            value: what is pickled.
+
+        Raises:
+            NotebookAccelError: the value cannot be pickled, or is too large for a script.
+        """
         self._pickled[label] = value
         try:
             _ScriptPickler(_SmallFile(), self._reference).dump(value)
@@ -233,7 +262,11 @@ class Script:
             ) from error
 
     def _reference(self, value: Any) -> str | None:
-        """Return the script's name of a definition that is copied as source; else None."""
+        """Return the global name by which the pickle refers to a value; None to pickle it by value.
+
+        Only functions and classes of cells whose source can be copied have such a name. Their
+        definition is added to the script.
+        """
         if not _is_definition(value) or getattr(value, "__module__", "") != "__main__":
             return None
         name = value.__name__
@@ -245,7 +278,15 @@ class Script:
         return str(name)
 
     def _load(self, late: Sequence[str]) -> str:
-        """Return the lines of the script that unpickle its values and assign them to names."""
+        """Return the lines of the script that unpickle its values and assign them to names.
+
+        Args:
+            late: definitions that come after these lines, since they need pickled values. The
+                pickle cannot refer to them.
+
+        Raises:
+            NotebookAccelError: the pickle needs a class of ``late``.
+        """
         if not self._pickled:
             return ""
 
@@ -269,10 +310,13 @@ class Script:
         return "\n".join([_LOAD.format(text=text), *names])
 
     def _needed_at_once(self, name: str) -> set[str]:
-        """Return the globals that a definition may look up while its statement runs.
+        """Return the globals that a definition may read while its ``def`` or ``class`` runs.
 
-        Those are its decorators, bases and defaults, what the body of a class reads, and what
-        these read in turn, since they may be called.
+        These are its decorators, base classes and default values, all that the body of a class
+        reads, and all that these functions and classes read in turn, since they may be called.
+
+        Args:
+            name: of a function or class that is copied as source.
         """
         found: set[str] = set()
         waiting = [*self._read_by(name, at_once=True)]
@@ -288,7 +332,11 @@ class Script:
         return _globals_read(table, at_once=at_once)
 
     def _ordered(self, needs: Mapping[str, set[str]]) -> list[str]:
-        """Return the definitions in the order of their cells, each after those that it needs."""
+        """Return the names of the definitions in cell order, but each after those that it needs.
+
+        Args:
+            needs: for each definition, the globals that must exist before its statement runs.
+        """
         ordered: dict[str, None] = {}
         begun: set[str] = set()
 
@@ -304,7 +352,10 @@ class Script:
         return [*ordered]
 
     def _place(self, name: str) -> tuple[int, int]:
-        """Return the number of a definition's cell, from the oldest on, and the place in it."""
+        """Return a sort key for a definition: (number of its cell, position in the cell's text).
+
+        The oldest cell has number 1; 0 stands for a definition that is found in no cell.
+        """
         source = self._definitions[name].strip()
         for index, cell in enumerate(self._cells):
             if source in cell:
@@ -316,7 +367,14 @@ class Script:
 
 
 def _source_of(value: Any, cells: Sequence[str]) -> str | None:
-    """Return the source of a function or class; None for a closure, a lambda or unknown source."""
+    """Return source text that makes this function or class again; None if there is none.
+
+    There is none for closures and lambdas, or where the source is unknown.
+
+    Args:
+        value: a function or class.
+        cells: texts of the notebook's cells, newest first.
+    """
     made = value if isinstance(value, type) else inspect.unwrap(value)
     if getattr(made, "__closure__", None) or value.__name__ == "<lambda>":
         return None
@@ -335,7 +393,7 @@ def _source_of(value: Any, cells: Sequence[str]) -> str | None:
 
 
 def _parsed(text: str) -> ast.Module:
-    """Parse a cell; one that is not valid Python, such as one with a magic, is empty."""
+    """Parse a cell; return an empty module if it is not valid Python (has a magic, say)."""
     try:
         return ast.parse(text)
     except SyntaxError:
@@ -343,7 +401,13 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
-    """Return a class's statement from the cells, newest first; None where no cell defines it."""
+    """Return the text of a class's ``class`` statement with its decorators; None if not found.
+
+    Args:
+        value: the class.
+        cells: texts of the notebook's cells, newest first. The cells that its methods come from
+            are searched first.
+    """
     files = (function.__code__.co_filename for function in _functions(value))
     for text in [*("".join(linecache.getlines(file)) for file in files), *cells]:
         for node in reversed(_parsed(text).body):
@@ -360,9 +424,10 @@ def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iter
     annotations.
 
     Args:
-        table: of the definition.
-        at_once: only those that it looks up while its own statement runs: the body of a class and
-            comprehensions run there and then, that of a function later.
+        table: symbol table of the definition's source.
+        at_once: yield only names that are read while the ``def`` or ``class`` statement itself
+            runs. The body of a class and comprehensions run then; the body of a function runs later
+            and is left out.
     """
     is_top = table.get_type() == "module"
     for symbol in table.get_symbols():
@@ -383,7 +448,10 @@ def _globals_of(value: Any) -> Mapping[str, Any]:
 
 
 def _functions(value: Any) -> list[types.FunctionType]:
-    """Return a function's unwrapped self as a list; for a class, the functions that it defines."""
+    """Return the Python functions behind a function or class, without decorators' wrappers.
+
+    For a function, the list has only that function; for a class, the methods that its body defines.
+    """
     if not isinstance(value, type):
         return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
     parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
@@ -397,7 +465,7 @@ def _functions(value: Any) -> list[types.FunctionType]:
 
 
 class _TooLargeError(Exception):
-    """A pickle has grown larger than a script should be."""
+    """Raised while pickling once the pickle is larger than a script may hold (1 MB)."""
 
 
 class _SmallFile(io.BytesIO):
@@ -408,7 +476,14 @@ class _SmallFile(io.BytesIO):
 
 
 class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles definitions that the script has by their names, everything else by value."""
+    """Pickler for the values of an exported script.
+
+    Functions and classes that the script defines are pickled as names, everything else by value.
+
+    Args:
+        file: where the pickle is written.
+        reference: returns the name of such a function or class, and None for other values.
+    """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
 
@@ -439,12 +514,18 @@ def _checked_literal(label: str, value: Any) -> str:
 
 
 def _is_definition(value: Any) -> bool:
-    """Whether a statement that begins with ``def`` or ``class`` may have made the value."""
+    """Return whether the value is a class or function, as a ``class`` or ``def`` makes it.
+
+    A function with ``functools.lru_cache`` counts, too.
+    """
     return isinstance(value, (type, types.FunctionType, _Cached))
 
 
 def _is_public(value: Any) -> bool:
-    """Whether the value is a class or function that its module has under its own name."""
+    """Return whether a script can import the value: its module has it under its own name.
+
+    False for what is defined in ``__main__``, as cells do.
+    """
     try:
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         name = str(getattr(value, "__qualname__", ""))
@@ -456,7 +537,10 @@ def _is_public(value: Any) -> bool:
 
 
 def _is_literal(value: Any) -> bool:
-    """Whether ``repr`` is an expression of an equal value of the same types."""
+    """Return whether ``repr(value)`` is an expression that gives an equal value of the same type.
+
+    Containers count if all their parts do.
+    """
     if isinstance(value, float):
         return type(value) is float and math.isfinite(value)
     if type(value) in (dict, list, tuple, set):

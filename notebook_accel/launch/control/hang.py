@@ -1,9 +1,9 @@
-"""Who waits for whom: from the stacks of ranks that are silent to what a person is told.
+"""Explain a hang: from the stacks of silent ranks, find which ranks wait for which others.
 
-    a dump of each rank --read_stack--> RankStack --find_hang--> Hang
+    stack dump of each rank --read_stack--> RankStack --find_hang--> Hang
 
-All of it is pure. When ranks are asked for their stacks, and how often they must say the same
-before it is believed, is for ``hang_watch.py``.
+The functions are pure. ``hang_watch.py`` decides when ranks are asked for their stacks, and shows a
+hang only once two dumps in a row agree.
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ _MAX_PARTS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """Where a silent rank is, and whether it waits for other ranks there.
+    """Where a silent rank is in its code, and whether it waits for other ranks there.
 
     Attributes:
-        operation: what it waits for the others in ("all_reduce"); "" where it does not.
-        own_line: the newest line of the person's own code; "" where the rank gave no answer.
-        is_idle: whether it uses no processor time to speak of.
-        text: the whole stack, for a person.
+        rank: number of the rank.
+        operation: the collective in which the rank waits ("all_reduce"); "" if it waits in none.
+        own_line: the innermost line of the user's own code ("Cell In[3], line 9"); "" if the rank
+            gave no stack.
+        is_idle: whether the rank uses almost no CPU time, or gave no stack.
+        text: the stack as the user reads it.
     """
 
     rank: int
@@ -75,23 +77,24 @@ class RankStack:
 
     @property
     def place(self) -> str:
-        """Where it is, for a person."""
+        """Where the rank is, for the message: "at Cell In[3], line 9", or "silent"."""
         return f"at {self.own_line}" if self.own_line else "silent"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Ranks that wait for others in vain, as it seems.
+    """Ranks that wait in collectives for ranks that do not come.
 
     Attributes:
-        is_certain: whether the waiting ranks can hardly ever go on: all others do nothing, or
-            have ended. If False, another rank is at work, and may come yet.
-        text: who waits in what for whom, and where.
-        since: when the last rank made its last step, by the clock of the run (wall, seconds).
-        operations: in what each rank waits, by its number.
-        elsewhere: the ranks for which the others wait, each with where it is ("at Cell In[3],
-            line 9"); none that has ended.
-        stacks: each different stack as text, behind the ranks that have it.
+        is_certain: True if the waiting ranks can hardly ever go on, since every other rank is idle
+            or has ended. False if another rank still computes, and may reach the collective.
+        text: the message for the user: which ranks wait, in which collective, at which line, and
+            where the others are.
+        since: when any rank last made progress (``RunState.now``: wall time, seconds).
+        operations: the collective in which each waiting rank waits, by rank number.
+        elsewhere: the ranks that the waiting ones wait for, by number, each with its place ("at
+            Cell In[3], line 9"). Ranks that have ended are not among them.
+        stacks: pairs (ranks, stack as text), one for each group of ranks at the same place.
     """
 
     is_certain: bool
@@ -105,14 +108,14 @@ class Hang:
 def read_stack(
     rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | None, text: str
 ) -> RankStack:
-    """Read from a dump of stacks where a rank is, and whether it waits for others there.
+    """Read from a stack dump where a rank is, and whether it waits in a collective there.
 
     Args:
-        rank: its number.
-        dump: what faulthandler wrote of it.
-        labels: what a person calls each cell, by the name of its file.
-        cpu: percent of a core that the rank uses; None where nobody knows.
-        text: the dump as a person reads it.
+        rank: number of the rank.
+        dump: the output of faulthandler for the rank; "" if it gave none.
+        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
+        cpu: percent of a core that the rank uses; None if unknown.
+        text: the dump as the user reads it, for ``RankStack.text``.
     """
     frames = frames_of_function(dump)
     is_idle = cpu is not None and cpu < _IDLE_CPU
@@ -127,9 +130,14 @@ def read_stack(
 
 
 def place_of_wait(traceback: str) -> str:
-    """Return where a rank waited when it lost another one: ``in gather at Cell In[3], line 9``.
+    """Return in which collective a rank waited when its connection to another rank broke.
 
-    The traceback is that of the error; "" if it shows no collective call."""
+    Args:
+        traceback: formatted traceback of the error that the rank got.
+
+    Returns:
+        Such as ``in gather at Cell In[3], line 9``; "" if the traceback shows no collective.
+    """
     found = reversed(_TRACED.findall(traceback))
     frames = [Frame(file=file, line=int(line), function=name) for file, line, name in found]
     index = _own_index(frames, {})
@@ -139,7 +147,12 @@ def place_of_wait(traceback: str) -> str:
 
 
 def _own_index(frames: Sequence[Frame], labels: Mapping[str, str]) -> int:
-    """Which frame is the newest of the person's own code, or else the oldest."""
+    """Return the index of the innermost frame of the user's code; if there is none, the last one.
+
+    Args:
+        frames: newest first.
+        labels: by the file names of cells; a frame in such a file is the user's.
+    """
     own = (i for i, f in enumerate(frames) if f.file in labels or not _LIBRARY.search(f.file))
     return next(own, len(frames) - 1)
 
@@ -152,7 +165,16 @@ def _line(frame: Frame, labels: Mapping[str, str]) -> str:
 
 
 def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
-    """Return the name of the collective that these frames wait in ("all_reduce"); "" for none."""
+    """Return the name of the collective in which these frames wait; "" for none.
+
+    Args:
+        frames: the frames of calls that the user's code made, newest first.
+        is_idle: whether the rank uses almost no CPU time. Only an idle rank is taken to wait in a
+            backward pass, or in a function of torch.distributed that is no known collective.
+
+    Returns:
+        Such as "all_reduce"; "all_reduce (reduce)" if a method of ``Accelerator`` called it.
+    """
     in_torch = [frame for frame in frames if _TORCH_DISTRIBUTED.search(frame.file)]
     # The newest frame is first. So the last of these is the one that was called, and those before
     # it are calls that it makes inside.
@@ -181,16 +203,18 @@ def find_hang(
     since: float,
     suspended: Mapping[int, int] | None = None,
 ) -> Hang | None:
-    """Explain silent ranks: which wait, in which collective, and for whom.
-
-    None if no rank waits or is suspended, and if all have waited in one place only for a while.
+    """Explain why ranks are silent: which wait, in which collective, and for which others.
 
     Args:
-        stacks: of every rank whose part of the call goes on.
-        ended: the ranks whose part has ended.
-        silent: seconds since any rank made its last step.
-        since: when that was, by the clock of the run.
-        suspended: the process of each rank that SIGSTOP or a debugger holds.
+        stacks: one for each rank that is still in the call.
+        ended: numbers of the ranks whose part of the call has ended.
+        silent: seconds since any rank last made progress.
+        since: the time of that progress (``RunState.now``: wall time, seconds).
+        suspended: pid of each rank that SIGSTOP or a debugger holds, by rank number.
+
+    Returns:
+        The hang; None if no rank waits or is suspended. Also None if all ranks wait in the same
+        collective and have been silent for less than 30 seconds: that may be a slow network.
     """
     held = suspended or {}
     waiting: dict[tuple[str, str], list[int]] = {}
@@ -246,12 +270,16 @@ def _suspended(held: Mapping[int, int]) -> str:
 
 
 def _with_verb(ranks: Sequence[int], one: str, several: str) -> str:
-    """``rank 2 waits``, ``ranks 0-3 wait``."""
+    """Return the ranks and a verb in singular or plural: ``rank 2 waits``, ``ranks 0-3 wait``."""
     return f"{rank_list(ranks)} {one if len(ranks) == 1 else several}"
 
 
 def _alike(stacks: Sequence[RankStack]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Return one (ranks, stack text) pair for each operation and line in which ranks wait."""
+    """Return a pair (ranks, stack as text) for each group of ranks at the same place.
+
+    Ranks are at the same place if they wait in the same collective, or in none, and their
+    innermost line of user code is the same.
+    """
     found: dict[tuple[str, str], list[RankStack]] = {}
     for one in stacks:
         found.setdefault((one.operation, one.own_line), []).append(one)

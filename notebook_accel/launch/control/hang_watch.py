@@ -1,12 +1,12 @@
-"""When silent ranks are asked where they stand, and when they are believed to hang.
+"""Decide when silent ranks are asked for their stacks, and when to report a hang.
 
-    state --look--> HangWatch --asks--> the agents, which dump stacks
+    state --look--> HangWatch --asks--> the agents, which have their ranks dump stacks
                         ^-------------- take <-- Stacks
-                    HangWatch --> the state, with who is quiet and who waits for whom
+                    HangWatch --> the state, with quiet ranks and the hang filled in
 
-A healthy run is left alone: ranks are asked only once none of them has made a step or said a word
-for some seconds, then ever more rarely while nobody waits for another. A hang is told once two
-dumps say the same, so that ranks which pass through many short collectives are not taken for one.
+A healthy run is left alone: ranks are asked only once none of them has made a step or printed
+anything for 8 seconds, and then ever more rarely if no hang shows. A hang is reported once two
+dumps in a row agree, so that ranks which run many short collectives are not taken to hang.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _ANSWER_SECONDS = 4.0
 
 
 class HangWatch:
-    """Notes in a call's state which ranks are quiet, and who waits for whom.
+    """Fills in a call's state which ranks are quiet, and which hang in a collective.
+
+    The call (``RankCall``) passes it the newest state a few times a second, in the pool's thread.
 
     Args:
-        labels: what a person calls each cell, by the name of its file.
+        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
@@ -60,15 +62,17 @@ class HangWatch:
         self._before: list[tuple[int, str, str]] = []
 
     def take(self, message: wire.Stacks) -> None:
-        """Keep a rank's dump of stacks for the next :meth:`look`."""
+        """Keep a rank's stack dump for the next :meth:`look`; ignored if none was asked for."""
         if message.rank is not None and self._asked is not None:
             self._dumps[message.rank] = message.text
 
     def asks(self, state: RunState, *, now: float) -> bool:
-        """Return whether the ranks must now be asked for their stacks; the caller asks them.
+        """Return whether it is time to ask the ranks for their stacks.
+
+        If True, the caller must ask them now: their answers are expected from now on.
 
         Args:
-            state: the newest.
+            state: the newest state.
             now: ``time.monotonic()``.
         """
         if not self._is_silent(state, now) or self._asked is not None or now < self._next:
@@ -81,7 +85,7 @@ class HangWatch:
         """Return the state with quiet ranks and the hang filled in; the same object if unchanged.
 
         Args:
-            state: the newest.
+            state: the newest state.
             now: ``time.monotonic()``.
         """
         if state.status != "running":
@@ -120,13 +124,22 @@ class HangWatch:
         return replace(rank, quiet_since=state.now() - quiet if is_quiet else None)
 
     def _is_silent(self, state: RunState, now: float) -> bool:
-        """Return whether no rank of several has moved for so long that their stacks are needed."""
+        """Return whether no rank has made progress for so long that a hang is to be looked for.
+
+        Always False with one rank, which can wait for no other.
+        """
         if state.status != "running" or state.world_size == 1 or not self._moved:
             return False
         return now - max(self._moved.values()) >= _SILENT_SECONDS
 
     def _judge(self, state: RunState, alive: Sequence[RankState], now: float) -> RunState:
-        """Return the state with the hang that two dumps in a row show."""
+        """Return the state with the hang that the newest dumps show, if the ones before agree.
+
+        Args:
+            state: the newest state.
+            alive: the ranks that are still in the call.
+            now: ``time.monotonic()``.
+        """
         stacks = [self._read(rank, self._dumps.get(rank.rank, "")) for rank in alive]
         found = self._find(stacks, state, now)
         where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
@@ -162,7 +175,7 @@ def _with_hang(state: RunState, hang: Hang | None) -> RunState:
 
 
 def _has_moved(before: RankState, rank: RankState) -> bool:
-    """Return whether a rank made a step or printed between two of its states."""
+    """Return whether a rank made progress or printed something between two of its states."""
     has_said = before.metrics is not rank.metrics or before.displays is not rank.displays
     if has_said or _counts(before) != _counts(rank):
         return True

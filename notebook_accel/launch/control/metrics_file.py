@@ -1,7 +1,8 @@
-"""The file with the metrics of a run: written while it goes on, read whole or in samples.
+"""The file with the metrics of a run: written while the run goes on, read completely or in samples.
 
-A rank's ``accelerator.log`` becomes a ``wire.Metric``; its call adds it, with others, to a
-:class:`MetricStore`, and ``run.metrics`` and the plots read it from a :class:`MetricReader`.
+Each ``accelerator.log`` in a rank becomes a message ``wire.Metric``. In the kernel the call of the
+run appends its values to a :class:`MetricStore`; ``run.metrics`` and the plots read them from a
+:class:`MetricReader`.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ _TAIL_BYTES = 8_000_000
 
 
 class MetricReader:
-    """Metrics in a file of JSON lines: time, rank, step, name, value."""
+    """Reads the metrics of a run from ``metrics.jsonl``.
+
+    Each line, and so each row that is returned, has time, rank, step, name and value.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
 
     def flush(self) -> None:
-        """Write what was added in this process, before the file is read."""
+        """Write out buffered values before the file is read; only :class:`MetricStore` has any."""
 
     def read(self) -> list[dict[str, Any]]:
-        """Every row, in the order in which they came; none where there is no file.
+        """Return all rows, in the order in which they were logged; [] if there is no file.
 
-        What is no row, as a damaged disk may leave it, is left out.
+        Lines that are no valid row, as on a damaged disk, are skipped.
 
         Raises:
             OSError: the file cannot be read, or is too large.
@@ -55,7 +59,15 @@ class MetricReader:
         return []
 
     def sample(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
-        """Every row of a short file; of a long one, stretches from its begin to its end."""
+        """Return all rows, but of a large file only a sample, for a plot.
+
+        Args:
+            max_bytes: if the file is larger, only about so many bytes of it are read: 200 pieces,
+                spread evenly from its beginning to its end.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         self.flush()
         with contextlib.suppress(FileNotFoundError):
             size = self.path.stat().st_size
@@ -66,14 +78,20 @@ class MetricReader:
 
 
 class MetricTail(MetricReader):
-    """The metrics of a run that another process writes, as they come."""
+    """Follows the metrics of a running run that another process writes.
+
+    A kernel that attaches to a detached run uses it.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._start: int | None = None
 
     def read_new(self) -> list[dict[str, Any]]:
-        """The rows since the last call; at the first one the newest of those that there are."""
+        """Return the rows since the last call; the first call returns the newest 8 MB of rows.
+
+        Returns no rows if the file cannot be read.
+        """
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             if self._start is None:
                 self._start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
@@ -88,19 +106,19 @@ class MetricTail(MetricReader):
 
 
 class MetricStore(MetricReader):
-    """The metrics of a run that goes on.
+    """Writes the metrics of a running run, in the process that conducts the run.
 
-    A disk that is full costs the metrics from then on, never the run.
+    A full disk costs the metrics from then on, but never ends the run: writing raises nothing.
 
     Attributes:
-        lost_notice: a line for the person where metrics are lost, else "".
+        lost_notice: a message for the user if metrics are lost, else "".
     """
 
     def __init__(self, folder: Path) -> None:
-        """Make the file.
+        """Create the file in the run's folder.
 
         Raises:
-            LaunchError: it cannot be made.
+            LaunchError: the file cannot be created.
         """
         super().__init__(folder)
         self.lost_notice = ""
@@ -163,7 +181,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def _encode(metrics: Sequence[wire.Metric]) -> bytes:
-    """A line for each value: all at once, since there may be thousands a second."""
+    """Return a JSON line for each value; encoded in one call, as thousands a second may come."""
     return _ENCODER.encode_lines(
         [
             {
@@ -181,7 +199,7 @@ def _encode(metrics: Sequence[wire.Metric]) -> bytes:
 
 
 def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The rows of these lines, as far as they are rows."""
+    """Return the rows in these lines; lines that are no valid row are skipped."""
     rows: list[dict[str, Any]] = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -190,10 +208,10 @@ def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    """The row of one line.
+    """Return the row in one JSON line; "nan" and "inf" become floats again.
 
     Raises:
-        ValueError: the line is no row.
+        ValueError: the line is no valid row.
     """
     row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
     if isinstance(row["value"], str):

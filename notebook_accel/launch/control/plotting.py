@@ -1,4 +1,4 @@
-"""Metrics of a run as curves, and drawn by matplotlib for those who have it."""
+"""Turn metrics of a run into curves, and plot them with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Curves = dict[str, dict[int, list[Point]]]
 
 
 def number_steps(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of ``run.metrics``, with a step in each.
+    """Return rows of ``run.metrics`` with a step in each.
 
-    A value that was logged without a step gets its own count: how many values of that name its
-    rank had logged before. Tables and plots mean the same by it.
+    The step of a value that was logged without one is the number of values of the same name that
+    its rank had logged before. Tables and plots both use this function, so that their steps agree.
     """
     counts: dict[tuple[str, int], int] = {}
     rows: list[dict[str, Any]] = []
@@ -43,7 +43,11 @@ def number_steps(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
-    """The curve of each metric and rank, in the order in which the metrics first came."""
+    """Return the points (step, value) of each rank, by metric name and rank number.
+
+    Args:
+        metrics: rows of ``run.metrics``. Metrics keep the order of their first rows.
+    """
     curves: Curves = {}
     for row in number_steps(metrics):
         points = curves.setdefault(row["name"], {}).setdefault(row["rank"], [])
@@ -52,11 +56,11 @@ def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Axes]:
-    """Draw axes for each metric, with a line for each rank; gives the axes.
+    """Draw each metric in axes of its own, with one line for each rank; return the axes.
 
     Args:
-        metrics: rows as ``run.metrics`` has them.
-        names: which metrics, in this order; all, where none is named.
+        metrics: rows of ``run.metrics``.
+        names: the metrics to draw, in this order; empty for all.
 
     Raises:
         ConfigError: no metric has one of the names.
@@ -75,11 +79,13 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
 def plot_together(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]
 ) -> list[Axes]:
-    """Draw axes for each metric, with a line for each rank, in a colour of its run; gives the axes.
+    """Draw each metric of several runs in axes of its own; return the axes.
+
+    Each rank has a line, and all lines of a run have one colour.
 
     Args:
-        runs: rows as ``run.metrics`` has them, by what each run is called.
-        names: which metrics, in this order; all that any run has, where none is named.
+        runs: rows of ``run.metrics`` for each run, by the label of the run in the legend.
+        names: the metrics to draw, in this order; empty for all metrics of any run.
 
     Raises:
         ConfigError: no run has a metric of one of the names.
@@ -101,12 +107,13 @@ def plot_together(
 def _axes(
     known: Iterable[str], names: Sequence[str], *, of: str, caller: str
 ) -> list[tuple[str, Axes]]:
-    """Each metric that is to be drawn, and an axes with its name.
+    """Make a figure with empty axes for each metric to draw; return pairs (name, axes).
 
     Args:
-        known: the metrics that there are; all are drawn where none is named.
-        names: those that are asked for.
-        of, caller: whose metrics, and what the person called, for an error.
+        known: names of the metrics that exist.
+        names: the metrics to draw; empty for all that exist.
+        of: whose metrics they are, for an error message: "this run".
+        caller: the function that the user called, for an error message: "run.plot()".
 
     Raises:
         ImportError: matplotlib is not installed.

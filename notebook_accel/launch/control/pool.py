@@ -1,16 +1,16 @@
-"""In the kernel: the rank processes of a run or session, and the thread that listens to them.
+"""The rank processes of a run or session, in the kernel, and the thread that listens to them.
 
     RankCall (one a call) --BeginCall, Stop, ...--> RankPool --channels--> agents --> ranks
-    RankCall <-- what is said about its call -- RankPool <--channels-- agents <-- ranks
+    RankCall <--messages about its call-- RankPool <--channels-- agents <-- ranks
 
-The pool holds the only connections, one an agent. Its thread keeps the states of the processes,
-hands what is said about the running call to that call, and gives it its turn to draw
-and to look at the clock. It ends when all rank processes have ended; those of an agent that is lost
-count as ended.
+An agent is the helper process that starts and watches the ranks of one machine. The pool holds the
+only connections to the agents. Its thread keeps the states of the rank processes, passes messages
+about the running call to that call, and calls its ``tick`` several times a second. The thread ends
+when all rank processes have ended; those of a lost agent count as ended.
 
-What agents must know of each other goes through here, since they have no connection of their own:
-the port at which the ranks meet, that a rank failed, the count at which all leave a call that is
-stopped (several_agents.py), and that every rank's part of a call has ended.
+Agents have no connection to each other, so the pool forwards between them: the MASTER_PORT of the
+process group, that a rank failed, the step at which all ranks leave a stopped call
+(several_agents.py), and that every rank's part of a call has ended.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _TELL_SILENCE_SECONDS = 20.0
 
 
 class RunningCall(Protocol):
-    """Protocol of the call that the ranks of a pool are in; :class:`RankCall` is one."""
+    """Methods that a pool uses of the call that its ranks run; :class:`RankCall` has them."""
 
     number: int
     state: RunState
@@ -80,25 +80,33 @@ class RunningCall(Protocol):
 
 
 class RankPool:
-    """The rank processes behind one or more agents. They run one call at a time.
+    """The rank processes of a run or session, reached through their agents; one call at a time.
+
+    An agent is the helper process that starts and watches the ranks of one machine.
+
+    Engines make one. Its public methods may be called from any thread; most private ones run in
+    the pool's own thread, which listens to the agents.
 
     Attributes:
         run: id of the run or session.
-        processes: the newest state of each rank's process.
-        ended: set once all of them have ended.
-        grace: seconds between the stages of an end.
+        processes: the newest state of each rank's process, in the order of the ranks.
+        ended: set once all rank processes have ended.
+        grace: after a timeout, seconds from each attempt to end a call to the next, harder one.
     """
 
     def __init__(
         self, links: Sequence[AgentLink], *, run: str, grace: float, log_dir: Path
     ) -> None:
-        """Take over the rank processes behind ``links``, which :meth:`send_launch` starts.
+        """Make the pool of agents that run but have started no ranks yet.
+
+        Afterwards :meth:`send_launch` has each agent start its ranks, and :meth:`start` starts the
+        thread that listens to them.
 
         Args:
-            links: to their agents; the first has rank 0.
+            links: connections to the agents; the first agent has rank 0.
             run: id of the run or session.
-            grace: seconds between the stages of an end.
-            log_dir: where output is kept that agents send.
+            grace: as the attribute.
+            log_dir: folder for the ranks' output that agents on other machines send.
         """
         self.run = run
         self.grace = grace
@@ -146,7 +154,7 @@ class RankPool:
         """Start the thread that listens to the agents.
 
         Raises:
-            LaunchError: no thread can be started; the ranks are ended.
+            LaunchError: the system starts no further thread; the ranks are ended.
         """
         try:
             self._thread.start()
@@ -160,9 +168,10 @@ class RankPool:
             ) from error
 
     def await_agents(self) -> None:
-        """Wait a few seconds at most until the agents have ended, once all ranks have.
+        """Wait, a few seconds at most, until the agents of ranks that have ended end as well.
 
-        Each agent removes files of the run at its end, which another attempt would use.
+        Called before the ranks are restarted: an agent removes temporary files of the run when it
+        ends, and must not remove those of the new ranks.
         """
         for link in self._all_links:
             link.how_it_ended()
@@ -170,16 +179,17 @@ class RankPool:
     # ---- calls -----------------------------------------------------------------------------
 
     def send_call(self, call: RunningCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Send a call to all ranks; ``call`` receives the ranks' messages about it.
+        """Send a call to all ranks; from now on ``call`` receives their messages about it.
 
         Args:
-            call: takes what the ranks say.
-            message: what is called; its number, and those of run and process group, are set here.
-            fds: the descriptors that belong to it; they stay the caller's.
+            call: receives the messages, and ``tick`` calls from the pool's thread.
+            message: the request with the pickled function; the run's id, the call's number and
+                ``group_generation`` are filled in here.
+            fds: file descriptors that go with the message; the caller still closes them.
 
         Raises:
             LaunchError: a call is running, or a rank process has ended.
-            OSError: this process has no room for one more descriptor; nothing was sent.
+            OSError: this process may open no more file descriptors; nothing was sent.
         """
         with held(), self._lock:
             self.check_free()
@@ -206,7 +216,7 @@ class RankPool:
                 raise
 
     def check_free(self) -> None:
-        """Raise unless a call could be sent now.
+        """Raise an error that says why, if no call can be sent now.
 
         Raises:
             LaunchError: a call is running, or a rank process has ended.
@@ -234,7 +244,11 @@ class RankPool:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause the listening thread within the block, while a call is opened."""
+        """Pause the listening thread within the block.
+
+        Messages from ranks wait meanwhile: a call is sent and its run opened in such a block, so
+        that none of them comes before the run exists.
+        """
         with held(), self._turn:
             yield
 
@@ -250,7 +264,7 @@ class RankPool:
         self._send_to(list(self._links), message, fds)
 
     def send_launch(self, link: AgentLink, message: wire.Launch) -> None:
-        """Send one agent the message that starts its rank processes."""
+        """Send the message that has the agent of ``link`` start its rank processes."""
         self._send_to([link], message)
 
     def _send_to(
@@ -263,7 +277,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def _channels(self) -> Iterator[None]:
-        """Lock the channels within the block; messages queued there are sent at its end."""
+        """Lock the channels within the block; messages that are sent in it go out at its end."""
         with self._lock:
             self._uses_channels = True
             try:
@@ -286,18 +300,28 @@ class RankPool:
             self._uses_channels = False
 
     def stop(self, *, call: int, grace: float | None) -> None:
-        """Ask the ranks to leave the call of this number, all at the same stop point.
+        """Ask all ranks to leave the call of this number at the same step; returns at once.
 
         Like :meth:`interrupt` and :meth:`terminate` it does nothing once that call has ended.
+
+        Args:
+            call: number of the call.
+            grace: seconds until ranks that have not left are interrupted; None: as in the config.
         """
         self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
 
     def interrupt(self, *, call: int) -> None:
-        """Raise KeyboardInterrupt in the ranks that are in the call of this number."""
+        """Have agents raise KeyboardInterrupt in the ranks that are in the call of this number.
+
+        Does nothing once that call has ended.
+        """
         self._ask_end(wire.Interrupt(run=self.run, call=call))
 
     def terminate(self, *, call: int) -> None:
-        """Send SIGTERM to the ranks that are in the call of this number."""
+        """Have agents send SIGTERM to the ranks that are in the call of this number.
+
+        Does nothing once that call has ended.
+        """
         self._ask_end(wire.Terminate(run=self.run, call=call))
 
     def _ask_end(self, message: wire.Message) -> None:
@@ -307,13 +331,17 @@ class RankPool:
                 self.send(message)
 
     def shut_down(self) -> None:
-        """End the rank processes after their current call; no more calls come."""
+        """Let the rank processes end after their current call, and refuse further calls."""
         with held(), self._lock:
             self._is_shutting_down = True
             self.send(wire.Shutdown(run=self.run))
 
     def kill(self, *, call: int = 0) -> None:
-        """Send SIGKILL to the ranks in the call of this number; with 0, to all ranks."""
+        """Have agents send SIGKILL to ranks that are in the call of this number; with 0, to all.
+
+        With a number it does nothing once that call has ended. An agent that does not obey within
+        some seconds is killed itself, with its ranks.
+        """
         with held():
             with self._lock:
                 # If all are killed, the pool's thread must not end the call before the processes
@@ -331,11 +359,19 @@ class RankPool:
         self.send(wire.Kill(run=self.run, call=call))
 
     def _is_in(self, call: int) -> bool:
-        """Return whether the call of this number goes on; the caller holds the lock."""
+        """Return whether the call of this number is the running one; the caller holds the lock."""
         return self._call is not None and self._call.number == call
 
     def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
-        """Return (rank, faulthandler's dump) of one rank, or of each."""
+        """Ask ranks for their stacks, and wait up to 5 seconds for them.
+
+        Args:
+            rank: number of the rank; None for all.
+
+        Returns:
+            Pairs (rank, stack dump as faulthandler writes it). For a rank that has ended or does
+            not answer, the text says so.
+        """
         asked = time.monotonic()
         chosen = [number for number in range(len(self.processes)) if rank in (None, number)]
 
@@ -378,7 +414,10 @@ class RankPool:
         self._finish()
 
     def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
-        """Handle the messages of an agent; treat an agent with a broken connection as lost."""
+        """Handle the messages that an agent has sent.
+
+        An agent whose connection has ended, or that sent nonsense, counts as lost (:meth:`_lose`).
+        """
         try:
             self._take_all(link)
             if link.channel.has_ended:
@@ -397,7 +436,7 @@ class RankPool:
         self._lose(link, end)
 
     def _all_ended(self) -> bool:
-        """Return whether every process has ended, and all its messages have arrived."""
+        """Return whether all rank processes have ended and their last output has arrived."""
         if any(process.status != "ended" for process in self.processes):
             return False
         return not any(link.channel.is_receiving for link in self._links)
@@ -422,7 +461,7 @@ class RankPool:
             raise problem
 
     def _take(self, link: AgentLink, message: wire.Message, fds: list[int]) -> None:
-        """Handle one message; close its descriptors unless the call keeps them."""
+        """Handle one message of an agent; its descriptors go to the running call or are closed."""
         with contextlib.ExitStack() as unwanted:
             for fd in fds:
                 unwanted.callback(os.close, fd)
@@ -444,7 +483,13 @@ class RankPool:
                 call.take(message, fds)
 
     def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
-        """Write the output of a rank on another machine into the run's folder."""
+        """Have the channel write the output of a rank on another machine into the run's folder.
+
+        Args:
+            link: connection to the rank's agent.
+            rank: number of the rank.
+            stream: number of the channel's byte stream that carries the output.
+        """
         fd = open_log(self._log_dir, rank)
         self._log_streams[rank] = link, stream, os.fstat(fd).st_size
         with self._channels():
@@ -453,7 +498,11 @@ class RankPool:
     # ---- what agents must know of each other -----------------------------------------------
 
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
-        """Forward an agent's message to the other agents if it concerns their part of the call."""
+        """Act on messages of one agent that the others must know.
+
+        A reserved MASTER_PORT releases the call to the other agents, a failed rank is announced to
+        them, and an answer to a stop may complete the set of answers (:meth:`_decide_stop`).
+        """
         if isinstance(message, wire.PortReserved):
             # The call goes to the other agents, which had to wait for the port of its ranks.
             with self._channels():
@@ -472,13 +521,23 @@ class RankPool:
             self._for_others.drop()
 
     def _decide_stop(self, call: int) -> None:
-        """Send all ranks the point at which to leave, once every agent has answered a stop."""
+        """Tell all ranks at which step to leave, once every agent has answered a stop.
+
+        Does nothing while an answer is missing.
+        """
         leave = self._stop_answers.leave_point(link.rank_numbers for link in self._links)
         if leave is not None:
             self.send(wire.LeaveAt(run=self.run, call=call, **asdict(leave)))
 
     def _lose(self, link: AgentLink, end: AgentEnd) -> None:
-        """Mark the ranks of an agent that is gone as ended, and end the call on the others."""
+        """Drop an agent that is gone: mark its ranks as ended, and end the call on all others.
+
+        If all its ranks had ended before, no call is affected.
+
+        Args:
+            link: connection to the agent.
+            end: how the agent ended, for the run's error.
+        """
         self._links.remove(link)
         ended = {process.rank for process in self.processes if process.status == "ended"}
         link.end()
@@ -537,7 +596,7 @@ class RankPool:
                 call.take(wire.Notice(call=call.number, text=link.silence), ())
 
     def _has_all_output(self, call: RunningCall) -> bool:
-        """Return whether all that the ranks printed in the call has arrived here."""
+        """Return whether the whole output of the call from other machines has arrived here."""
         for state in call.state.ranks:
             link, stream, before = self._log_streams.get(state.rank, (None, 0, 0))
             received = None if link is None else link.channel.num_received(stream)
@@ -559,7 +618,7 @@ class RankPool:
         call.finish(tuple(self._lost))
 
     def _finish(self) -> None:
-        """Close the pool after all rank processes have ended."""
+        """Close the pool after all rank processes have ended, and finish their last call."""
         # Somebody may be sending a last message.
         with self._channels():
             for link in self._links:

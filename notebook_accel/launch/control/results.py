@@ -1,10 +1,10 @@
-"""Results of the ranks of a run, and their training states if the run was stopped.
+"""Results that the ranks of a run returned, and their training states if the run was stopped.
 
-Each value is kept as its pickle until somebody asks for it, and as the object from then on.
+Each value is kept as its pickle until it is asked for, and as the unpickled object from then on.
 
-While the run goes on its call and its handle share one :class:`Results`; once it has ended,
-the handle alone holds it. So a result of gigabytes is freed with the last handle, while the lists
-of runs and the views, which outlive handles, keep a ``Run`` without results.
+While the run goes on, its call and its handle share one :class:`Results`; once the run has ended,
+only the handle refers to it. So a result of gigabytes is freed with the user's last handle. The
+list of runs and the views, which live longer, keep a ``Run`` without results.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ class Results:
     """Store of the values that ranks returned, pickled until they are asked for.
 
     Args:
-        registry: the notebook's own objects, which results and exceptions refer to.
+        registry: the notebook's own objects. Where a result or an exception refers to one of them,
+            unpickling gives the same object again.
 
     Attributes:
-        raised: what a rank in this very process raised.
-        lost: a line for the person about each result that could not be kept.
+        raised: with ``engine="inline"``, whose rank is this process, the exception object that the
+            function raised; else None.
+        lost: a message for the user about each result that could not be kept.
     """
 
     raised: BaseException | None = None
@@ -44,24 +46,30 @@ class Results:
         self._rescued: Any = None
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        """Keep the pickled result that a rank sent; closes the descriptors."""
+        """Keep the pickled result of a rank.
+
+        Args:
+            rank: number of the rank.
+            packet: the pickle, as the rank's message carried it.
+            fds: file descriptors of its memory that came along; closed here.
+        """
         self._packed[rank] = unpack(packet, fds)
 
     def put(self, rank: int, value: object) -> None:
-        """Keep the result of a rank in this very process, as the object that it is."""
+        """Keep the result of a rank that runs in this process, unpickled (``engine="inline"``)."""
         self._values[rank] = value
 
     def has(self, rank: int) -> bool:
-        """Return whether a rank has a result, None included."""
+        """Return whether a result of the rank is kept; True also if the function returned None."""
         with self._lock:
             return rank in self._values or rank in self._packed
 
     def get(self, rank: int) -> Any:
-        """Return the result of a rank; unpickled once, in the caller's thread.
+        """Return the result of a rank; the first call unpickles it, in the caller's thread.
 
         Raises:
-            KeyError: it returned nothing (:meth:`has`).
-            Exception: whatever its classes raise when they are remade here.
+            KeyError: there is no result of this rank (:meth:`has`).
+            Exception: whatever unpickling the user's classes raises.
         """
         with self._lock:
             if rank not in self._values:
@@ -78,25 +86,33 @@ class Results:
             self._parts.clear()
 
     def keep_part(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        """Keep a rank's part of the training state of a stopped run; closes the descriptors."""
+        """Keep a rank's part of the training state of a stopped run.
+
+        Args:
+            rank: number of the rank.
+            packet: the pickled part, as the rank's message carried it.
+            fds: file descriptors of its memory that came along; closed here.
+        """
         self._parts[rank] = unpack(packet, fds)
 
     @property
     def has_rescued(self) -> bool:
-        """Whether ranks sent training state of a stopped run."""
+        """Whether ranks sent their training state, as they do when the run is stopped."""
         return bool(self._parts) or self._rescued is not None
 
     @property
     def rescued_bytes(self) -> int:
-        """Size of the training state that ranks sent, as long as it is not unpickled."""
+        """Size in bytes of the pickled training state; 0 once :meth:`rescued` has unpickled it."""
         packs = self._parts.values()
         return sum(buffer.nbytes for packed in packs for buffer in packed.buffers)
 
     def rescued(self) -> Any:
-        """Return the training state put together from all ranks; None if none was sent.
+        """Return the training state (a ``Rescued``), joined from the parts of all ranks.
+
+        None if no rank sent any. The first call unpickles and joins the parts.
 
         Raises:
-            Exception: whatever its classes raise when they are remade here.
+            Exception: whatever unpickling the user's classes raises.
         """
         with self._lock:
             if self._parts:
@@ -109,7 +125,12 @@ class Results:
             return self._rescued
 
     def exception(self, pickled: bytes | None) -> BaseException | None:
-        """Unpickle the exception that a rank raised; None if it does not unpickle."""
+        """Return the exception that a rank raised, as an object; None if it does not unpickle.
+
+        Args:
+            pickled: the exception as the rank sent it; not used for ``engine="inline"``, whose
+                exception is in :attr:`raised`.
+        """
         if self.raised is not None:
             return self.raised
         return payload.unpack_exception(pickled, self._registry)

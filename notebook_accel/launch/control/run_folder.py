@@ -1,17 +1,18 @@
-"""Where a run is kept on disk: the folder with its logs, metrics and last state; which old ones go.
+"""The folder of a run on disk, with logs, metrics and state, and the removal of old run folders.
 
     runs folder/
-      .kernel-3f2a…            locked by a kernel as long as it lives
+      .kernel-3f2a…            lock file of one kernel process, locked as long as it lives
       20260131-120000-1a2b3c/  one run, readable by its owner alone
-        .live                  the name of that file, of the kernel that holds the run
+        .live                  name of the lock file of the kernel that still uses the run
         rank-0.log, …          all output of each rank, as its agent writes it (agent/logs.py)
-        metrics.jsonl          what was given to accelerator.log (metrics_file.py)
-        config.yaml            how it was launched
-        begin.msgpack          its first RunState
-        state.msgpack          its last one
-        rescued.pt             state dicts of what was being trained when it was stopped
+        metrics.jsonl          values given to accelerator.log (metrics_file.py)
+        config.yaml            settings of the launch
+        begin.msgpack          the first RunState
+        state.msgpack          the final RunState
+        rescued.pt             state dicts of the training, if the run was stopped
 
-What a live kernel holds is never deleted. Of the others the newest 50 stay, 2 GB at most.
+A run that a live kernel still uses is never deleted. Of all other runs the newest 50 are kept, and
+no more than 2 GB of them.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ _REMEDY = (
 
 
 def runs_folder() -> Path:
-    """Where runs are kept: ``NOTEBOOK_ACCEL_RUNS``, or the platform's state folder.
+    """Return the folder of all runs: ``NOTEBOOK_ACCEL_RUNS``, or the platform's state folder.
 
     Raises:
-        LaunchError: this user has no home folder, and no other was named.
+        LaunchError: the variable is not set, and this user has no home folder.
     """
     chosen = os.environ.get("NOTEBOOK_ACCEL_RUNS")
     try:
@@ -104,7 +105,7 @@ _saved: tuple[LaunchConfig, str] | None = None
 
 
 def _text_of(config: LaunchConfig) -> str:
-    """The settings as YAML, without their variables, which may be secrets."""
+    """Return the settings as YAML, but without ``env``, whose variables may be secrets."""
     global _saved
     saved = _saved
     if saved is None or saved[0] is not config:
@@ -115,7 +116,7 @@ def _text_of(config: LaunchConfig) -> str:
 class RunFolder:
     """The folder of one run.
 
-    As long as this object lives in the kernel that made the folder, nobody removes it.
+    As long as the object from :meth:`make` exists, no launch of any kernel removes the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,11 +128,11 @@ class RunFolder:
         """Make the folder of a new run, and remove old ones.
 
         Args:
-            root: of all runs; None for the usual.
-            remove_old: False leaves them for now; see :meth:`remove_old`.
+            root: folder of all runs; None for :func:`runs_folder`.
+            remove_old: False leaves old folders for a later :meth:`remove_old`, which takes time.
 
         Raises:
-            LaunchError: it cannot be made.
+            LaunchError: the folder cannot be made.
         """
         root = runs_folder() if root is None else root
         folder = cls(root / _new_id())
@@ -152,17 +153,17 @@ class RunFolder:
         return folder
 
     def remove_old(self) -> None:
-        """Remove old runs beside this one, which takes 10 ms and more with fifty of them.
+        """Remove the folders of old runs, but not this one; takes 10 ms and more.
 
-        A failure is ignored, and a later launch tries again: a folder may be one that cannot be
-        listed, or this process may have no descriptor left.
+        Runs that a live kernel uses are kept, and the newest 50 others, up to 2 GB. An error is
+        ignored: a later launch tries again.
         """
         with contextlib.suppress(OSError):
             _remove_old(self.path.parent, beside=self)
 
     @property
     def is_held(self) -> bool:
-        """Whether a live kernel holds the run."""
+        """Whether a live kernel still uses the run, so that the folder must not be removed."""
         try:
             name = (self.path / _LIVE).read_text(errors="replace")
         except OSError:
@@ -170,11 +171,11 @@ class RunFolder:
         return bool(_KERNEL.fullmatch(name)) and _is_locked(self.path.parent / name)
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder and everything in it; errors are ignored."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check(self) -> None:
-        """Refuse to read what is no longer there.
+        """Raise an error that explains the loss, if the folder was deleted.
 
         Raises:
             FileNotFoundError: the folder was deleted.
@@ -188,20 +189,26 @@ class RunFolder:
             )
 
     def make_logs(self, world_size: int) -> None:
-        """Make the empty files for the output of ranks, so that they can be linked.
+        """Create empty log files for the ranks of a session, whose calls link to them.
 
         Raises:
-            LaunchError: they cannot be made.
+            LaunchError: the files cannot be created.
         """
         with making_files(self.path), held():
             for rank in range(world_size):
                 log_path(self.path, rank).touch(mode=0o600)
 
     def link_logs(self, session: RunFolder, world_size: int) -> None:
-        """Link the output files of a session's ranks into this folder, which is that of one call.
+        """Link the log files of a session into this folder, which belongs to one of its calls.
+
+        All calls of a session share the log files of its ranks.
+
+        Args:
+            session: folder of the session.
+            world_size: number of ranks.
 
         Raises:
-            LaunchError: they cannot be linked.
+            LaunchError: the files cannot be linked.
         """
         for rank in range(world_size):
             source, target = log_path(session.path, rank), log_path(self.path, rank)
@@ -215,8 +222,8 @@ class RunFolder:
         """Return what a rank printed, as a terminal would show it.
 
         Args:
-            rank: of the run.
-            start, end: bytes of the file between which it lies; all of it where none are given.
+            rank: number of the rank.
+            start, end: byte offsets in the log file between which to read; None: to its end.
 
         Raises:
             FileNotFoundError: the folder was deleted.
@@ -233,14 +240,14 @@ class RunFolder:
         return "\n".join(as_shown(line) for line in text.split("\n"))
 
     def save(self, state: RunState, config: LaunchConfig | None = None) -> str:
-        """Write the run's state, and its settings if given; an error of the disk is not raised.
+        """Write the run's state, and its settings if given; a disk error is not raised.
 
         Args:
-            state: the newest.
-            config: how the run was launched; its variables, which may be secrets, are left out.
+            state: the first or the final state.
+            config: settings of the launch; ``env`` is left out, as it may hold secrets.
 
         Returns:
-            A line for the person where it could not be written, else "".
+            A message for the user if the files could not be written, else "".
         """
         path = self.path / (_STATE if state.has_ended else _BEGIN)
         part = path.with_suffix(".part")
@@ -256,7 +263,7 @@ class RunFolder:
         return ""
 
     def load(self) -> RunState | None:
-        """Return the saved state; None if there is none, or this version cannot read it."""
+        """Return the final state, or else the first; None if neither exists or can be read."""
         # For a damaged file msgspec lets other errors through beside its own.
         errors = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
         for name in (_STATE, _BEGIN):
@@ -268,7 +275,14 @@ class RunFolder:
         return None
 
     def save_rescued(self, results: Results) -> str:
-        """Save the rescued training; return a phrase for what could not be saved, "" if all was."""
+        """Save the training state of a stopped run; an error is not raised.
+
+        Args:
+            results: has the state (:meth:`Results.rescued`).
+
+        Returns:
+            A phrase for what could not be saved and why; "" if all was saved.
+        """
         size = results.rescued_bytes
         part = self._rescued_path.with_suffix(".part")
         try:
@@ -286,7 +300,9 @@ class RunFolder:
         return ""
 
     def load_rescued(self) -> Any:
-        """Load the file of :meth:`save_rescued`, without the models; None if there is none.
+        """Load the training state that :meth:`save_rescued` wrote; None if there is no such file.
+
+        It is a ``Rescued`` with state dicts; the file has no model objects.
 
         Raises:
             NotebookAccelError: the file is damaged.
@@ -306,26 +322,29 @@ class RunFolder:
 
     @property
     def config_path(self) -> Path:
-        """The YAML file that says how the run was launched."""
+        """Path of the YAML file with the settings of the launch."""
         return self.path / "config.yaml"
 
     @property
     def is_stop_asked(self) -> bool:
-        """Whether a request to stop waits for the kernel that holds the run."""
+        """Whether a request of :meth:`ask_to_stop` has not been taken yet by the run's kernel."""
         return self._stop_path.exists()
 
     def ask_to_stop(self, how: str) -> None:
-        """Ask the kernel that holds the run to end it.
+        """Ask the kernel that conducts the run to end it, by a file that it looks for.
 
         Args:
-            how: "stop" or "kill"; "stop 3.0" gives the ranks so many seconds.
+            how: "stop", "kill" or, with the grace period in seconds, "stop 3.0".
         """
         part = self._stop_path.with_suffix(".part")
         part.write_text(how)
         part.replace(self._stop_path)
 
     def take_stop(self) -> str:
-        """Return the request of :meth:`ask_to_stop` and delete it; "" if there is none."""
+        """Return a request of :meth:`ask_to_stop` and delete it; "" if there is none.
+
+        The kernel that conducts the run calls it five times a second.
+        """
         try:
             asked = self._stop_path.read_text()
             self._stop_path.unlink()
@@ -338,14 +357,14 @@ class RunFolder:
         return self.path / ".stop"
 
     def last_change(self) -> float:
-        """Return when a file of the folder last changed (wall time, seconds); 0.0 if empty."""
+        """Return when a file of the folder last changed, as ``time.time()``; 0.0 if unknown."""
         with contextlib.suppress(OSError):
             return max((file.stat().st_mtime for file in self.path.iterdir()), default=0.0)
         return 0.0
 
 
 def _new_id() -> str:
-    """Return a new run id, made of the time in UTC; ids sort in the order of their runs."""
+    """Return a new run id, made from the time in UTC, so that sorting ids sorts by launch time."""
     # In UTC, which no summer time or journey sets back.
     now = dt.datetime.now(dt.timezone.utc)
     # Five of the six hexadecimal digits are the microsecond. The last is random: two kernels may
@@ -363,9 +382,9 @@ def run_folders(root: Path | None = None) -> list[RunFolder]:
 
 
 def _is_own_run(entry: os.DirEntry[str]) -> bool:
-    """Return whether a folder entry is a run of this user.
+    """Return whether a directory entry is the folder of a run that this user owns.
 
-    Another user's run in a shared folder could change while it is read.
+    Runs of other users in a shared folder are left out: they could change while they are read.
     """
     with contextlib.suppress(OSError):  # another kernel has just removed it
         is_folder = _ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
@@ -375,7 +394,10 @@ def _is_own_run(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def making_files(folder: Path) -> Iterator[None]:
-    """Turn an ``OSError`` of the block into a ``LaunchError`` with the folder and a remedy.
+    """Turn an ``OSError`` in the block into a ``LaunchError`` that says what to do.
+
+    Args:
+        folder: the run's folder, which the message names.
 
     Raises:
         LaunchError: in place of an ``OSError`` of the block.
@@ -392,12 +414,12 @@ def making_files(folder: Path) -> Iterator[None]:
 
 
 def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
-    """Return a line for the person on lost files: what is lost, why, and what to do.
+    """Return a message for the user about lost files: what is lost, why, and what to do.
 
     Args:
-        what: how the line begins: what is lost.
-        folder: of the run.
-        error: what writing a file raised; None where files were deleted.
+        what: the loss as the start of a sentence, such as "metrics are lost".
+        folder: the run's folder.
+        error: the error of writing a file; None if files were deleted.
     """
     if error is None or not folder.is_dir():
         return (
@@ -418,7 +440,10 @@ _kernel_locks_lock = threading.Lock()
 
 
 def _kernel_file(root: Path) -> Path:
-    """Return this process's lock file in ``root``; the first call makes and locks it."""
+    """Return the path of this process's lock file in ``root``; the first call makes and locks it.
+
+    The lock shows other kernels that this process, and so the runs that it uses, is alive.
+    """
     key = (root, os.getpid())
     with _kernel_locks_lock:
         lock = _kernel_locks.get(key)
@@ -442,7 +467,10 @@ def _let_go(mark: Path, pid: int) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a live kernel has this file locked."""
+    """Return whether a live process has this kernel's lock file locked.
+
+    Also True if the lock cannot be tested: a run is rather kept too long than removed in use.
+    """
     try:
         # NFS locks only what is open for writing.
         with path.open("r+b") as file:
@@ -455,7 +483,12 @@ def _is_locked(path: Path) -> bool:
 
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
-    """Remove runs that no live kernel holds, except the newest; other files stay."""
+    """Remove runs that no live kernel uses, except the newest ones, and old lock files.
+
+    Args:
+        root: folder of all runs.
+        beside: the new run, which stays in any case.
+    """
     for entry in os.scandir(root):
         # A new one may not be locked yet.
         is_old = entry.stat(follow_symlinks=False).st_mtime < time.time() - _DAY_SECONDS

@@ -1,9 +1,13 @@
-"""What the kernel keeps while it passes on what the agents of a run must know of each other.
+"""State that the kernel needs to coordinate a run with several agents, one on each machine.
 
-Call, and what follows it --> the agent of rank 0: its ranks meet at a port --> PortReserved
-PortReserved --> the call with that port, and what followed it --> the other agents
+The agent of rank 0 chooses the MASTER_PORT, so the other agents get each call only afterwards:
 
-Stop --> all agents --StopPointReached--> the highest point of all --LeaveAt--> all agents
+    BeginCall, and messages after it --> agent of rank 0 --PortReserved--> kernel
+    BeginCall with that port, and the messages after it --> the other agents
+
+All ranks must leave a stopped call at the same step, so the kernel collects all agents' answers:
+
+    Stop --> all agents --StopPointReached--> kernel: the highest count --LeaveAt--> all agents
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ __all__ = ["MessagesForOthers", "StopAnswers"]
 
 
 class MessagesForOthers:
-    """Messages for the agents without rank 0, from a call on until its port is known.
+    """Queue of messages for the agents without rank 0, until the MASTER_PORT of a call is known.
 
-    What follows a call that these agents do not have yet must not overtake it: a Stop or DumpStacks
-    would be taken for one about the call before. Kill ends them whatever they are in.
+    It holds the call itself and all later messages: a Stop or DumpStacks that came before its call
+    would be taken for one about the call before. Only Kill is not held back, since it ends the
+    ranks in any case.
     """
 
     def __init__(self) -> None:
@@ -36,22 +41,32 @@ class MessagesForOthers:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a call was sent whose port is not known yet."""
+        """Whether messages are held back, since the port of the newest call is not known yet."""
         return self._waiting is not None
 
     def begin_call(self) -> None:
-        """A call is about to be sent: from now on messages wait."""
+        """Start holding messages back; called just before a call is sent."""
         self._waiting = []
 
     def keep(self, message: wire.Message, fds: Sequence[int]) -> bool:
-        """Whether the message waits here; its descriptors are duplicated then."""
+        """Queue a message if messages are held back; return whether it was queued.
+
+        Its file descriptors are duplicated, so that the caller still closes its own. If False is
+        returned, the caller sends the message at once.
+        """
         if self._waiting is None or isinstance(message, wire.Kill):
             return False
         self._waiting.append((message, tuple(map(os.dup, fds))))
         return True
 
     def release(self, port: int) -> Iterator[tuple[wire.Message, tuple[int, ...]]]:
-        """The messages that waited, the call with its port; closes their descriptors in the end."""
+        """Yield the queued messages with their file descriptors, for the agents without rank 0.
+
+        From now on messages are not held back. The descriptors are closed after the last message.
+
+        Args:
+            port: the MASTER_PORT, which is filled in the call.
+        """
         waiting, self._waiting = self._waiting or [], None
         try:
             for message, fds in waiting:
@@ -62,7 +77,7 @@ class MessagesForOthers:
             _close(waiting)
 
     def drop(self) -> None:
-        """Nobody is to get them any more."""
+        """Discard the queued messages, and stop holding messages back."""
         waiting, self._waiting = self._waiting or [], None
         _close(waiting)
 
@@ -73,19 +88,29 @@ def _close(waiting: Iterable[tuple[wire.Message, tuple[int, ...]]]) -> None:
 
 
 class StopAnswers:
-    """The agents' answers to a stop. An agent is known by the numbers of its ranks."""
+    """Collects the agents' answers to a stop: how far the ranks of each have come.
+
+    An agent is identified by the tuple of its ranks' numbers.
+    """
 
     def __init__(self) -> None:
         self._points: dict[tuple[int, ...], StopPoint] = {}
 
     def note(self, agent: tuple[int, ...], answer: wire.StopPointReached) -> None:
-        """An agent has answered."""
+        """Store an agent's answer: how many batches and ``should_stop`` reads its ranks passed."""
         self._points[agent] = StopPoint(
             batches=answer.batches, reads=answer.reads, reads_should_stop=answer.reads_should_stop
         )
 
     def leave_point(self, agents: Iterable[tuple[int, ...]]) -> LeavePoint | None:
-        """Where all ranks leave, told once: when each of these agents has answered."""
+        """Return the batch (or read of ``should_stop``) at which all ranks leave the call.
+
+        None while the answer of an agent is missing. Returning a point clears the answers, so that
+        the ranks are told only once.
+
+        Args:
+            agents: the agents that still run, each as the tuple of its ranks' numbers.
+        """
         points = [self._points.get(agent) for agent in agents]
         known = [point for point in points if point is not None]
         if not known or len(known) < len(points):
@@ -94,5 +119,5 @@ class StopAnswers:
         return leave_after(known)
 
     def clear(self) -> None:
-        """The call has ended: no agent owes an answer any more."""
+        """Discard all answers; called when the call has ended."""
         self._points.clear()

@@ -1,7 +1,8 @@
-"""Stacks as a person reads them: cells by their names, and no frame of the launcher's own.
+"""Make the stack dumps of ranks readable: name cells, and leave out the launcher's own frames.
 
-A rank writes its stacks by ``faulthandler``, which works while native code holds the GIL but knows
-only file names, and shows the frames of ``worker/main.py`` that called the function of the user.
+A rank writes its stacks with ``faulthandler``, which works even while native code holds the GIL.
+Its output has file names in place of cell labels, and includes the frames of ``worker/main.py``
+that called the user's function.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """One frame of a stack."""
+    """One frame of a stack: file name, line number and function name, as faulthandler has them."""
 
     file: str
     line: int
@@ -36,23 +37,24 @@ class Frame:
 
 
 def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> str:
-    """The dumps of several ranks as one text.
+    """Return the stacks of several ranks as one readable text.
 
     Args:
-        dumps: number of each rank, and what faulthandler wrote of it.
-        labels: what a person calls each cell, by the name of its file.
+        dumps: pairs (rank number, stack dump as faulthandler wrote it).
+        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
     """
     return "\n".join(f"rank {rank}\n{readable(text, labels)}" for rank, text in dumps)
 
 
 def readable(text: str, labels: Mapping[str, str]) -> str:
-    """Format a faulthandler dump for a person: the thread of the user's function comes first.
+    """Format a faulthandler dump for the user: the thread that runs the user's function first.
 
-    Cells have their labels, and nothing below the user's function is shown.
+    Cells are named by their labels, and the launcher's frames that called the function are left
+    out.
 
     Args:
-        text: the dump.
-        labels: what a person calls each cell, by the name of its file.
+        text: the dump of all threads of one process.
+        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
     """
     threads = sorted(_threads(text), key=_nearness)
     shown = ("\n".join(_without_callers(each)) for each in threads)
@@ -60,7 +62,10 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
 
 
 def _threads(text: str) -> list[list[str]]:
-    """Split a dump into the lines of each thread; text that is no dump is one thread."""
+    """Split a dump into threads, each a list of lines that begins with the thread's head line.
+
+    In a text that is no dump, each line that is not indented begins a list.
+    """
     threads: list[list[str]] = []
     for line in text.splitlines():
         if not line.startswith("  ") and line:
@@ -71,23 +76,31 @@ def _threads(text: str) -> list[list[str]]:
 
 
 def _nearness(lines: Sequence[str]) -> int:
-    """Return a sort key: 0 for the thread of the user's function, 1 for the main one, else 2."""
+    """Return a sort key for a thread of a dump, given as lines.
+
+    0 for the thread that runs the user's function, 1 for faulthandler's "Current thread", else 2.
+    """
     if any(map(_CALLER.match, lines)):
         return 0
     return 1 if lines[0].startswith("Current thread") else 2
 
 
 def _without_callers(lines: Sequence[str]) -> list[str]:
-    """Return the user's lines of a stack, newest first: those above the launcher's frames."""
+    """Return the lines of a thread without the launcher's frames that called the user's function.
+
+    The lines are in faulthandler's order, newest frame first.
+    """
     callers = (index for index, line in enumerate(lines) if _CALLER.match(line))
     return list(lines[: next(callers, len(lines))])
 
 
 def frames_of_function(text: str) -> list[Frame]:
-    """Return the frames of the user's function, newest first; none if no thread runs it.
+    """Return the frames from the user's function inwards, newest first; [] if no thread runs it.
+
+    Frames of functions that it called are among them, those of the launcher that called it are not.
 
     Args:
-        text: a dump of faulthandler's, of all threads.
+        text: a faulthandler dump of all threads of one process.
     """
     frames: list[Frame] = []
     for line in text.splitlines():

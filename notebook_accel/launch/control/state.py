@@ -1,9 +1,10 @@
 """The state of a run: small immutable values, and the functions that apply messages to them.
 
-A :class:`RunState` is about one call, with a :class:`RankState` for each rank's part of it; every
-view draws it. It holds states, bars, last values and tails only; the whole logs and metrics lie in
-the run's folder (``run_folder.py``, ``metrics_file.py``). A :class:`ProcessState` is about the
-process of one rank, which may live through many calls.
+A :class:`RunState` describes one call, with a :class:`RankState` for each rank's part of it; the
+views draw it. It holds only what views show: statuses, progress bars, the newest metrics and the
+last lines of output. Complete logs and metrics are in the run's folder (``run_folder.py``,
+``metrics_file.py``). A :class:`ProcessState` describes the process of one rank, which in a session
+runs many calls.
 """
 
 from __future__ import annotations
@@ -51,9 +52,15 @@ _MAX_DISPLAY_BYTES = 8_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One progress bar of a rank.
+    """One progress bar (tqdm) of a rank, as the public API shows it.
 
-    ``n`` and ``total`` in items, ``rate`` in items/s (None if unknown), ``elapsed`` in seconds.
+    Attributes:
+        rank: number of the rank.
+        name: the bar's description; "" if it has none.
+        n: items done so far.
+        total: items in all; None if unknown.
+        rate: items per second; None if unknown.
+        elapsed: seconds since the bar was opened.
     """
 
     rank: int
@@ -69,11 +76,11 @@ class BarState(Progress):
     """A progress bar as the state keeps it, with fields that only views need.
 
     Attributes:
-        bar: counts the rank's bars, in the order in which they were opened.
-        unit: what it counts ("it").
-        closed: whether it has ended.
-        postfix: what it shows after its numbers ("loss=0.31").
-        depth: how many bars of its rank were open when it was opened; 0 for an outermost one.
+        bar: number of the bar among those of its rank, in the order in which they were opened.
+        unit: the unit of its items ("it").
+        closed: whether the bar was closed.
+        postfix: text that tqdm shows after the numbers ("loss=0.31").
+        depth: how many other bars of the rank were open when it was opened; 0 for an outermost bar.
     """
 
     bar: int
@@ -85,12 +92,12 @@ class BarState(Progress):
 
 @dataclass(frozen=True, kw_only=True)
 class Display:
-    """One rich output that a rank displayed.
+    """One rich output that a rank displayed, such as a figure or a table.
 
     Attributes:
-        number: how many things it had displayed before.
-        data: by MIME type; binary data in base64.
-        display_id: by which the rank may replace it; "" where it may not.
+        number: how many outputs the rank had displayed before it.
+        data: the output by MIME type; binary data in base64.
+        display_id: IPython's id, by which the rank may update the output later; "" if it has none.
     """
 
     number: int
@@ -103,9 +110,14 @@ class ProcessState:
     """The state of one rank's process.
 
     Attributes:
-        agent: number of the agent that started it, among those of the run.
-        status: "starting", "ready" (for calls, or in one) or "ended".
-        exitcode, signal: how it ended; ``ended_by_agent`` where its agent had ended it.
+        rank: number of the rank.
+        agent: number, from 0 on, of the agent that started the process: the helper process that
+            starts and watches the ranks of one machine.
+        pid: process id; None before it is known.
+        status: "starting", "ready" (waits for a call, or runs one) or "ended".
+        exitcode: the process's exit code; None if a signal killed it, or it has not ended.
+        signal: number of the signal that killed the process; None if none did.
+        ended_by_agent: whether the agent ended the process, or was itself lost.
     """
 
     rank: int
@@ -122,40 +134,56 @@ class RankState:
     """The state of one rank's part of a call.
 
     Attributes:
+        rank: number of the rank.
+        is_asked: False for a rank of a session that this call is not meant for: it only answers,
+            at once.
+        pid: id of the rank's process; None before it is known.
         status: "starting", "running", "succeeded", "failed" or "stopped".
-        bars: its progress bars in the order in which they were opened.
-        batches: given out by its prepared loaders so far; total_batches: those of an epoch.
-        pass_start: ``batches`` less this is the number of the newest batch in its pass through a
-            loader; negative after a resume in the middle of a pass.
-        steps: made by its prepared optimizers.
-        memory, device_memory: bytes; None where unknown.
-        cpu, device_use: percent of a core, and of its device; None where unknown.
-        device: what it computes on, as a person calls it; "" where unknown.
-        is_suspended: whether SIGSTOP or a debugger holds its process.
-        quiet_since: since when it made no step and said nothing, by the clock of the run (wall,
-            seconds); None while it does.
-        metrics: last value of each name, with its step.
-        tail: its last lines of output; ``open_line`` says whether the last one goes on,
-            ``rewound`` whether what comes next overwrites it.
-        num_lines: lines of output that were ended so far, skipped ones included.
-        times: when they came, by whole seconds of its machine's wall clock: (number of the first
-            line that came then, second).
-        skipped_lines: lines that only the file has.
-        log_start, log_end: bytes of its file between which its output of this call lies.
-        displays: the newest of what it displayed; ``num_displays`` counts all.
-        returned, returned_none: whether its function has returned; whether that was None.
-        made_group: whether it was in a process group in this call; None where it did not tell.
-        lost_group: whether it returned, but had been cut off from the other ranks meanwhile.
-        failure: how its function ended, where it raised.
-        exitcode, signal: how its process ended, where it did.
-        ended_by_agent: whether its agent had ended the process, or had interrupted this call in it
+        bars: the rank's progress bars, in the order in which they were opened.
+        batches: number of batches that its prepared data loaders have yielded so far.
+        total_batches: number of batches of one pass through the loader; None if unknown.
+        pass_start: value of ``batches`` at the start of the current pass through the loader, so
+            that ``batches - pass_start`` is the progress in the pass. Negative after a resume in
+            the middle of a pass.
+        steps: number of steps that its prepared optimizers have made.
+        memory, device_memory: memory in use, in bytes; None if unknown.
+        cpu, device_use: load in percent of a core, and in percent of the device; None if unknown.
+        device: name of the device that the rank computes on; "" if unknown.
+        is_suspended: whether SIGSTOP or a debugger has stopped its process.
+        quiet_since: since when the rank has made no progress and printed nothing, by
+            ``RunState.now``; None if it did so in the last seconds.
+        metrics: for each metric, (step, value) of the newest value; the step may be None.
+        tail: the last lines of the rank's output.
+        open_line: whether the last line of ``tail`` has no line end yet.
+        rewound: whether the next output overwrites the last line, as after a carriage return.
+        num_lines: number of complete lines of output so far, ``skipped_lines`` included.
+        times: when lines came, as pairs (number of a line, second of the machine's wall clock).
+            Each pair is for that line and those after it, up to the line of the next pair.
+        skipped_lines: number of lines that were printed too fast to be sent to the kernel; only
+            the log file has them.
+        log_start, log_end: byte offsets in the rank's log file between which the output of this
+            call lies.
+        displays: the newest of the rich outputs that the rank displayed.
+        num_displays: number of all rich outputs that it displayed.
+        returned: whether the function has returned on the rank.
+        returned_none: whether it returned None.
+        made_group: whether the rank was in a process group in this call; None before its function
+            has ended, or if the process died.
+        lost_group: whether the function returned after the rank had been disconnected from its
+            process group, so that the group cannot be used again.
+        failure: the exception that the function raised; None if it raised none, or was interrupted
             because another rank failed.
-        ended: when its part of the call ended: it returned, raised or died (wall time of its
-            machine, seconds).
-        agent: number of the agent that started it, among those of the run.
-        end_order: how many ranks the kernel knew to have ended before it heard of this one's end.
-        after_interrupt: whether its agent had interrupted the ranks before it raised or died.
-        is_asked: whether the call is meant for it; the others of a session answer at once.
+        exitcode, signal: how the rank's process ended, once it has: one of the two is not None.
+        ended_by_agent: whether the agent ended the process, was lost itself, or interrupted the
+            rank because another one failed.
+        ended: when the rank's part of the call ended, since its function returned or raised or its
+            process died (wall time of its machine, seconds); None before.
+        agent: number, from 0 on, of the agent that started the rank: the helper process that
+            starts and watches the ranks of one machine.
+        end_order: how many other ranks had ended when the kernel was told that this one has failed
+            or died. It orders failures on machines whose clocks differ.
+        after_interrupt: whether the agent had already interrupted the ranks when this one raised
+            or died: such an error may be a consequence of the interrupt.
     """
 
     rank: int
@@ -205,7 +233,17 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The message and attributes of a ``WorkerError`` (errors.py)."""
+    """Why a run failed: the message and the attributes of its ``WorkerError`` (errors.py).
+
+    Attributes:
+        message: text of the error.
+        rank: the rank whose failure is the cause; None if the cause is no rank's, such as a lost
+            agent.
+        ranks: all ranks that failed by themselves; if an agent was lost, those without a result.
+        traceback: formatted traceback of the cause; "" if there is none.
+        exitcode: exit code of the rank's process; None if a signal killed it.
+        signal: name of the signal that killed the rank's process ("SIGKILL"); None if none did.
+    """
 
     message: str
     rank: int | None = None
@@ -217,21 +255,25 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run, immutable.
+    """The state of a run (one call on all ranks). Immutable: each change makes a new one.
 
     Attributes:
-        status: "starting", "running", "stopping", "succeeded", "failed", "stopped".
-        started, ended: wall time, seconds; ``ended`` is None while it goes on.
-        began: ``time.monotonic()`` of the kernel when it started.
-        notices: lines for the person, each once.
-        session: id of the session whose ranks were called; empty where they were started for
-            this call alone. The files of output are the session's.
-        failure: what the run's error says, once it has failed (verdict.py).
-        hang: who waits for whom, while ranks seem to wait in vain.
-        arguments: what the function was called with, as a short text.
-        notebook: name of the notebook's file; "" where nobody says it.
-        has_rescued: whether what was being trained was kept, in the kernel that launched the run.
-        detached: whether it outlives its kernel; its results are in the run's folder then.
+        run: id of the run.
+        name: name of the called function, or the name that the user gave the run.
+        ranks: the state of each rank's part of the call.
+        status: "starting", "running", "stopping", "succeeded", "failed" or "stopped".
+        started, ended: wall time in seconds; ``ended`` is None while the run goes on.
+        began: ``time.monotonic()`` of this process when the run started; None if another process
+            conducted the run and this is a state from its folder.
+        notices: messages for the user, without repetitions.
+        session: id of the session whose ranks were called, and which owns the log files; "" if the
+            ranks were started for this call alone.
+        failure: why the run failed (verdict.py); None if it has not failed.
+        hang: which ranks wait for which others, while the run seems to hang; else None.
+        arguments: the arguments of the function as a short text, for display.
+        notebook: file name of the notebook; "" if unknown.
+        has_rescued: whether the run was stopped and its training state was kept.
+        detached: whether the run outlives the kernel; its results are then in the run's folder.
     """
 
     run: str
@@ -255,9 +297,10 @@ class RunState:
         return len(self.ranks)
 
     def now(self) -> float:
-        """Return wall time in seconds, unaffected by changes of the system clock during the run.
+        """Return the time in seconds, on the same clock as ``started``.
 
-        Durations stay right even if the system's clock is set meanwhile.
+        It is advanced by the monotonic clock since the start, so that durations of the run stay
+        right even if the system clock is set meanwhile.
         """
         if self.began is None:
             return time.time()
@@ -269,22 +312,26 @@ class RunState:
 
     @property
     def ended_well(self) -> bool:
-        """Return whether the function returned on all ranks, and none lost its process group."""
+        """Whether the function returned on all ranks, and none was cut off from its process group.
+
+        If not, the ranks of a session make their process group anew before the next call.
+        """
         return all(rank.returned and not rank.lost_group for rank in self.ranks)
 
     @property
     def error(self) -> str:
-        """The text of the run's error; "" if it has none."""
+        """The message of the run's error; "" if the run has not failed."""
         return self.failure.message if self.failure else ""
 
 
 def starting(*, world_size: int, asked: frozenset[int] | None = None, **fields: Any) -> RunState:
-    """Return the state of a run before its call is sent.
+    """Return the first state of a run, before its call is sent.
 
     Args:
         world_size: number of ranks.
-        asked: those for whom the call is meant; None for all.
-        fields: others of :class:`RunState`.
+        asked: numbers of the ranks that the call is meant for (``RankState.is_asked``); None for
+            all.
+        fields: other fields of :class:`RunState`.
     """
     ranks = tuple(
         RankState(rank=rank, is_asked=asked is None or rank in asked) for rank in range(world_size)
@@ -293,10 +340,10 @@ def starting(*, world_size: int, asked: frozenset[int] | None = None, **fields: 
 
 
 def _changed(value: S, **fields: Any) -> S:
-    """Return a copy of ``value`` with changed fields; a faster ``dataclasses.replace``.
+    """Return a copy of ``value`` with changed fields, as ``dataclasses.replace`` does.
 
-    It takes a tenth of the time: thousands of messages a second come here, and a state has thirty
-    fields.
+    It takes a tenth of the time, which matters: thousands of messages a second change a state, and
+    a state has thirty fields.
     """
     new = object.__new__(type(value))
     vars(new).update(vars(value), **fields)
@@ -306,7 +353,10 @@ def _changed(value: S, **fields: Any) -> S:
 def _change_rank(
     state: RunState, rank: int | None, change: Callable[[RankState], RankState]
 ) -> RunState:
-    """Return the state with one rank changed; unchanged if the run has no such rank."""
+    """Return the state with one rank replaced by ``change`` of it.
+
+    Returns the same state if ``rank`` is None or the run has no such rank.
+    """
     if rank is None or not 0 <= rank < state.world_size:
         return state
     ranks = (*state.ranks[:rank], change(state.ranks[rank]), *state.ranks[rank + 1 :])
@@ -314,7 +364,10 @@ def _change_rank(
 
 
 def _own_fields(message: wire.Message) -> dict[str, Any]:
-    """Return a message's fields without the common head; the state has fields of the same names."""
+    """Return the fields that a message's class adds to ``wire.Message``, as a dict.
+
+    For messages whose own fields have the same names as fields of a state, to be copied into it.
+    """
     return {name: getattr(message, name) for name in _names_of_own_fields(type(message))}
 
 
@@ -326,7 +379,10 @@ def _names_of_own_fields(kind: type[wire.Message]) -> tuple[str, ...]:
 
 @singledispatch
 def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
-    """Return the state after a message; unchanged by a message that does not concern it."""
+    """Return the state after a message of a rank or agent.
+
+    Each class of messages has an implementation below; others leave the state unchanged.
+    """
     return state
 
 
@@ -383,7 +439,7 @@ def _(message: wire.Displayed, state: RunState) -> RunState:
 
 
 def _kept(displays: tuple[Display, ...]) -> tuple[Display, ...]:
-    """Drop the oldest displays while there are too many, or they are too large."""
+    """Return the displays without the oldest, where there are too many or they are too large."""
     kept = list(displays)
     while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and _size(kept) > _MAX_DISPLAY_BYTES):
         del kept[0]
@@ -404,7 +460,10 @@ def _(message: wire.Bar, state: RunState) -> RunState:
 
 
 def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
-    """Return the bars with one of them replaced or added; the oldest go if there are too many."""
+    """Return the bars with ``bar`` in place of the bar with the same number, or added at the end.
+
+    If there are too many then, the oldest closed bar is dropped.
+    """
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:
             bar = _changed(bar, depth=bars[index].depth)
@@ -520,7 +579,12 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
 def apply_to_processes(
     message: wire.Message, processes: tuple[ProcessState, ...]
 ) -> tuple[ProcessState, ...]:
-    """Return the states of the ranks' processes after a message, in the order of the ranks."""
+    """Return the states of the rank processes after a message; like :func:`apply`.
+
+    Args:
+        message: from a rank or an agent; most do not change a process.
+        processes: the states before it, in the order of the ranks.
+    """
     if isinstance(message, wire.AgentReady):
         pids = message.pids
         return tuple(replace(one, pid=pids.get(one.rank, one.pid)) for one in processes)

@@ -1,8 +1,8 @@
-"""What the ranks of a detached run returned, in files of the run's folder.
+"""Results of a detached run, in files of the run's folder.
 
-The keeper writes each result as it comes (:meth:`StoredResults.keep`), and any kernel of the user
-reads it when somebody asks for it. A file is one line of JSON, the sizes of the parts in bytes, and
-then these buffers of ``payload.Packed``.
+A detached run outlives the notebook's kernel; its keeper process writes each result when a rank
+returns it (:meth:`StoredResults.keep`), and any kernel of the user reads it on demand. A file is
+one line of JSON, the sizes in bytes of the buffers of a ``payload.Packed``, and then these buffers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ __all__ = ["StoredResults"]
 
 
 class StoredResults(Results):
-    """The values that ranks of a detached run returned, by value.
+    """Results of a detached run, stored in its folder so that other processes can read them.
+
+    Unlike in :class:`Results`, nothing refers to objects of the notebook that launched the run: a
+    result carries copies of them.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,10 +65,10 @@ class StoredResults(Results):
             return super().get(rank)
 
     def _read(self, rank: int) -> payload.Packed:
-        """Read a file of :meth:`keep`.
+        """Read the result of a rank from the file that :meth:`keep` wrote, still pickled.
 
         Raises:
-            OSError: there is none, or it is not all there.
+            OSError: the file does not exist, or its end is missing.
         """
         with self._path(rank).open("rb") as file:
             buffers = [bytearray(size) for size in json.loads(file.readline())]

@@ -1,18 +1,20 @@
-"""What came of a run: its status and its error, from its final state.
+"""Decide how a run ended: its status and its error, from the states of all ranks.
 
     a rank raises or dies -> its agent ends the others (agent/ending.py) and sends Raised, RankEnded
                           -> RankState of each rank (state.py) -> judge -> Failure
                           -> WorkerError (run.py)
 
-Arrival order is not cause. One rank fails, and the others fail a moment later because they lost
-it; whose message comes first is chance. So failures are ordered by kind, then by time:
+The first failure to be reported need not be the cause: if one rank fails, the others fail a moment
+later since they lost their connection to it, and whose message comes first is chance. So failures
+are ordered by kind, then by time:
 
     death by a signal or exit code  <  an exception  <  a connection to another rank that was lost
 
-The first in this order is the cause: the error is its traceback, and names the others in a line.
-An agent that was lost stands before the lost connections, which follow from it. Ranks of one agent
-are ordered by their common clock. Between two agents, the one that the kernel heard of first comes
-first, since the clocks of two machines say nothing about it. Functions here are pure.
+The first in this order is the cause: the error shows its traceback, and mentions the others in one
+line each. A lost agent (the helper process that watches the ranks of one machine) comes before the
+lost connections that follow from it. Failures on one machine are ordered by its clock. Of failures
+on two machines, whose clocks may differ, the one that the kernel heard of first comes first.
+Functions here are pure, but for reading the pid of this process.
 """
 
 from __future__ import annotations
@@ -61,13 +63,16 @@ _HOLDS_MEMORY = re.compile(r"\bProcess (\d+) has \S+ \S+ memory in use")
 
 
 def hint_lines(rank: RankState) -> list[str]:
-    """Return the lines of advice on a rank's failure, each after an empty line; often none."""
+    """Return advice on a rank's failure as lines of the error message; [] if none fits.
+
+    Each piece of advice is preceded by an empty line.
+    """
     texts = [hint(rank) for hint in _HINTS]
     return [line for text in texts if text for line in ("", text)]
 
 
 def _mismatch(rank: RankState) -> str:
-    """The hint if ranks gave one collective tensors that do not match; "" for other failures."""
+    """Return advice if ranks passed tensors of different shapes to one collective, else ""."""
     said = rank.failure.text if rank.failure else "\n".join(rank.tail)
     if not _MISMATCH.search(said):
         return ""
@@ -78,7 +83,7 @@ def _mismatch(rank: RankState) -> str:
 
 
 def _memory_of_kernel(rank: RankState) -> str:
-    """The hint if a device is out of memory of which this kernel holds some; "" for others."""
+    """Return advice if a device is out of memory and this very kernel holds some of it, else ""."""
     own = str(os.getpid())
     if rank.failure is None or own not in _HOLDS_MEMORY.findall(rank.failure.text):
         return ""
@@ -101,10 +106,10 @@ _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", r
 
 
 class _Kind(IntEnum):
-    """How a rank failed; a smaller one is the likelier cause of the others.
+    """How a rank failed. A rank with a smaller kind more likely caused the other failures.
 
-    DEATH: by a signal or an exit code. EXCEPTION: what the function raised. LOST_PEER: it lost its
-    connection to another rank, which follows from that rank's failure.
+    DEATH: a signal or an exit code ended its process. EXCEPTION: its function raised. LOST_PEER:
+    it lost its connection to another rank, as happens when that rank fails.
     """
 
     DEATH = 0
@@ -114,20 +119,25 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The final status, and the failure where it is "failed"."""
+    """The outcome of a run.
+
+    Attributes:
+        status: "succeeded", "failed" or "stopped".
+        failure: why the run failed; None for the other two.
+    """
 
     status: str
     failure: Failure | None = None
 
 
 def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_dir: str) -> Verdict:
-    """The verdict on a run that has ended.
+    """Return the outcome of a run whose ranks have all ended.
 
     Args:
-        state: the last state.
-        is_stopped: whether somebody asked for the end.
-        lost: the agents that ended before their ranks had.
-        log_dir: where the ranks' whole output is.
+        state: the last state of the run.
+        is_stopped: whether the run was told to end: by the user, a timeout or another process.
+        lost: the agents that ended while some of their ranks still ran.
+        log_dir: folder with the complete output of the ranks, which the error names.
     """
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
     # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave
@@ -146,7 +156,14 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
 
 
 def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:
-    """Whether this rank's end makes the run fail; a rank that was told to leave did not."""
+    """Return whether this rank failed, so that the run counts as failed.
+
+    A rank did not fail if its function returned, or if it ended only because it was told to.
+
+    Args:
+        rank: the rank's last state.
+        is_stopped: as in :func:`judge`.
+    """
     if rank.returned or (rank.ended_by_agent and rank.failure is None):
         return False
     if not is_stopped:
@@ -169,7 +186,7 @@ def _kind(rank: RankState) -> _Kind:
 
 
 def _in_order(failed: list[RankState]) -> list[RankState]:
-    """Failures with the likeliest cause first."""
+    """Return the ranks that failed, the likeliest cause first."""
     # For each kind of failure and each agent: the `end_order` of the first rank that failed so.
     first: dict[tuple[_Kind, int], int] = {}
     for rank in failed:
@@ -188,7 +205,15 @@ def _is_watchdog(rank: RankState) -> bool:
 
 
 def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
-    """Build the ``Failure`` of a run whose ranks failed: the cause, then a line for each other."""
+    """Build the ``Failure`` of a run in which ranks failed.
+
+    Its message explains the cause, then mentions the other failures.
+
+    Args:
+        failed: the ranks that failed, in any order.
+        returned: numbers of the ranks whose function returned.
+        log_dir: folder with the complete output of the ranks.
+    """
     failed = _in_order(failed)
     cause = failed[0]
     # Ranks that only lost their connection to a peer say nothing of their own.
@@ -213,7 +238,10 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
 
 
 def _describe(rank: RankState) -> list[str]:
-    """Lines on how a rank failed: its traceback, or for a death without one its last output."""
+    """Return lines that say how a rank failed.
+
+    They end with its traceback or, if its process died without one, its last lines of output.
+    """
     raised = rank.failure
     if raised is None:
         return [_death(rank), *_last_lines(rank)]
@@ -243,7 +271,10 @@ def _last_lines(rank: RankState) -> list[str]:
 
 
 def _in_one_line(rank: RankState) -> str:
-    """``ValueError: bad batch``, ``killed by SIGKILL`` or ``exit code 3``."""
+    """Return how a rank failed, in a few words.
+
+    Such as ``ValueError: bad batch``, ``killed by SIGKILL`` or ``exit code 3``.
+    """
     raised = rank.failure
     if raised is not None:
         first_line = raised.text.strip().split("\n", 1)[0]
@@ -254,7 +285,10 @@ def _in_one_line(rank: RankState) -> str:
 
 
 def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
-    """One line for each way in which other ranks failed; ranks that failed alike share one."""
+    """Return lines about the failed ranks other than ``cause``; ranks that failed alike share one.
+
+    Begins with an empty line; [] if no other rank failed.
+    """
     alike: dict[str, list[int]] = defaultdict(list)
     for rank in failed:
         if rank is not cause:
@@ -266,9 +300,15 @@ def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
 
 
 def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
-    """Explain a lost connection in plain words; no lines if the cause is another kind of failure.
+    """Explain a lost connection between ranks in plain words; [] for other kinds of failure.
 
-    The backend's own text names only an address, and guesses that a rank crashed."""
+    The message of gloo or NCCL names only an address, and guesses that a rank crashed; often a rank
+    has only returned earlier than the others.
+
+    Args:
+        cause: the rank that lost its connection.
+        returned: numbers of the ranks whose function returned.
+    """
     if cause.failure is None or _kind(cause) != _Kind.LOST_PEER:
         return []
     place = place_of_wait(cause.failure.traceback)
@@ -306,11 +346,11 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
 
 
 def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
-    """Return advice for a run that ended well: a line for each likely mistake; often none.
+    """Return advice for a run without failure: a line for each likely mistake; often [].
 
     Args:
         last: the state of the run at its end.
-        packed: what was called.
+        packed: the function that was called, as it was pickled.
     """
     lines = _lost_models(last, packed)
     has_group = any(rank.made_group for rank in last.ranks)
@@ -325,7 +365,10 @@ def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
 
 
 def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
-    """A line if ranks used models of the notebook and none of them returned anything."""
+    """Return a line of advice if the ranks used models of the notebook and all returned None.
+
+    The notebook's models are unchanged then, since ranks train copies. Otherwise [].
+    """
     has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
     if not packed.models or not has_nothing:
         return []

@@ -1,4 +1,4 @@
-"""Engines, which start the processes of a run: one file per engine.
+"""Engines, which start the rank processes of a run: one file for each engine.
 
 A new engine is a new file here, with a class derived from :class:`AgentEngine` of ``local.py`` (or
 :class:`Engine` of ``base.py``), and its row in ``config/engines.py``, the one table of engines.
@@ -20,7 +20,11 @@ __all__ = ["engine_for"]
 
 
 def engine_for(config: LaunchConfig) -> Engine:
-    """Return a new engine by its name in the settings; "auto" picks one that fits."""
+    """Return a new engine, chosen by ``config.engine``.
+
+    "auto" stands for the local engine, or for "xla" where torch_xla finds a TPU and no devices are
+    chosen.
+    """
     on_tpu = config.engine == "auto" and config.devices is None and tpu.is_torch_xlas()
     module, _, name = ENGINES["xla" if on_tpu else config.engine].path.partition(":")
     engine: Engine = getattr(import_module(module, __name__), name)()

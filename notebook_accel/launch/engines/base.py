@@ -1,20 +1,20 @@
-"""Base class of engines: an engine plans the ranks of a launch and starts them.
+"""Base class of engines. An engine plans the ranks of a launch and starts them.
 
     plan_ranks: LaunchRequest ---> RankPlan: the ranks of each agent
     start_ranks: RankPlan -------> RankPool, to which calls are sent (control/pool.py)
-    begin: LaunchRequest --------> a Call that goes on: start ranks, call, end them
+    begin: LaunchRequest --------> a running Call: start ranks, call the function, end the ranks
 
-An engine whose ranks have agents writes ``plan_ranks`` and ``start_agents`` (``AgentEngine`` in
-local.py); nothing else about ranks differs between engines.
+An agent is a helper process that starts and watches the ranks of one machine. An engine whose ranks
+have agents implements only ``plan_ranks`` and ``start_agents`` (``AgentEngine`` in local.py).
 
 An engine is given three records:
 
-    LaunchRequest      what ranks are asked for, and the function that they are to call
+    LaunchRequest      the user's settings, function and arguments
     payload.PackedCall the function and its arguments, pickled
-    NewCall            what the launcher made for the call: folder, first state
+    NewCall            what the launcher prepared for the call: folder, first state, view
 
-Of a LaunchRequest and a RankPlan comes the message ``wire.Launch``, which starts rank processes; of
-a PackedCall the message ``wire.BeginCall``.
+From a LaunchRequest and a RankPlan the engine makes the message ``wire.Launch``, which has an agent
+start rank processes; from a PackedCall the message ``wire.BeginCall``, which has them call.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ _OF_SEVERAL_MACHINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The ranks of a launch by agent, their variables, and notices for the person.
+    """The ranks that an engine is to start for a launch, grouped by agent.
 
     Attributes:
-        agents: the ranks of each agent, numbered over all agents; the first one has rank 0.
-        environment: variables that the engine gives every rank (``ON_CPU`` of
+        agents: for each agent (the helper process on one machine) the ranks that it starts.
+            Numbers run through all agents; the first agent has rank 0.
+        environment: environment variables that the engine gives every rank (``ON_CPU`` of
             control/environment.py, for example).
-        notices: lines for the person.
+        notices: messages for the user.
     """
 
     agents: tuple[tuple[wire.RankSpec, ...], ...]
@@ -73,7 +74,9 @@ class RankPlan:
     def of_sizes(cls, *sizes: int, **fields: Any) -> RankPlan:
         """Return a plan with one agent for each size, whose ranks differ only in their numbers.
 
-        ``fields`` are the others of the plan.
+        Args:
+            sizes: number of ranks of each agent.
+            fields: other fields of the plan.
         """
         firsts = itertools.accumulate(sizes, initial=0)
         agents = (
@@ -84,7 +87,7 @@ class RankPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, over all agents."""
         return sum(map(len, self.agents))
 
 
@@ -92,11 +95,11 @@ class Engine(ABC):
     """Base class of the engines: plans the ranks of a launch and starts them.
 
     Attributes:
-        description: names the engine in a line for the person.
-        unused: arguments of ``notebook_launcher`` that it ignores.
-        needs_payload: whether a call travels to its ranks, and so must be pickled.
-        keeps_ranks: whether its ranks can stay for more calls, as those of a session do.
-        can_detach: whether its runs can outlive the kernel.
+        description: names the engine in messages for the user.
+        unused: arguments of ``notebook_launcher`` that the engine accepts and ignores.
+        needs_payload: whether functions must be pickled, since the ranks are other processes.
+        keeps_ranks: whether its ranks can stay alive between calls, as a session needs.
+        can_detach: whether its runs can outlive the notebook's kernel (``detach=True``).
     """
 
     description: ClassVar[str]
@@ -106,19 +109,23 @@ class Engine(ABC):
     can_detach: ClassVar[bool] = False
 
     def warm_up(self, request: LaunchRequest) -> None:
-        """Do the slow, interruptible part of a start, before the run exists.
+        """Do the slow part of a start, such as waiting until torch is imported.
+
+        Called before the run exists, where the user can interrupt without leaving anything behind.
 
         Raises:
-            LaunchError: what starts the ranks cannot be started itself.
+            LaunchError: the process from which ranks are started cannot be started itself.
         """
         return
 
     def check_here(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
-        """Refuse settings that this machine cannot serve; nothing is started for the check.
+        """Raise an error if this machine cannot run a launch with these settings.
+
+        Starts nothing. The default accepts all settings.
 
         Args:
-            config: of the launch.
-            environment: of its ranks.
+            config: settings of the launch.
+            environment: environment variables of its ranks.
 
         Raises:
             ConfigError: the settings do not fit this machine.
@@ -128,17 +135,19 @@ class Engine(ABC):
 
     @abstractmethod
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
-        """Return the ranks of the launch, by agent, and their variables.
+        """Decide how many ranks the launch has, by which agent each is started, and its variables.
+
+        Engines with several machines wait here until the machines have joined.
 
         Raises:
-            ConfigError: more are asked for than there can be.
+            ConfigError: more ranks are asked for than there can be.
         """
 
     def num_ranks_here(self, request: LaunchRequest) -> int:
         """Return the number of ranks on this machine, without asking any other machine.
 
         Raises:
-            ConfigError: more are asked for than there can be.
+            ConfigError: more ranks are asked for than there can be.
         """
         return self.plan_ranks(request).world_size
 
@@ -146,32 +155,37 @@ class Engine(ABC):
     def begin(
         self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
     ) -> AbstractContextManager[Call]:
-        """Start ranks for one call and send it; yields the call, whose run the block opens.
+        """Start ranks for one call, send the call, and yield it.
+
+        Within the block the launcher makes the run's handle and opens its view; no message from the
+        ranks is handled before the block has ended.
 
         Args:
-            request: what is called.
-            plan: which ranks there are to be.
-            packed: what is called, pickled; None where the engine has no use for that.
-            new: what the launcher made for the call.
+            request: the user's settings, function and arguments.
+            plan: the ranks to start, from :meth:`plan_ranks`.
+            packed: the pickled function with its arguments; None if ``needs_payload`` is False.
+            new: what the launcher prepared for the call.
 
         Raises:
-            LaunchError: they could not be started; nothing is left of them.
+            LaunchError: the ranks could not be started; no process is left of them.
         """
 
     def start_ranks(
         self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
     ) -> RankPool:
-        """Start ranks that stay between calls; return their pool, whose thread is not started yet.
+        """Start ranks that wait for calls, and return their pool.
+
+        The caller must start the pool's thread, which listens to the ranks (``RankPool.start``).
 
         Args:
-            request: what they are asked for.
-            plan: which ranks there are to be.
+            request: the user's settings.
+            plan: the ranks to start, from :meth:`plan_ranks`.
             run: id of the run or session.
-            log_dir: folder of the files with the ranks' output.
+            log_dir: folder for the files with the ranks' output.
 
         Raises:
-            ConfigError: this engine has none that could stay.
-            LaunchError: they could not be started; nothing is left of them.
+            ConfigError: this engine has no ranks that could wait for calls.
+            LaunchError: the ranks could not be started; no process is left of them.
         """
         raise ConfigError(
             f"a session needs ranks that stay between calls, and {self.description} has none: "

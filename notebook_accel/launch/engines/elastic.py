@@ -1,4 +1,4 @@
-"""Engine for several machines, each of which joins the run by one connection to the notebook.
+"""Engine for several machines, which join the run with ``notebook-accel join``.
 
     notebook, machine 0                              machines 1, 2, ...
     MachineServer: address, token  <----- join ----  a template, ready to fork
@@ -6,9 +6,10 @@
     RankPool <====== channel ======> agent
              <====== channel ======= machine_link.py ======> agent
 
-What is behind an agent is the same on all machines, and what a run is, is the same as with
-``local.py``. The machines that are connected are the rendezvous: torch's own (c10d) would be a
-second one, by a store that everybody on the network can write to.
+Each other machine has one connection to the notebook. Its agent (the helper process that starts and
+watches the ranks of a machine) works as on the notebook's machine, and the kernel conducts the run
+as with ``local.py``. torch's own rendezvous (c10d) is not used: the notebook knows the connected
+machines already, and a c10d store can be written by everybody on the network.
 """
 
 from __future__ import annotations
@@ -74,7 +75,12 @@ _POLL_SECONDS = 0.05
 
 
 class ElasticEngine(MachinesEngine):
-    """Ranks on this machine and on others that join the launch."""
+    """Engine with ranks on this machine and on others that join (``engine="elastic"``).
+
+    The other machines join with the command ``notebook-accel join``, which the launch shows, or
+    which ``srun`` runs for it inside a Slurm job. With ``num_nodes=1`` it needs no other machine,
+    and serves to restart ranks after a failure.
+    """
 
     description = "engine='elastic', which finds its machines by `notebook-accel join`"
     unused = (
@@ -126,10 +132,18 @@ class ElasticEngine(MachinesEngine):
     def _gather(
         self, server: MachineServer, request: LaunchRequest, wanted: int
     ) -> list[JoinedMachine]:
-        """Wait until the wanted machines have joined, and return them; an interrupt ends the wait.
+        """Wait until the other machines have joined, and return them; an interrupt ends the wait.
+
+        Inside a Slurm job with enough nodes, ``srun`` runs the join command on them. Else the
+        command is shown to the user.
+
+        Args:
+            server: listens for the machines.
+            request: the launch, whose view shows what it waits for.
+            wanted: number of other machines.
 
         Raises:
-            LaunchError: they do not come.
+            LaunchError: not all have joined within 10 minutes, or ``srun`` has ended early.
         """
         host = request.config.master_addr
         if not has_other_nodes(os.environ, wanted):
@@ -186,10 +200,16 @@ class ElasticEngine(MachinesEngine):
 
 
 def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -> int:
-    """Return the number of ranks for a machine that joined.
+    """Return the number of ranks for another machine that joined.
+
+    Args:
+        info: what that machine told of itself.
+        config: settings of the launch.
+        here: the ranks of the notebook's machine, which must be on the same kind of device.
 
     Raises:
-        ConfigError: it cannot have as many, or has other devices than this one.
+        ConfigError: it has fewer accelerators than ranks are asked for; or only one of the two
+            machines has accelerators.
     """
     if config.devices == "cpu":
         return config.num_processes or 1
@@ -211,20 +231,21 @@ def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -
 def join(
     address: str, token: str, *, tell: Callable[[str], None] | None = None, num_ranks: int = 0
 ) -> None:
-    """Join this machine to a run of a notebook, until the run has ended.
+    """Join this machine to a run of a notebook; return once the run has ended.
 
-    An interrupt ends the ranks here, and so the run.
+    ``notebook-accel join`` calls it. A KeyboardInterrupt ends the ranks on this machine, and with
+    them the run.
 
     Args:
         address: ``HOST:PORT``, as the notebook shows it.
-        token: as the notebook shows it.
-        tell: takes lines for the person; None writes them to ``sys.stderr``.
+        token: the secret of the launch, as the notebook shows it.
+        tell: called with each message for the user; None writes them to ``sys.stderr``.
         num_ranks: number of ranks of this machine; 0 lets the notebook decide.
 
     Raises:
-        ConfigError: the address or the token is none.
-        LaunchError: nobody listens there, the token is not the launch's, or the notebook refuses
-            this machine.
+        ConfigError: the address or the token is malformed.
+        LaunchError: nobody listens there, the token is that of another launch, or the notebook
+            refuses this machine.
     """
     host, port = parse_address(address)
     given = Token.of_text(token)
@@ -248,10 +269,10 @@ def join(
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port from ``HOST:PORT``.
+    """Return (host, port) of a text ``HOST:PORT``; brackets around an IPv6 address are removed.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text has another form.
     """
     host, _, port = text.strip().rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65_536:
@@ -260,7 +281,12 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class _Guest:
-    """Serves a notebook with this machine, which has joined its run."""
+    """The joined machine's side of a run: starts and ends an agent here as the notebook asks.
+
+    Args:
+        environment: this machine's environment variables, with which the agent is started.
+        say: called with each message for the user.
+    """
 
     def __init__(self, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
         self._environment = environment
@@ -269,7 +295,16 @@ class _Guest:
         self._agent: AgentLink | None = None
 
     async def serve(self, host: str, port: int, token: Token, info: wire.MachineJoined) -> None:
-        """Serve the notebook's requests until the connection ends."""
+        """Connect to the notebook, and serve its requests until the connection ends.
+
+        Args:
+            host, port: where the notebook listens.
+            token: proves that this machine may join.
+            info: describes this machine; its network interface is filled in here.
+
+        Raises:
+            LaunchError: there is no such notebook, or it refuses this machine.
+        """
         link = await self._connect(host, port, token)
         interface = interface_of(link.own_address)
         serving = asyncio.ensure_future(link.serve(self._requests.put_nowait))
@@ -304,7 +339,16 @@ class _Guest:
     async def _start(
         self, link: MachineLink, message: wire.StartMachineAgent
     ) -> asyncio.Task[None] | None:
-        """Fork an agent; return a task that ends once it has ended and the notebook knows."""
+        """Fork an agent, and relay its connection to the notebook.
+
+        Args:
+            link: the connection to the notebook.
+            message: the notebook's request.
+
+        Returns:
+            A task that ends once the agent has ended and the notebook was told; None if no agent
+            could be forked, which the notebook is told as well.
+        """
         directory = message.directory if os.path.isdir(message.directory) else os.getcwd()
         fork = partial(
             fork_agent, self._environment, (), tcp_pair, run=message.run, sees_files=False

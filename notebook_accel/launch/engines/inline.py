@@ -1,7 +1,8 @@
-"""One rank in the notebook's own process, on the notebook's own objects: for a debugger.
+"""Engine that calls the function in the notebook's own process, as a single rank, for debugging.
 
-It blocks, and promises results, errors and Interrupt only: output stays where the notebook puts
-it, and there is nothing to stop from outside.
+The function works on the notebook's own objects, and a debugger can step into it. A launch blocks
+until the function ends. The run has results, errors and interrupts as with other engines, but no
+log of the output, which the notebook shows as usual; and it can be stopped only by an interrupt.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE":
 
 
 class InlineEngine(Engine):
-    """Calls the function in the notebook's own process."""
+    """Engine with one rank, which is the notebook's own process (``engine="inline"``)."""
 
     description = "engine='inline', which calls the function here and waits for it"
     unused = (*Engine.unused, "block", "timeout", "grace")
@@ -70,7 +71,10 @@ class InlineEngine(Engine):
 
 
 class InlineCall(Call):
-    """A call in the notebook's own process; it has ended when its launch returns."""
+    """A call in the notebook's own process.
+
+    The launch runs it in the calling thread: it has ended when the launch returns.
+    """
 
     metrics: MetricStore
 
@@ -84,7 +88,12 @@ class InlineCall(Call):
         return "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
 
     def run(self, request: LaunchRequest) -> None:
-        """Call the function, and keep its result or error."""
+        """Call the request's function, and keep its result or error; updates the state.
+
+        Raises:
+            KeyboardInterrupt: the user interrupted; every other exception is kept as the run's
+                error.
+        """
         self._become("running", pid=os.getpid())
         try:
             self._kept.put(0, request.function(*request.args, **request.kwargs))
@@ -103,7 +112,10 @@ class InlineCall(Call):
             self._become("stopped")
 
     def drop_results(self) -> None:
-        """Drop this call's reference to the results: only the run's handle keeps them."""
+        """Drop this call's reference to the results, so that they are freed with the run's handle.
+
+        Calls are listed for longer than the user needs their results.
+        """
         self._kept, self.results = Results(Registry()), None
 
     def _become(self, status: str, **fields: Any) -> None:
@@ -133,7 +145,7 @@ class InlineCall(Call):
 
 @contextmanager
 def _environment(environment: dict[str, str]) -> Iterator[None]:
-    """Set the ranks' variables within the block, and restore the notebook's own after it."""
+    """Set these environment variables within the block, and restore the previous ones after it."""
     before = dict(os.environ)
     os.environ.update(environment)
     try:
@@ -145,9 +157,10 @@ def _environment(environment: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Seed the generators as a rank's within the block, and restore the notebook's after it.
+    """Seed the random generators within the block as in a rank, and restore them after it.
 
-    Random numbers of the notebook's devices begin anew.
+    Does nothing for None. Generators of accelerators are not restored to where they were: after the
+    block they start anew from the notebook's seed.
     """
     if seed is None:
         yield

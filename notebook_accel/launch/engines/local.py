@@ -1,8 +1,11 @@
-"""Engines whose ranks are started by agents, and the local one: template -> agent -> ranks.
+"""The base class of engines whose ranks are started by agents, and the local engine.
 
-AgentEngine.begin
-    start_ranks: start_agents -> an AgentLink each -> RankPool, which sends wire.Launch
-    RankCall.sent: sends wire.BeginCall
+An agent is the helper process that starts and watches the ranks of one machine. It is forked from
+the template, a clean process that has torch imported, and forks the ranks in turn::
+
+    AgentEngine.begin
+        start_ranks: start_agents -> an AgentLink each -> RankPool, which sends wire.Launch
+        RankCall.sent: sends wire.BeginCall
 """
 
 from __future__ import annotations
@@ -71,7 +74,11 @@ _VARIABLES: dict[str, Callable[[Mapping[str, str], int], dict[str, str]]] = {
 
 
 class AgentEngine(Engine):
-    """Base class of engines whose ranks are started by one or more agents."""
+    """Base class of engines whose ranks are started by agents.
+
+    An agent is a helper process that starts and watches the ranks of one machine of the run. A
+    subclass implements ``plan_ranks`` and ``start_agents``.
+    """
 
     keeps_ranks = True
     start_method: ClassVar[str] = "fork"
@@ -132,33 +139,48 @@ class AgentEngine(Engine):
 
     @abstractmethod
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """Start the plan's agents, in its order; each waits for ``wire.Launch``.
+        """Start the agents of the plan, and return a connection to each, in the plan's order.
+
+        They start no ranks yet: each waits for the message ``wire.Launch``.
+
+        Args:
+            request: the user's settings.
+            plan: the ranks of each agent.
+            run: id of the run or session.
 
         Raises:
-            LaunchError: one could not be started; nothing is left of the others.
+            LaunchError: an agent could not be started; the others were ended.
         """
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Return the plan of ranks for another attempt after a failure.
+        """Return the ranks with which a failed run is restarted (``max_restarts``).
 
         Raises:
-            ConfigError, LaunchError: there can be none.
+            ConfigError, LaunchError: the run cannot be restarted.
         """
         return self.plan_ranks(request)
 
     def close(self) -> None:
-        """Note that no more ranks are to be started."""
+        """Release what only starting further ranks would need, such as connected machines.
+
+        Called once a run can have no more restarts. The default has nothing to release.
+        """
 
 
 def abandon(links: Iterable[AgentLink]) -> None:
-    """Close the channels of agents without a run, and end the agents."""
+    """Close the connections to agents and kill them, after a start that failed half-way."""
     for link in links:
         link.channel.close()
         link.end()
 
 
 class LocalEngine(AgentEngine):
-    """Ranks on this machine: forks of a clean process, on the CPU or one per accelerator."""
+    """Engine with ranks on this machine, the default (``engine="local"``).
+
+    Without ``num_processes`` it has one rank for each accelerator or, if there is none, one rank on
+    the CPU. Ranks are forks of a clean process, not of the kernel, so that a kernel that has used
+    CUDA or threads does no harm.
+    """
 
     description = "engine='local', whose ranks are on one machine"
     can_detach = True
@@ -205,19 +227,20 @@ def fork_agent(
     run: str,
     sees_files: bool,
 ) -> AgentLink:
-    """Have the template process fork an agent; return the link to it.
+    """Have the template process fork an agent, and return the connection to the agent.
 
     Args:
-        environment: names the template.
-        ranks: those that the agent is to start.
-        connection: makes a connection, whose ends the link and the agent take. It is called again
-            for a new template: the old one may have forked an agent onto the first connection
-            without saying so.
+        environment: environment variables of the launch. They decide whether the template that
+            runs can be used, or another one has to be started.
+        ranks: the ranks that the agent starts later.
+        connection: makes a pair of connected sockets: this process keeps the first, the agent gets
+            the second. If the template does not answer, it is called again for a new template,
+            since the old one may have forked an agent with the first pair all the same.
         run: id of the run or session.
-        sees_files: whether the agent may write into the run's folder.
+        sees_files: whether the agent may write into the run's folder (``AgentLink.sees_files``).
 
     Raises:
-        LaunchError: it could not be forked, or did not answer; nothing is left of it.
+        LaunchError: the agent could not be forked, or did not answer; no process is left of it.
     """
 
     def fork(source: Template) -> AgentLink:
@@ -251,7 +274,14 @@ def fork_agent(
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a loopback TCP connection, over which segments travel as bytes."""
+    """Return both ends of a TCP connection over the loopback interface.
+
+    Unlike a Unix socket pair it passes no file descriptors, so that all data travels as bytes and
+    can be relayed to another machine.
+
+    Raises:
+        LaunchError: another process has connected in between.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, peer = server.accept()
@@ -261,7 +291,15 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _end(source: Template, pid: int, run: str) -> None:
-    """End an agent and all that it started, even if both the agent and the template are stuck."""
+    """Kill an agent and all processes that it started, and remove its temporary files.
+
+    It works even if both the agent and the template are stuck.
+
+    Args:
+        source: the template that forked the agent.
+        pid: process id of the agent.
+        run: id of the run or session.
+    """
     # Of one that has ended, the number may be that of another process by now.
     if source.exit_of(pid, timeout=0.0) is None:
         processes.kill_tree([pid])

@@ -1,10 +1,12 @@
-"""The notebook's side of machines that join a run: admits them and starts their agents.
+"""The notebook's side of other machines that join a run: admit them, and start their agents.
 
     MachineServer: address, token  <----- join (elastic.py) ----  a template, ready to fork
     JoinedMachine.start_agent     ----- StartMachineAgent ----->  template -> agent
     AgentLink's channel <====== machine_link.py ======>           channel of the agent
 
-Engines differ in how the machines come to know address and token.
+An agent is the helper process that starts and watches the ranks of one machine, forked from the
+machine's template process. The engines with several machines (elastic.py, ray.py) differ in how the
+machines learn the address and the token.
 """
 
 from __future__ import annotations
@@ -76,7 +78,15 @@ _END_SECONDS = 5.0
 
 
 class JoinedMachine:
-    """A connected machine of the run. Its methods are for any thread but the links'."""
+    """Another machine that has joined the run and is connected; it runs one agent at a time.
+
+    Its methods may be called from any thread, except that of the connections (the event loop of
+    ``machine_link.py``), unless a method says otherwise.
+
+    Args:
+        link: connection to the machine.
+        info: what the machine told of itself: versions, devices, environment.
+    """
 
     def __init__(self, link: MachineLink, info: wire.MachineJoined) -> None:
         self.info = info
@@ -91,26 +101,26 @@ class JoinedMachine:
 
     @property
     def name(self) -> str:
-        """The machine's host name and address."""
+        """The machine's host name and IP address, for messages."""
         return f"{self.info.host} ({self.address})"
 
     @property
     def address(self) -> str:
-        """The address of the other machine, as this one sees it."""
+        """The IP address of the joined machine, as the notebook's machine sees it."""
         return self._link.peer_address
 
     @property
     def own_address(self) -> str:
-        """The address of this machine, as the other one sees it."""
+        """The IP address of the notebook's machine by which the joined machine reaches it."""
         return self._link.own_address
 
     @property
     def is_open(self) -> bool:
-        """Whether the machine is connected."""
+        """Whether the machine is still connected, as far as is known."""
         return self._link.is_open
 
     def take(self, message: wire.Message) -> None:
-        """Handle a message of the machine; called by its link."""
+        """Handle a message of the machine about its agent; called in the connections' thread."""
         if isinstance(message, wire.MachineAgentStarted):
             self._answers.put_nowait(message)
         elif isinstance(message, wire.MachineAgentEnded):
@@ -120,7 +130,10 @@ class JoinedMachine:
             self._note_end()
 
     def close_answers(self) -> None:
-        """Note that the connection has ended; called by its link."""
+        """End all waiting for this machine, whose connection has ended.
+
+        Called in the connections' thread.
+        """
         self._answers.put_nowait(None)
         self._is_idle.set()
 
@@ -131,15 +144,16 @@ class JoinedMachine:
         *,
         run: str,
     ) -> AgentLink:
-        """Have the machine start an agent; return the link to it.
+        """Have the machine start an agent, and return the connection to the agent.
 
         Args:
-            ranks: those that the agent is to start.
-            fields: gives the machine's own fields of ``wire.Launch``, by the ranks' directory.
+            ranks: the ranks that the agent starts later.
+            fields: given the working directory that the machine chose for its ranks, returns the
+                fields of ``wire.Launch`` that differ on this machine.
             run: id of the run or session.
 
         Raises:
-            LaunchError: there is no agent.
+            LaunchError: the machine has started no agent.
         """
         if not self._is_idle.wait(_END_SECONDS):
             raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
@@ -170,7 +184,11 @@ class JoinedMachine:
         return await self._answers.get()
 
     def _end_agent(self, _: asyncio.Task[None]) -> None:
-        """End the agent on the machine, if it runs still, after its channel was closed."""
+        """Ask the machine to end its agent, unless the agent has ended already.
+
+        Called when the notebook's end of the agent's channel was closed. A machine that was let go
+        (:meth:`let_go`) is disconnected instead, which ends its agent, too.
+        """
         if self._end is not None:
             self._note_end()
         elif self._stays:
@@ -179,14 +197,21 @@ class JoinedMachine:
             self._link.close()
 
     def _note_end(self) -> None:
-        """Free the machine for another agent, once the last one and its channel have ended."""
+        """Mark the machine as free for another agent, if the last agent's channel is closed, too.
+
+        Called when the last agent has ended. A machine that was let go (:meth:`let_go`) is
+        disconnected then.
+        """
         if self._passing is not None and self._passing.done():
             self._is_idle.set()
             if not self._stays:
                 self._link.close()
 
     def let_go(self) -> None:
-        """Disconnect once the agent has ended, if any; called in the thread of the links."""
+        """Disconnect the machine now or, if it has an agent, once the agent has ended.
+
+        Called in the connections' thread.
+        """
         self._stays = False
         if self._is_idle.is_set():
             self._link.close()
@@ -209,24 +234,26 @@ class JoinedMachine:
 
 
 class MachineServer:
-    """Listens for the machines of a run, and admits as many as are wanted.
+    """Server in the notebook's kernel that admits the other machines of a run.
 
     Attributes:
-        machines: those that are connected, in the order in which they joined.
-        token: what they need beside the address. It lets in as many as are wanted, once.
-        refused: why the last one was refused; "" where none was.
+        machines: the machines that are connected, in the order in which they joined.
+        token: the secret by which a machine may join. It is valid for this run only, until as many
+            machines have joined as the run needs.
+        refused: which machine was refused last and why, for the user; "" if none was.
     """
 
     def __init__(self, host: str, port: int, wanted: int) -> None:
         """Start listening for machines.
 
         Args:
-            host: the address to listen at; "" for all of this machine.
-            port: 0 for any that is free.
-            wanted: number of machines.
+            host: IP address or name to listen at; "" for all addresses of this machine.
+            port: port to listen at; 0 for any free one.
+            wanted: number of machines to admit.
 
         Raises:
-            LaunchError: the address cannot be listened at, or there is no certificate.
+            LaunchError: the server cannot listen at this address, or the package that makes its TLS
+                certificate is not installed.
         """
         self.machines: list[JoinedMachine] = []
         self.refused = ""
@@ -251,15 +278,19 @@ class MachineServer:
 
     @property
     def port(self) -> int:
-        """The port at which it listens."""
+        """The port at which the server listens."""
         return int(self._server.sockets[0].getsockname()[1])
 
     def admit_no_more(self) -> None:
-        """Stop listening: the token is used up, even if a machine is lost later."""
+        """Stop listening, but keep the connected machines.
+
+        Called when all have joined: nobody can join with the token afterwards, even if a machine is
+        lost.
+        """
         in_background().call_soon_threadsafe(self._server.close)
 
     def close(self) -> None:
-        """Stop listening, and disconnect each machine once its agent has ended."""
+        """Stop listening, and disconnect each machine once its agent has ended; returns at once."""
         in_background().call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
@@ -319,24 +350,34 @@ async def _awaited(coroutine: Any) -> Any:
 
 
 class MachinesEngine(AgentEngine):
-    """Base class of engines whose ranks are on machines that join; one per launch or session."""
+    """Base class of engines with ranks on other machines, which join the run over the network.
+
+    An instance serves one launch or session.
+    """
 
     def __init__(self) -> None:
         self._server: MachineServer | None = None
         self._machines: list[JoinedMachine] = []
 
     def _listen(self, host: str, port: int, wanted: int) -> MachineServer:
-        """Return a :class:`MachineServer` that listens as long as this engine exists."""
+        """Start the server for machines to join, and return it; it stops with this engine.
+
+        Args:
+            host, port, wanted: as for :class:`MachineServer`.
+        """
         server = self._server = MachineServer(host, port, wanted)
         weakref.finalize(self, server.close)
         return server
 
     @abstractmethod
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
-        """Return the plan of ranks on these machines, which are those of the run from then on."""
+        """Return the plan of ranks on these machines, and remember them as those of the run."""
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Return a plan of ranks on the machines that are still connected."""
+        """Return the ranks of a restart: on those machines that are still connected.
+
+        An engine without other machines plans anew.
+        """
         if self._server is None:
             return super().plan_again(request)
         machines = [machine for machine in self._server.machines if machine.is_open]
@@ -347,7 +388,11 @@ class MachinesEngine(AgentEngine):
             self._server.close()
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """Start the plan's agents on this machine, if it has any; return their links."""
+        """Start the agents on the notebook's machine, and return the connections to them.
+
+        These are the first agents of the plan. The default is an engine without ranks here: it
+        returns [].
+        """
         return []
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
@@ -370,7 +415,7 @@ class MachinesEngine(AgentEngine):
 
 
 def torchelastic_variables(config: LaunchConfig) -> dict[str, str]:
-    """Return torchrun's variables about restarts, which functions for torchrun read."""
+    """Return the environment variables by which torchrun tells functions about restarts."""
     return {
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
@@ -378,7 +423,13 @@ def torchelastic_variables(config: LaunchConfig) -> dict[str, str]:
 
 
 def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of gloo and NCCL that name the interface, unless the person set them."""
+    """Return the variables that make gloo and NCCL use a network interface.
+
+    Args:
+        name: of the interface; "" gives no variables.
+        environment: the environment of the ranks. A variable that it sets already is left out,
+            unless it names the loopback interface, by which no other machine can be reached.
+    """
     chosen = (variable for variable in INTERFACES if environment.get(variable) in (None, "lo"))
     return dict.fromkeys(chosen, name) if name else {}
 
@@ -390,7 +441,15 @@ def _fields_of_launch(
     num_ranks: int,
     directory: str,
 ) -> dict[str, Any]:
-    """Return the fields of ``wire.Launch`` for another machine: its environment, path and so on."""
+    """Return the fields of ``wire.Launch`` that differ on another machine.
+
+    Args:
+        info: what the machine told of itself.
+        request: the user's settings.
+        plan: all ranks of the run, with the variables that they have in common.
+        num_ranks: number of ranks on the machine.
+        directory: working directory of the ranks there.
+    """
     of_machine = {**info.environment, **_set_by_cells()}
     of_plan = {name: text for name, text in plan.environment.items() if name not in INTERFACES}
     if request.config.devices == "cpu":
@@ -415,13 +474,16 @@ def _fields_of_launch(
 
 
 def _set_by_cells() -> dict[str, str]:
-    """Return the environment variables that this process has changed since it began."""
+    """Return environment variables that this process has set or changed since it began.
+
+    Cells set them, so the ranks on other machines need them as well.
+    """
     before = psutil.Process().environ()
     return {name: text for name, text in kept_environment().items() if before.get(name) != text}
 
 
 def notices_of(machines: Sequence[JoinedMachine]) -> tuple[str, ...]:
-    """Return lines for the person: the machines that joined, and likely problems."""
+    """Return messages for the user: which machines joined, and which have another torch version."""
     here = version("torch")
     other = [f"{m.info.host} has {m.info.torch}" for m in machines if m.info.torch != here]
     names = ", ".join(machine.name for machine in machines)
@@ -432,7 +494,7 @@ def notices_of(machines: Sequence[JoinedMachine]) -> tuple[str, ...]:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface of this machine with that address; "" if none has it."""
+    """Return the name of this machine's network interface with an IP address; "" if none has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name
@@ -440,7 +502,10 @@ def interface_of(address: str) -> str:
 
 
 def outward_address() -> str:
-    """Return the address that this machine uses towards others; nothing is sent to find it."""
+    """Return the IP address with which this machine sends to the network; 127.0.0.1 without one.
+
+    The system is asked for its route; nothing is sent.
+    """
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with udp, contextlib.suppress(OSError):
         udp.connect(("192.0.2.1", 9))  # set aside for documentation

@@ -1,9 +1,11 @@
-"""Ranks on the nodes of a Ray cluster: an actor on each has its node join, as `join` would.
+"""Engine with ranks on the nodes of a Ray cluster.
 
-    plan_ranks: placement group -> how many ranks each node gets -> one actor a node
-    actor: elastic.join --> MachineServer (machines.py), and from there on all is as with elastic
+    plan_ranks: placement group -> number of ranks on each node -> one Ray actor on each node
+    actor: elastic.join --> MachineServer (machines.py)
 
-Ray chooses the nodes and starts the actors; what the ranks say goes by our own connection.
+Ray only chooses the nodes and starts the actors. Each actor joins its node to the run, just as
+``notebook-accel join`` joins a machine with ``engine="elastic"``; from then on everything works as
+with that engine, over notebook_accel's own connections.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ _POLL_SECONDS = 0.05
 
 
 class RayEngine(MachinesEngine):
-    """Ranks on the nodes of a Ray cluster: the connected one, or one on this machine."""
+    """Engine with ranks on the nodes of a Ray cluster (``engine="ray"``).
+
+    It takes the cluster that ray is connected to, else one that ``ray.init()`` finds or starts on
+    this machine.
+    """
 
     description = "engine='ray', whose ranks are on the nodes of a Ray cluster"
 
@@ -80,7 +86,20 @@ class RayEngine(MachinesEngine):
         address: str,
         token: str,
     ) -> Any:
-        """Start the actor of a node; return the Ray reference that is ready when the actor ends."""
+        """Start the actor that joins a node to the run.
+
+        Args:
+            ray: the module ray.
+            node: Ray's id of the node.
+            num_ranks: number of ranks on the node; the actor reserves a CPU, and a GPU if the ranks
+                use GPUs, for each.
+            request: the user's settings.
+            address: ``HOST:PORT`` at which the notebook listens for machines.
+            token: the secret with which the node may join.
+
+        Returns:
+            A Ray object reference that becomes ready when the actor ends.
+        """
         strategies = ray.util.scheduling_strategies
         actor = (
             ray.remote(_NodeActor)
@@ -95,10 +114,10 @@ class RayEngine(MachinesEngine):
         return actor.join.remote(address, token, num_ranks)
 
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
-        """Return the plan of ranks on these machines.
+        """Return the plan of ranks on these machines, and remember them as those of the run.
 
         Raises:
-            LaunchError: there are none.
+            LaunchError: the list is empty.
         """
         if not machines:
             raise LaunchError("no node of the Ray cluster is left: launch again")
@@ -114,10 +133,16 @@ class RayEngine(MachinesEngine):
 
 
 class _NodeActor:
-    """The actor on a node, which joins the node to the run."""
+    """Ray actor on one node of the cluster, which joins the node to the run."""
 
     def join(self, address: str, token: str, num_ranks: int) -> None:
-        """Join the run with this node until the run has ended."""
+        """Join this node to the run; when the run has ended, end the actor.
+
+        Args:
+            address: ``HOST:PORT`` at which the notebook listens.
+            token: the secret with which the node may join.
+            num_ranks: number of ranks on this node.
+        """
         import ray
 
         # Ray sets it to the CPUs of all ranks here, where nobody else has. A rank has one of them.
@@ -129,10 +154,12 @@ class _NodeActor:
 
 
 def _connected() -> Any:
-    """Return the module ray, connected to the cluster found or to a new one on this machine.
+    """Return the module ray, connected to a cluster.
+
+    If it is not connected yet, ``ray.init()`` finds a cluster or starts one on this machine.
 
     Raises:
-        LaunchError: it is not installed.
+        LaunchError: ray is not installed.
     """
     try:
         import ray
@@ -152,10 +179,12 @@ def _uses_gpus(ray: Any, request: LaunchRequest) -> bool:
 
 
 def _place(ray: Any, request: LaunchRequest) -> Counter[str]:
-    """Return the number of ranks of each node, by node id, as Ray places them.
+    """Return how many ranks each node gets, by Ray's node id; Ray decides that.
+
+    Each rank takes one CPU and, if the ranks use GPUs, one GPU.
 
     Raises:
-        LaunchError: the cluster has no room for them.
+        LaunchError: the cluster has too few of them, or none get free within 5 minutes.
     """
     uses_gpus = _uses_gpus(ray, request)
     resources = ray.cluster_resources()

@@ -1,7 +1,9 @@
-"""Ranks on TPUs by torch_xla: template -> agent -> leader, which calls ``xmp.spawn`` -> ranks.
+"""Engine with ranks on TPUs, through torch_xla.
 
-The kernel imports nothing of it and holds no chip, so that a second launch works, and a function
-may be one that a cell made.
+    template process -> agent -> leader process, which calls ``xmp.spawn`` -> ranks
+
+The notebook's kernel does not import torch_xla and holds no TPU chip, so that each launch finds the
+chips free, and the function may be defined in a cell.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ __all__ = ["XlaEngine"]
 
 
 class XlaEngine(LocalEngine):
-    """Ranks on TPUs, started by ``xmp.spawn`` of torch_xla: one for each device, or one."""
+    """Engine with ranks on this machine's TPU, started by torch_xla (``engine="xla"``).
+
+    ``xmp.spawn`` starts one rank for each device or, with ``num_processes=1``, a single one.
+    """
 
     description = "engine='xla', whose ranks are on this machine's TPU"
     start_method = "xla"
@@ -39,10 +44,15 @@ class XlaEngine(LocalEngine):
     def _find_devices(
         self, config: LaunchConfig, environment: Mapping[str, str]
     ) -> tuple[str, int]:
-        """Return the platform and the number of its devices, from :func:`tpu.count_devices`.
+        """Check the settings; return (platform, number of its devices), such as ("TPU", 8).
+
+        Args:
+            config: settings of the launch.
+            environment: environment variables of the launch.
 
         Raises:
-            ConfigError, LaunchError: as :meth:`check_here`.
+            ConfigError: the settings ask for another number of ranks, or for certain devices.
+            LaunchError: torch_xla is not installed or cannot be used, or there is no TPU.
         """
         _check_library()
         platform, count = tpu.count_devices(environment)

@@ -4,8 +4,8 @@
     pack_call -> Packed ------------------------> unpack_call -> UnpackedCall
     unpack_result, unpack_exception <- Packed, bytes - pack_result, pack_exception
 
-Packing copies no tensor: the buffers of a :class:`Packed` are views of the memory that they were
-found in. Nothing here looks at who sent a pickle: the channel has proved that before.
+Packing copies no CPU tensor: the buffers of a :class:`Packed` are views of the tensors' memory.
+Nothing here checks who sent a pickle: each connection has authenticated its other end before.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ P = TypeVar("P", CallPickler, ResultPickler)
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickled value with its out-of-band buffers.
+    """A pickled value with the memory of its tensors and arrays beside the pickle (out of band).
 
     Attributes:
-        buffers: first the cells that its functions were written in, pickled; then the memory of
-            its tensors and arrays, and last the pickle itself; contiguous, of bytes.
+        buffers: first the pickled sources of the notebook cells that define the value's functions;
+            then the memory of each tensor and array; last, the pickle itself. All are contiguous
+            views of bytes.
     """
 
     buffers: tuple[memoryview, ...] = ()
@@ -68,7 +69,14 @@ class Packed:
 
 @dataclass(frozen=True)
 class Registry:
-    """The notebook's own objects, to which references in results are resolved."""
+    """The notebook's classes, functions and type variables that a call sent to its ranks by value.
+
+    A result that contains one of them holds only its index here. :func:`unpack_result` replaces the
+    index by the notebook's own object, so that a returned instance has the notebook's class.
+
+    Attributes:
+        objects: these objects, in the order in which they were pickled.
+    """
 
     objects: tuple[Any, ...] = ()
 
@@ -78,11 +86,11 @@ class PackedCall:
     """A pickled function with its arguments, ready for any number of ranks.
 
     Attributes:
-        packed: for :func:`unpack_call`.
-        registry: for :func:`unpack_result` and :func:`unpack_exception`.
-        notices: one line each for the person.
-        models: names of the notebook's torch modules that travel along.
-        uses_torch: whether the pickle, or the function's module, names torch.
+        packed: the pickle and its buffers, for :func:`unpack_call`.
+        registry: the objects sent by value, for :func:`unpack_result` and :func:`unpack_exception`.
+        notices: lines to show to the user, such as that tensors on a GPU arrive on the CPU.
+        models: names of the arguments and variables that are torch modules of the notebook.
+        uses_torch: whether the pickle, or the module of an importable function, mentions torch.
     """
 
     packed: Packed
@@ -97,9 +105,12 @@ class UnpackedCall:
     """A function and its arguments, as unpickled in a rank.
 
     Attributes:
-        sent: the notebook's classes and functions, as they were remade here in this call and,
-            in a session, in those before it.
-        sources: of the cells that they were written in.
+        function: the function to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        sent: this rank's copies of the objects in the notebook's :class:`Registry`, at the same
+            indices. In a session, whose ranks serve several calls, earlier calls' come first.
+        sources: sources of the notebook cells that define the function and what it uses.
     """
 
     function: Callable[..., Any]
@@ -120,19 +131,19 @@ def pack_call(
     sources: Sequence[CellSource] = (),
     session: Registry | None = None,
 ) -> PackedCall:
-    """Pickle a function, its arguments, and what the function uses of the notebook.
+    """Pickle a function, its arguments, and the notebook's definitions and variables that it uses.
 
     Args:
         function: to be called on each rank.
         args, kwargs: what it is called with.
-        sources: of the notebook's cells; only those of functions that travel go along.
-        session: what earlier calls sent to the same ranks, which may come back from this one.
-            The notebook's functions use what these ranks have under the names of their globals,
-            which do not travel along.
+        sources: all cells of the notebook; only those that define a pickled function are packed.
+        session: None for a launch. For a session, whose ranks serve several calls: the registry of
+            the previous call (empty for the first). The notebook's functions then travel without
+            their global variables, and use the session's variables of the same names.
 
     Raises:
-        LaunchError: something cannot travel, or would be wrong where it arrives; the message
-            names it and says what to do.
+        LaunchError: something cannot be pickled, or would be useless in a rank; the message names
+            it and says what to do.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     make = CallPickler if session is None else SessionPickler
@@ -162,13 +173,13 @@ def pack_call(
 def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> UnpackedCall:
     """Unpickle a function and its arguments, in a rank.
 
-    In the first call a process gets a new ``__main__``. It holds what the function uses, and
-    ``linecache`` the cells' sources.
+    The first call of a process replaces its ``__main__`` by an empty one. Every call adds the
+    notebook's classes and functions to ``__main__``, and the cells' sources to ``linecache``.
 
     Args:
-        packed: its buffers writable and private to this process: tensors live in them.
-        sent_before: :attr:`UnpackedCall.sent` of the call before, whose ``__main__`` stays, with
-            the names that it left there; None for the first call.
+        packed: the packed call. Its buffers must be writable and private to this process, since the
+            tensors use their memory.
+        sent_before: :attr:`UnpackedCall.sent` of this process's previous call; None for the first.
     """
     sources, body, buffers = _open_pickle(packed)
     cells.install_sources(sources)
@@ -191,7 +202,13 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
 def _dump(
     make: Callable[..., P], value: Callable[[P], object]
 ) -> tuple[bytes, list[pickle.PickleBuffer], P]:
-    """Pickle ``value(pickler)``; return the pickle, its out-of-band buffers and the pickler."""
+    """Pickle an object; return the pickle, its out-of-band buffers, and the pickler that was used.
+
+    Args:
+        make: makes the pickler, called as ``make(file, buffer_callback)``.
+        value: returns the object to pickle, given the pickler. The object may contain a list that
+            the pickler fills as it goes.
+    """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = make(file, buffers.append)
@@ -213,7 +230,7 @@ def _as_packed(
 def _open_pickle(
     packed: Packed,
 ) -> tuple[tuple[CellSource, ...], memoryview, tuple[memoryview, ...]]:
-    """Return the cells' sources, the pickle, and the pickle's buffers."""
+    """Split packed buffers into the unpickled cell sources, the pickle, and its own buffers."""
     sources, *buffers, body = packed.buffers
     return load(sources), body, tuple(buffers)
 
@@ -249,12 +266,12 @@ def _is_model(value: Any) -> bool:
 def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
     """Pickle the value that a rank returned.
 
-    Tensors go to the CPU and lose their graph; a model loses its strategy's wrapper. Classes and
-    functions that came from the notebook go back as references to the notebook's own.
+    Tensors are moved to the CPU and detached from their graph; a model is taken out of its wrapper,
+    such as DDP. Classes and functions that came from the notebook go back as references to them.
 
     Args:
         value: what the function returned.
-        call: the function, from :func:`unpack_call`.
+        call: the call that returned it, from :func:`unpack_call`; None pickles without references.
 
     Raises:
         TypeError: something in it cannot be pickled; the message names it.
@@ -268,21 +285,24 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:
-    """Unpickle the result of a rank, with the notebook's own classes.
+    """Unpickle, in the notebook, what :func:`pack_result` packed in a rank.
 
     Args:
-        packed: its buffers writable: tensors live in them.
-        registry: of the call that it answers.
+        packed: the packed result. Its buffers must be writable, since the tensors use their memory.
+        registry: registry of the :class:`PackedCall` that the rank answers.
 
     Raises:
-        Exception: whatever the classes of its values raise when they are remade.
+        Exception: any exception of the classes of the result, as their instances are rebuilt.
     """
     _, body, buffers = _open_pickle(packed)
     return load(body, buffers=buffers, objects=registry.objects)
 
 
 def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> bytes | None:
-    """Pickle the exception that a rank raised; None if it cannot be pickled."""
+    """Pickle the exception that a rank raised; return None if it cannot be pickled.
+
+    ``call`` is the call that raised it, from :func:`unpack_call`; None if none was unpickled.
+    """
     file = io.BytesIO()
     try:
         ResultPickler(file, sent=call.sent if call else ()).dump(error)
@@ -292,7 +312,15 @@ def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> by
 
 
 def unpack_exception(data: bytes | None, registry: Registry) -> BaseException | None:
-    """Unpickle the exception that a rank raised; None if it does not unpickle."""
+    """Unpickle, in the notebook, the exception that a rank raised.
+
+    Args:
+        data: what :func:`pack_exception` returned in the rank.
+        registry: registry of the :class:`PackedCall` that the rank answers.
+
+    Returns:
+        the exception; None if ``data`` is None or cannot be unpickled here.
+    """
     if data is None:
         return None
     try:

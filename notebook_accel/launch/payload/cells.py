@@ -1,4 +1,4 @@
-"""The notebook's cells in a rank: their sources, their names in tracebacks, their ``__main__``."""
+"""Makes the notebook's cells known in a rank: sources, labels in tracebacks, ``__main__``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CellSource:
-    """The text of a cell.
+    """The source of a notebook cell, sent to the ranks for their tracebacks.
 
     Attributes:
-        filename: what the code objects of the cell name as their file.
-        label: what a person calls it: "Cell In[3]".
-        text: its source.
+        filename: name of the "file" in the cell's code objects (``co_filename``).
+        label: what tracebacks call the cell instead: "Cell In[3]".
+        text: source code of the cell.
     """
 
     filename: str
@@ -50,7 +50,11 @@ _FILE = re.compile(r'File "([^"\n]+)"(?=, line \d)')
 
 
 def install_sources(sources: Sequence[CellSource]) -> None:
-    """Let tracebacks, ``inspect.getsource``, warnings and torch.compile find the cells."""
+    """Register the cells' sources and labels in this process.
+
+    From then on tracebacks, ``inspect.getsource``, warnings and torch.compile find the source lines
+    in ``linecache``, though no such file exists.
+    """
     for source in sources:
         lines = source.text.splitlines(keepends=True)
         # None for the time of change: ``linecache.checkcache`` keeps such an entry. It would drop
@@ -65,7 +69,7 @@ def install_sources(sources: Sequence[CellSource]) -> None:
 
 
 def label_of(filename: str) -> str:
-    """Return the label of a cell ("Cell In[3]") for its file name; other names unchanged."""
+    """Return the label of a cell ("Cell In[3]") for its file name; return other names unchanged."""
     return _labels.get(filename, filename)
 
 
@@ -74,30 +78,34 @@ def name_cells(text: str, labels: Mapping[str, str] | None = None) -> str:
 
     Args:
         text: the traceback.
-        labels: by file name; None: of the cells that were installed here.
+        labels: labels by file name; None takes those of :func:`install_sources` in this process.
     """
     known = _labels if labels is None else labels
     return _FILE.sub(lambda match: known.get(match[1], match[0]), text)
 
 
 def main_namespace() -> dict[str, Any]:
-    """The globals of this process's ``__main__``."""
+    """Return the global variables of this process's ``__main__``."""
     return vars(sys.modules["__main__"])
 
 
 def fresh_main() -> None:
-    """Put an empty ``__main__`` in place of the process's own."""
+    """Replace this process's ``__main__`` by an empty module (in a rank, before its first call)."""
     module = types.ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
 
 
 def fill_main(objects: Iterable[Any]) -> None:
-    """Assign the cells' classes and functions to their names in ``__main__``.
+    """Assign the notebook's classes and functions to their names in this rank's ``__main__``.
 
-    Plain pickle finds them there: ``torch.save``, and what DataLoader workers send. A name that
-    the function uses as a global keeps the value that came with the function; one that an earlier
-    call put here, and that nobody has assigned since, gets the new value.
+    Plain pickle, as in ``torch.save`` and DataLoader workers, looks them up there. A name that
+    already has a value keeps it, unless an earlier call assigned the value here and nobody has
+    changed it since.
+
+    Args:
+        objects: the classes, functions and type variables that the call brought by value. Those of
+            other modules than ``__main__``, and nested ones, are skipped.
     """
     namespace = main_namespace()
     filled = namespace.setdefault(_FILLED, {})
@@ -111,7 +119,7 @@ def fill_main(objects: Iterable[Any]) -> None:
 
 @lru_cache(maxsize=1024)
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names that ``code``, nested functions included, may look up as globals."""
+    """Return the names that a code object and its nested functions may look up as globals."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return frozenset(_looked_up(code, "LOAD_GLOBAL")).union(*map(global_names, inner))
 

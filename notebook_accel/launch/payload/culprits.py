@@ -1,4 +1,4 @@
-"""Who is to blame when something cannot be pickled, in the names that a person knows it by."""
+"""Finds the value at fault when pickling fails, and writes the error in the user's own names."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _HELD = ("__self__", "__func__", "func", "args", "keywords")
 
 
 class Culprit(NamedTuple):
-    """The innermost value that cannot be pickled.
+    """The innermost value that cannot be pickled, found after a call or a result failed to pickle.
 
     Attributes:
-        path: how a person would write it: "config['conn']".
+        path: the value as the user would write it: "config['conn']".
         value: the value itself.
-        user: name of the function or class that uses it, "" where nothing does.
-        error: what pickling it alone raised.
+        user: name of the function or class that uses the value; "" if none does.
+        error: exception that pickling this value alone raised.
     """
 
     path: str
@@ -57,9 +57,13 @@ class Culprit(NamedTuple):
     error: BaseException
 
     def sentence(self, verb: str, advice: str) -> str:
-        """Return the sentence of the error: the value, ``verb``, and what to do.
+        """Return the error message: the value and its type, ``verb``, and what to do.
 
-        A kind of value with a remedy shows that; others show ``advice`` and Python's error."""
+        Args:
+            verb: words after the value, with a leading space or comma: " cannot travel".
+            advice: what to do, shown with Python's error; unused if the value's type has its own
+                advice (see ``remedy_of``).
+        """
         if isinstance(self.error, Refused):
             what = str(self.error)
         else:
@@ -74,12 +78,15 @@ _Part = tuple[str, Any, str]
 def _find_culprit(
     parts: Iterable[_Part], make: Callable[..., Any], seen: dict[int, Any] | None = None
 ) -> Culprit | None:
-    """Find the innermost value that cannot be pickled while all parts of it can; None for none.
+    """Find the innermost value that cannot be pickled, although each of its parts can.
 
     Args:
-        parts: where to look.
-        make: called as ``make(file, buffer_callback)``, returns the pickler to try.
-        seen: what cannot be pickled and was looked into, by its identity.
+        parts: the values to search, with their paths and users.
+        make: makes the pickler to try, called as ``make(file, buffer_callback)``.
+        seen: values at fault that were searched already, by ``id``; it ends cycles.
+
+    Returns:
+        the value; None if each of ``parts`` can be pickled alone.
     """
     seen = {} if seen is None else seen
     for path, value, user in parts:
@@ -127,7 +134,12 @@ def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
 
 
 def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
-    """Return a function's variables by name: ``names``, closure variables, and defaults."""
+    """Return the values that a function uses, by name: globals, closure variables, and defaults.
+
+    Args:
+        function: the function.
+        names: the globals that it uses, which the caller has found.
+    """
     code = function.__code__
     found = dict(names)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -144,7 +156,10 @@ def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, 
 def arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments by parameter name; by ``args[0]`` and so on without a signature."""
+    """Return the arguments of a call by parameter name.
+
+    Without a signature that fits, positional ones are called ``args[0]`` and so on.
+    """
     try:
         return inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -152,7 +167,7 @@ def arguments(
 
 
 def _type_name(value: object) -> str:
-    """A value's type, as a person would write it."""
+    """Return the name of a value's type for a message: "Net", but "sqlite3.Connection"."""
     kind = type(value)
     if kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("notebook_accel"):
         return kind.__qualname__
@@ -165,7 +180,10 @@ def cannot_travel(
     kwargs: dict[str, Any],
     error: BaseException,
 ) -> LaunchError:
-    """Return the error for a call that could not be pickled; it names the value at fault."""
+    """Return the error for a call that could not be pickled; its message names the value at fault.
+
+    ``error`` is what pickling the call raised. The message has it if no single value is at fault.
+    """
     inner = getattr(function, "func", function)  # of a partial
     name = getattr(inner, "__name__", None) or _type_name(inner)
     given = arguments(function, args, kwargs).items()
@@ -178,14 +196,23 @@ def cannot_travel(
 
 
 def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchError:
-    """The error for a name of the notebook whose value could not be pickled."""
+    """Return the error for a notebook variable that could not be pickled for a session.
+
+    ``error`` is what pickling it raised.
+    """
     culprit = _find_culprit([(name, value, "")], CallPickler) or Culprit(name, value, "", error)
     advice = "make it in a cell of the session"
     return LaunchError(culprit.sentence(" cannot travel to the session", advice))
 
 
 def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:
-    """Return the error for a result that could not be pickled; it names the value at fault."""
+    """Return the error for a result that could not be pickled; it names the value at fault.
+
+    Args:
+        value: what the function returned in this rank.
+        sent: the objects that came from the notebook, as in :attr:`UnpackedCall.sent`.
+        error: what pickling ``value`` raised.
+    """
     culprit = _find_culprit([("result", value, "")], functools.partial(ResultPickler, sent=sent))
     culprit = culprit or Culprit("result", value, "", error)
     advice = "return values, tensors or models instead"
@@ -193,7 +220,11 @@ def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> T
 
 
 def cause(error: BaseException) -> BaseException | None:
-    """Return ``error`` if user code raised it, so that its traceback is shown; else None."""
+    """Return the exception to chain an error to (``raise ... from``).
+
+    That is ``error``, so that the user sees the traceback, if the user's or another library's code
+    raised it; None if a pickler did, whose frames would not help.
+    """
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next

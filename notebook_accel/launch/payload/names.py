@@ -1,9 +1,10 @@
-"""One name of the notebook on its way to a session: what it uses, and whether it has changed.
+"""Looks at a notebook variable that a session may need: what it uses, and whether it has changed.
 
-A value is pickled into nothing to see both. Of what it holds, arrays are compared by all of their
-bytes, at most a second or so for each gigabyte. Large tensors are compared by their version, which
-torch counts, by where their memory lies, and by a sample of its bytes: looking at a large model
-costs little more than looking at a small one.
+A session is a group of ranks that stay alive between cells. Before a cell runs there, the notebook
+sends the variables that changed. To find them, a variable is pickled into a digest, and nothing is
+stored. Arrays are compared by all of their bytes, which takes up to a second for each gigabyte.
+Large tensors are compared by torch's count of in-place changes, by their address, and by a sample
+of their bytes, so that a large model costs little more than a small one.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ _SAMPLE_BYTES = 1_024
 
 @dataclass(frozen=True)
 class NameFacts:
-    """Facts about a value of the notebook: digest, names that it uses, size.
+    """Facts about a notebook variable: a digest of its value, the names it uses, its size.
 
     Attributes:
-        digest: differs where the value has changed.
-        names: of globals that its functions and classes use, whether the notebook has them or not.
-        num_bytes: of the memory of its tensors and arrays.
+        digest: hash of the value; another digest than before means that the value has changed.
+        names: names of the globals that functions and classes in the value use, including names
+            that the notebook does not define.
+        num_bytes: size of the memory of its tensors and arrays.
     """
 
     digest: bytes
@@ -47,10 +49,15 @@ class NameFacts:
 
 
 def look_at(name: str, value: object) -> NameFacts:
-    """Return the facts about the value that the notebook has under ``name``.
+    """Return the facts about a notebook variable.
+
+    Args:
+        name: name of the variable, for the error.
+        value: its value.
 
     Raises:
-        LaunchError: it cannot travel; the message says what of it cannot, and what to do.
+        LaunchError: the value cannot be pickled; the message names the part at fault and says what
+            to do.
     """
     file = _Digest()
     pickler = _LookingPickler(file)
@@ -65,7 +72,7 @@ def names_used(value: object) -> frozenset[str]:
     """Return the names of the globals that functions and classes in ``value`` use.
 
     Raises:
-        Exception: whatever is raised where it cannot be pickled.
+        Exception: any exception that pickling ``value`` raises.
     """
     pickler = _NamesPickler(_Digest())
     pickler.dump(value)
@@ -73,7 +80,7 @@ def names_used(value: object) -> frozenset[str]:
 
 
 class _Digest(Discard):
-    """A file that keeps a digest of what is written to it."""
+    """A file that stores nothing and computes a hash of all that is written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +95,13 @@ class _Digest(Discard):
 
 
 class _LookingPickler(SessionPickler):
-    """Pickles checksums, versions and addresses of tensors and arrays in place of their memory.
+    """Pickles a value without the memory of its tensors and arrays, for a digest.
 
-    They are enough to see whether it has changed.
+    Checksums of that memory, the tensors' change counts and their addresses are pickled instead:
+    they suffice to see whether the value has changed.
 
     Attributes:
-        num_bytes: of all memory that was seen.
+        num_bytes: size of the memory of all tensors and arrays so far.
     """
 
     def __init__(self, file: _Digest) -> None:
@@ -128,7 +136,7 @@ class _LookingPickler(SessionPickler):
 
 
 class _NamesPickler(_LookingPickler):
-    """Collects names only: it skips the memory of tensors and arrays."""
+    """Collects only the names of used globals, and reads no memory of tensors and arrays."""
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
         return

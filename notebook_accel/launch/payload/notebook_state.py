@@ -1,15 +1,15 @@
-"""What cells have set up in the notebook's process beside their variables.
+"""Carries the process-wide settings that cells have changed from the notebook to its ranks.
 
     notebook: capture() -> NotebookState --pickle--> rank: apply_notebook_state()
 
-A fork of the notebook would have all of it. Ranks are no forks of it, and are given: the states of
-the random number generators, torch's settings, levels and plain handlers of logging, and filters of
-warnings. Each rank gets the same, so that an unseeded ``random_split`` is the same split on all of
-them.
+A fork of the notebook would inherit all of its settings. Ranks are not forked from the notebook, so
+they are sent these: the states of the random number generators, torch's settings, levels and plain
+handlers of logging, and filters of warnings. Each rank gets the same, so that an unseeded
+``random_split`` gives the same split on all of them.
 
-What is not carried: torch's default device (a rank has its own), gradient mode, print options,
-handlers and formatters of logging that are classes of their own or have filters, and filters of
-warnings whose category is none of Python's own.
+Not carried are: torch's default device (each rank has its own), gradient mode and print options;
+logging handlers and formatters of custom classes, or with filters; and warning filters for
+categories that are not built into Python.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ class NotebookState:
 
     Attributes:
         python: ``random.getstate()``.
-        numpy: of numpy's global generator, or a seed for it.
+        numpy: state of numpy's global generator, or an int to seed it with.
         torch_seed: ``torch.initial_seed()``, from which the generators of devices start.
-        torch_state: of torch's generator on the CPU; None where the notebook has no torch.
+        torch_state: state of torch's generator on the CPU; None to start from ``torch_seed``, as
+            where the notebook has not imported torch.
         torch_settings: the default dtype, deterministic algorithms and the like, by the names in
-            :func:`_torch_settings`; empty where the notebook has no torch.
-        torch_flags: settings of torch by their path there, those that this torch has.
-        loggers: arguments of :func:`_apply_logger` for each that somebody has set up, the root
-            logger first.
-        disabled_level: of ``logging.disable``.
-        warning_filters: arguments of ``warnings.filterwarnings``; the first one counts first.
+            :func:`_torch_settings`; empty if the notebook has not imported torch.
+        torch_flags: the values of :data:`_FLAGS`, by path below ``torch``, that this torch has.
+        loggers: arguments of :func:`_apply_logger` for each logger that differs from the defaults,
+            the root logger first.
+        disabled_level: level that was given to ``logging.disable``.
+        warning_filters: arguments of ``warnings.filterwarnings``, in order of precedence.
     """
 
     python: tuple[Any, ...]
@@ -85,13 +86,13 @@ class NotebookState:
 
 
 def capture(seed: int | None = None) -> NotebookState:
-    """The state of this process. It imports nothing, and draws from no generator.
+    """Return the state of this process. It imports nothing, and draws no random number.
 
-    A library that was never imported here has no state: its generator starts from a new seed,
-    the same one in each rank.
+    If numpy or torch was not imported here, its generator gets a new random seed, the same one in
+    each rank.
 
     Args:
-        seed: what the generators start from, rather than from where they stand here.
+        seed: seed for all generators, as of ``set_seed``; None takes their present states.
     """
     torch: Any = sys.modules.get("torch")
     # A module that is being imported by another thread has not all of its names yet.
@@ -116,7 +117,7 @@ def _generators(torch: Any) -> dict[str, Any]:
 
 
 def _seeded_generators(seed: int) -> dict[str, Any]:
-    """Return the generator states that ``set_seed(seed)`` would make."""
+    """Return the generator fields of NotebookState that ``set_seed(seed)`` would lead to."""
     python = random.Random(seed).getstate()
     return {"python": python, "numpy": seed % 2**32, "torch_seed": seed}
 
@@ -161,7 +162,10 @@ def _loggers() -> tuple[tuple[Any, ...], ...]:
 
 
 def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
-    """Return a logger's settings as arguments of ``_apply_logger``; None if it has the defaults."""
+    """Return a logger's settings as arguments of ``_apply_logger``; None if it has the defaults.
+
+    Handlers of a library's logger are left out: the library adds them again in the rank.
+    """
     is_root = logger is logging.root
     # A library that is imported in a rank adds its own handlers there: lines would come twice.
     is_of_library = not is_root and logger.name.partition(".")[0] in sys.modules
@@ -173,7 +177,10 @@ def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
 
 
 def _handler(handler: logging.Handler) -> _Handler | None:
-    """A handler of a plain kind, None for all others."""
+    """Return a logging handler as a factory for ranks, its level, and its formatter.
+
+    Only plain stream and file handlers have such a form; for all others, None is returned.
+    """
     formatter = handler.formatter or logging.Formatter()
     if type(formatter) is not logging.Formatter or handler.filters:
         return None
@@ -192,8 +199,8 @@ def _handler(handler: logging.Handler) -> _Handler | None:
 def _append_from_now_on(handler: logging.FileHandler) -> None:
     """Switch a log file to append mode, so that it does not overwrite lines that ranks wrote.
 
-    A file that was opened with mode "w" is written where this process's last line ended, over what
-    ranks wrote since.
+    Each rank appends to the file. In mode "w" this process would write on at its own position, over
+    the lines of the ranks.
     """
     stream: Any = handler.stream
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not opened yet, or closed
@@ -219,7 +226,7 @@ def _warning_filters() -> tuple[tuple[Any, ...], ...]:
 
 
 def _pattern(pattern: Any) -> str:
-    """Return a warning filter's pattern as the text of a regular expression."""
+    """Return a warning filter's pattern as text of a regular expression; "" matches anything."""
     if isinstance(pattern, re.Pattern):
         return str(pattern.pattern)
     return "" if pattern is None else rf"{re.escape(pattern)}\Z"
@@ -229,7 +236,7 @@ def _pattern(pattern: Any) -> str:
 
 
 def apply_notebook_state(state: NotebookState) -> None:
-    """Make this process's generators and settings those of the notebook."""
+    """Give this process, a rank, the generator states and settings of the notebook."""
     for entry in reversed(state.warning_filters):  # each one is put before all others
         warnings.filterwarnings(*entry)
     logging.disable(state.disabled_level)
@@ -241,7 +248,7 @@ def apply_notebook_state(state: NotebookState) -> None:
 
 
 def apply_generators(state: NotebookState) -> None:
-    """Set the generators of Python, numpy and torch in this process to the given states."""
+    """Set the random generators of Python, numpy and torch in this process to the given states."""
     import numpy as np
     import torch
 

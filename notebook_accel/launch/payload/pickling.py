@@ -1,8 +1,9 @@
-"""Picklers for what crosses between the notebook and its ranks.
+"""Picklers for values on their way between the notebook and its ranks.
 
-cloudpickle sends by value what was made in the notebook. Added here: storages of tensors travel
-out of band, uncopied; what came from the notebook goes back as a reference to the notebook's own
-object; and what would arrive wrong is refused.
+They extend cloudpickle, which pickles definitions of the notebook by value, in three ways. The
+memory of tensors stays beside the pickle, uncopied. Definitions that came from the notebook
+return to it as references to its own objects. Objects that would be useless in another process,
+such as a process group, are refused with advice.
 """
 
 from __future__ import annotations
@@ -82,11 +83,14 @@ _REMEDIES = {
 
 
 class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
-    """Raised for an object that would be useless in another process; the text is the remedy."""
+    """Raised by a pickler for an object that would be useless in another process.
+
+    Its text says what to do instead. ``culprits.py`` puts that text into the user's error.
+    """
 
 
 def remedy_of(kind: type) -> str | None:
-    """Return what to do instead of sending an instance of ``kind``; None if it may travel."""
+    """Return what to do instead of pickling an instance of ``kind``; None if it may be pickled."""
     remedy = getattr(kind, STAYS_HOME, None)
     if isinstance(remedy, str):
         return remedy
@@ -101,12 +105,15 @@ def remedy_of(kind: type) -> str | None:
 
 
 def rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """A function under ``functools.lru_cache``, its cache empty."""
+    """Rebuild a function under ``functools.lru_cache``, with an empty cache (for unpickling)."""
     return functools.lru_cache(**parameters)(function)
 
 
 def rebuild_compiled(compile_in: Callable[[Any], Any], function: Any) -> Any:
-    """A function under ``torch.compile``; ``compile_in`` holds its backend and options."""
+    """Rebuild a function under ``torch.compile`` (used by unpickling).
+
+    ``compile_in`` is torch's context, which holds the backend and the options.
+    """
     return compile_in(function)
 
 
@@ -144,7 +151,8 @@ BY_TYPE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 def remake(value: Any) -> tuple[Any, ...] | None:
     """Return the reduce tuple of a named object that other processes cannot import.
 
-    None if cloudpickle handles the object by itself.
+    It covers functions under ``lru_cache`` or ``torch.compile``, NewTypes and ParamSpecs of the
+    notebook. None leaves the object to cloudpickle.
     """
     reduce = _NAMED.get(type(value))
     if reduce is not None:
@@ -155,7 +163,7 @@ def remake(value: Any) -> tuple[Any, ...] | None:
 
 
 def _is_at_its_name(value: Any) -> bool:
-    """Whether the value's module, imported elsewhere, has it under its qualified name."""
+    """Return whether other processes can import ``value`` by its module and qualified name."""
     module = sys.modules.get(value.__module__)
     name = getattr(value, "__qualname__", None) or value.__name__
     if module is None or module.__name__ == "__main__":
@@ -167,7 +175,10 @@ def _is_at_its_name(value: Any) -> bool:
 
 
 def _reduce_compiled(function: types.FunctionType) -> tuple[Any, ...] | None:
-    """Return the reduce tuple of a function under ``torch.compile``; None if it has no context."""
+    """Return the reduce tuple of a function under ``torch.compile``.
+
+    None if its closure does not hold torch's context, without which it cannot be compiled again.
+    """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if "self" not in cells:
         return None
@@ -190,23 +201,26 @@ _objects: ContextVar[Sequence[Any]] = ContextVar("notebook_accel_objects")
 
 
 def itself(value: Any) -> Any:
-    """The value: a pickle names this function where something else takes an object's place."""
+    """Return ``value``.
+
+    The reduce tuple ``(itself, (other,))`` of an object has ``other`` pickled in its place.
+    """
     return value
 
 
 def notebook_object(index: int) -> Any:
-    """The object that the notebook sent as number ``index``."""
+    """Return the notebook's object at ``index`` of the ``objects`` that :func:`load` was given."""
     return _objects.get()[index]
 
 
 def import_named(name: str) -> types.ModuleType:
-    """The module of that name, imported if need be."""
+    """Import the module ``name`` and return it (used by unpickling)."""
     import_module(name)
     return sys.modules[name]
 
 
 def rebuild_storage(buffer: Any) -> Any:
-    """A torch storage on the memory of ``buffer``; a copy of it where that is read-only."""
+    """Make a torch storage on the memory of ``buffer``; a read-only buffer is copied first."""
     import torch
 
     view = memoryview(buffer)
@@ -218,7 +232,7 @@ def rebuild_storage(buffer: Any) -> Any:
 
 
 def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
-    """The ``TypedStorage`` around a storage, which torch pickles in every tensor."""
+    """Make a ``TypedStorage``, which each pickled tensor contains, around an untyped storage."""
     from torch.storage import TypedStorage
 
     make: Any = TypedStorage
@@ -228,7 +242,11 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
 def rebuild_tensor(
     storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, *rest: Any
 ) -> Any:
-    """A tensor around a storage; of the rest, torch's hooks, dtype and more, the dtype counts."""
+    """Make a tensor on a storage (used by unpickling).
+
+    It is called with the arguments that torch pickles for its own rebuild function. Of ``rest``,
+    which has hooks, dtype and more, only the dtype is used.
+    """
     import torch
 
     tensor = torch.empty(0, dtype=rest[1], device=storage.device)
@@ -236,30 +254,37 @@ def rebuild_tensor(
 
 
 def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception without a call of ``__init__``, whose arguments may not be in ``args``."""
+    """Make an exception without calling its class's ``__init__``.
+
+    ``args`` may not fit that ``__init__``, with which plain unpickling would fail.
+    """
     error = kind.__new__(kind, *args)
     error.args = args
     return error
 
 
 def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Give a scheduler its state, and the step of its optimizer the mark that torch looks for.
+    """Set a learning rate scheduler's state, and mark its optimizer's ``step`` as torch expects.
 
-    Torch marks it as a scheduler is made. A pickled optimizer has lost the mark, and torch would
-    warn of it at the schedule's first step.
+    Torch sets that mark as it makes a scheduler, and warns at the first step if it is missing. A
+    pickled optimizer has lost it, so a second scheduler, which does nothing, is made to set it.
     """
     from torch.optim.lr_scheduler import LRScheduler
 
     class Marking(LRScheduler):
         def step(self, epoch: int | None = None) -> None:
-            """Leave the rate as it is."""
+            """Leave the learning rate unchanged; torch calls this as it makes the scheduler."""
 
     vars(scheduler).update(state)
     Marking(scheduler.optimizer)
 
 
 class _MainNamespace:
-    """Stands for the globals of ``__main__``: functions get those of the process they come to."""
+    """Placeholder in a pickle for the globals of ``__main__``.
+
+    It is unpickled as the globals of the receiving process's own ``__main__``, so that functions of
+    the notebook use those in a rank.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return cells.main_namespace, ()
@@ -269,7 +294,7 @@ class _MainNamespace:
 
 
 class Discard(io.RawIOBase):
-    """A file for a pickle that nobody wants, only to see whether there can be one."""
+    """A file that drops what is written, for trying whether a value can be pickled."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -280,10 +305,12 @@ def _as_usual(_value: Any) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Base of the picklers to and from ranks: tensors, definitions, modules, refusals.
+    """Base of the picklers to and from ranks.
+
+    It handles tensors, definitions, modules and exceptions, and refuses objects with a remedy.
 
     Attributes:
-        moved: device and number of bytes of each storage that was copied to the CPU.
+        moved: (device, number of bytes) of each storage that was copied to the CPU to be pickled.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
@@ -302,7 +329,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return route(obj)
 
     def _route(self, kind: type) -> Callable[[Any], Any]:
-        """Return the function that reduces instances of ``kind``."""
+        """Return the function that makes the reduce tuple of instances of ``kind``."""
         if issubclass(kind, NAMED_TYPES):
             return self._reduce_definition
         if issubclass(kind, types.ModuleType):
@@ -381,7 +408,7 @@ def _goes_by_value(reduced: Any) -> bool:
 def _is_made_anew(value: Any, reduced: Any) -> bool:
     """Return whether a rank rebuilds ``value`` from its pickle instead of importing it.
 
-    That holds for a TypeVar of the notebook, and for all reduce tuples except those of classes.
+    That holds for a TypeVar of the notebook and for objects with a reduce tuple, except classes.
     """
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
@@ -389,9 +416,9 @@ def _is_made_anew(value: Any, reduced: Any) -> bool:
 
 
 def _keep_slots(kind: type, reduced: tuple[Any, ...]) -> None:
-    """Give the class its ``__slots__`` where it arrives.
+    """Add a class's ``__slots__`` to its reduce tuple, from which cloudpickle leaves them out.
 
-    cloudpickle leaves them out, and instances of a class without slots have another state.
+    A class without slots would expect another state of its instances than the pickle has.
     """
     arguments = reduced[1]
     slots = vars(kind).get("__slots__")
@@ -400,7 +427,7 @@ def _keep_slots(kind: type, reduced: tuple[Any, ...]) -> None:
 
 
 def _memory(storage: Any) -> Any:
-    """An array on the memory of a CPU storage, which it keeps alive."""
+    """Return a numpy array of bytes on the memory of a CPU storage, which the array keeps alive."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
@@ -447,11 +474,11 @@ def _refuse(remedy: str) -> Callable[[Any], Any]:
 
 
 class CallPickler(_Pickler):
-    """From the notebook to its ranks.
+    """Pickles a function and its arguments in the notebook, for ranks.
 
     Attributes:
-        sent: the classes, functions and type variables that go by value, in order.
-        used: each function that goes by value, and the globals that go with it.
+        sent: the classes, functions and type variables that are pickled by value, in order.
+        used: each function that is pickled by value, and the globals that are pickled with it.
     """
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
@@ -481,13 +508,14 @@ class CallPickler(_Pickler):
 
 
 class SessionPickler(CallPickler):
-    """From the notebook to ranks that keep names of their own between calls.
+    """Pickles a call for a session, whose ranks keep their own globals between calls.
 
-    A function of the notebook uses what the ranks have under the names of its globals: which of
-    them are sent as well is decided name by name, since a name may belong to the ranks.
+    The globals of the notebook's functions are not pickled: a function uses the session's globals
+    of the same names. The caller decides for each name in ``names`` whether to send its value as
+    well, since some names belong to the session.
 
     Attributes:
-        names: of globals that what was pickled uses, the notebook's or those of the ranks.
+        names: names of the globals that the pickled functions use, defined in the notebook or not.
     """
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
@@ -502,17 +530,23 @@ class SessionPickler(CallPickler):
 
 
 def used_globals(function: types.FunctionType) -> dict[str, Any]:
-    """Return the globals that are pickled with a function; none if it goes by reference."""
+    """Return the globals that are pickled with a function, by name.
+
+    The dictionary is empty if the function is importable and so pickled by reference.
+    """
     pickler = CallPickler(Discard())
     pickler.reducer_override(function)
     return pickler.used[0][1] if pickler.used else {}
 
 
 class ResultPickler(_Pickler):
-    """From a rank to the notebook.
+    """Pickles a result or an exception in a rank, for the notebook.
 
     Args:
-        sent: what the notebook sent by value, as :attr:`CallPickler.sent`, remade here.
+        file: the pickle is written to it.
+        buffer_callback: takes the memory of tensors and arrays; None puts it into the pickle.
+        sent: this rank's copies of the objects that the notebook sent by value, in the order of
+            :attr:`CallPickler.sent`. They are pickled as their index in it.
     """
 
     def __init__(
@@ -551,9 +585,10 @@ class ResultPickler(_Pickler):
 
 
 def _shows_little(tensor: Any) -> bool:
-    """Return whether a tensor is a small part of a large storage, such as ``big[:3]``.
+    """Return whether a tensor is a small view of a large storage, such as ``big[:3]``.
 
-    The notebook would hold all of that memory for as long as it holds the result.
+    :class:`ResultPickler` then copies the view. Otherwise the notebook would keep the memory of the
+    whole storage for as long as it keeps the result.
     """
     if tensor.requires_grad or str(tensor.layout) != "torch.strided" or tensor.is_meta:
         return False
@@ -572,16 +607,17 @@ def _unwrap(value: Any) -> Any:
 
 
 def load(data: Any, *, buffers: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Any:
-    """The value of a pickle from a process that has proved to be ours.
+    """Unpickle ``data``; the caller has made sure that it comes from a process of this package.
 
     Args:
         data: the pickle.
-        buffers: its out-of-band buffers.
-        objects: what references to the notebook's own objects mean.
+        buffers: its out-of-band buffers, in order.
+        objects: the notebook's own objects, to which indices in the pickle refer.
 
     Raises:
-        RuntimeError: a class in it raised SystemExit, which must end nobody who only reads.
-        Exception: whatever else its classes raise.
+        RuntimeError: a class in the pickle raised SystemExit. It is converted, since reading a
+            result must not end the process.
+        Exception: any other exception that its classes raise.
     """
     # Read by notebook_object, which pickle calls without arguments of ours.
     token = _objects.set(objects)

@@ -1,1 +1,1 @@
-"""What the platform gives: processes, signals and interrupts, scratch files."""
+"""Helpers around the operating system: processes, interrupts, log files and scratch files."""

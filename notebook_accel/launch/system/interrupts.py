@@ -1,12 +1,12 @@
-"""Work that the person's Interrupt must not tear in the middle.
+"""Protects work that a KeyboardInterrupt must not tear in the middle.
 
-A KeyboardInterrupt is raised between any two steps of the main thread. Inside of
-``threading.Condition`` (and so ``Event.wait`` and ``Thread.start``) it leaves a lock locked for
-good, and whoever else waits for that lock hangs; half-way through a message it leaves a connection
-on which nobody understands anything. So such work is done inside of :func:`held`, and the main
-thread waits for a :class:`Latch`.
+Python raises a KeyboardInterrupt between any two steps of the main thread. In the middle of
+``threading.Condition`` (which ``Event.wait`` and ``Thread.start`` use) it leaves a lock locked for
+good, and every thread that waits for the lock hangs. In the middle of a message it leaves a
+connection whose other end cannot make sense of what follows. So such work is done inside of
+:func:`held`, and the main thread waits for a :class:`Latch` instead of an ``Event``.
 
-A press is one Interrupt of the person; :func:`held` counts those that come in its block.
+A press is one interrupt of the user; :func:`held` counts those that come in its block.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ _LOOK_SECONDS = 1.0
 
 
 class Presses:
-    """Counts the interrupts that :func:`held` has held back."""
+    """Counts in ``count`` the interrupts that a block of :func:`held` has held back so far."""
 
     count = 0
 
 
 @contextmanager
 def held(*, patience: int | None = 1) -> Iterator[Presses]:
-    """Hold interrupts back within the block, count them, and raise one at its end.
+    """Hold KeyboardInterrupts back within the block, count them, and raise one at its end.
 
-    Outside of the main thread, which alone is interrupted, it does nothing.
+    It yields the counter. In other threads than the main one it does nothing, since Python
+    interrupts only the main thread.
 
     Args:
-        patience: how many are held; one more is raised at once, for what hangs. None: all.
+        patience: how many interrupts are held back. One more is raised at once, so that the user
+            can end a block that hangs. None holds back all.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -57,7 +59,10 @@ def held(*, patience: int | None = 1) -> Iterator[Presses]:
 
 
 class _CountingHandler:
-    """The handler inside of :func:`held`."""
+    """The handler of SIGINT that :func:`held` installs: counts interrupts and holds them back.
+
+    After ``patience`` interrupts it calls the previous handler, which raises KeyboardInterrupt.
+    """
 
     def __init__(
         self, previous: Callable[[int, FrameType | None], object], patience: int | None
@@ -74,12 +79,14 @@ class _CountingHandler:
 
 @contextmanager
 def let_through() -> Iterator[None]:
-    """Raise interrupts at once within this block, inside of :func:`held`: user code runs here.
+    """Raise interrupts at once within this block, even inside of :func:`held`.
 
-    Outside of the main thread it does nothing: only the main thread is interrupted.
+    It is for blocks inside of :func:`held` that run the user's code, which the user may interrupt.
+    In other threads than the main one it does nothing, since Python interrupts only the main
+    thread.
 
     Raises:
-        KeyboardInterrupt: one was held already.
+        KeyboardInterrupt: an interrupt had been held back before this block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,7 +110,10 @@ def let_through() -> Iterator[None]:
 
 
 class Latch:
-    """An event that is set once, and whose waiting can be interrupted at any point."""
+    """An event that is set once; an interrupt at any point of ``wait`` leaves no lock locked.
+
+    The main thread waits for it instead of a ``threading.Event``.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,8 @@
-"""The file with the output of each rank: where it lies, and how it is written to.
+"""The log file of each rank, which has all its output: its path, and how it is opened.
 
-It lies in the folder of its run, which ``control/run_folder.py`` makes, lists and removes; on a
-machine that does not see that folder, in one of the agent's (``agent/logs.py``).
+It is in the folder of its run, which ``control/run_folder.py`` makes, lists and removes. On a
+machine that does not see that folder, it is in a folder of that machine's agent
+(``agent/logs.py``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 def log_path(log_dir: str | Path, rank: int) -> Path:
-    """The file with the whole output of a rank."""
+    """Return the path of the file with all output of a rank."""
     return Path(log_dir) / f"rank-{rank}.log"
 
 
 def open_log(log_dir: str | Path, rank: int) -> int:
-    """A descriptor that adds to the file of a rank, made if need be; the caller closes it."""
+    """Open a rank's log file for appending, made if needed; the caller closes the descriptor."""
     # O_APPEND: all processes below the rank write to it, and none may overwrite another's lines.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     return os.open(log_path(log_dir, rank), flags, 0o600)

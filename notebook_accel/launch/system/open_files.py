@@ -1,7 +1,8 @@
-"""How many files a process may have open: the limit, what a launch needs of it, and its error.
+"""The limit of open files of a process: what a launch needs, and the error if the limit is too low.
 
-A launch raises the kernel's limit to what is plenty: some programs that the user's code may start
-close every descriptor that there could be. That of an agent is raised as far as it may be.
+A launch raises the soft limit of the kernel, but not without bound: some programs that the user's
+code may start close every possible descriptor, one by one. An agent, the process that starts and
+watches ranks, raises its own limit as far as it may.
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ _FILES_OF_LAUNCH = 24
 
 
 def files_needed(world_size: int) -> int:
-    """Files that the agent of so many ranks has open, about."""
+    """Return about how many files an agent has open that starts ``world_size`` ranks."""
     return _FILES_BESIDE + _FILES_A_RANK * world_size
 
 
 def hard_limit() -> int | None:
-    """Files that a process of this user may have open at most; None for no limit."""
+    """Return how many files a process of this user may open at most; None for no limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_limit(most: int | None = None) -> None:
-    """Let this process open ``most`` files; None for as many as it may."""
+    """Raise this process's soft limit of open files to ``most``; None for the hard limit.
+
+    It never lowers the limit. If the system refuses, the limit stays.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_free = hard == resource.RLIM_INFINITY
     wanted = hard if most is None or (hard < most and not is_free) else most
@@ -60,7 +64,7 @@ def raise_limit(most: int | None = None) -> None:
 
 
 def too_many_files() -> LaunchError:
-    """The error that names the limit, and what to do."""
+    """Return the error for a kernel with too many open files; it names the limit and what to do."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LaunchError(
         f"the notebook's kernel has too many files open: its limit is {soft} (ulimit -n). Close "
@@ -71,7 +75,7 @@ def too_many_files() -> LaunchError:
 
 @contextlib.contextmanager
 def naming_what_is_short() -> Iterator[None]:
-    """Turn an ``OSError`` of the block, which starts processes, into an error with a remedy.
+    """Turn an ``OSError`` of the block, which starts processes, into an error that says what to do.
 
     Raises:
         LaunchError: in place of an ``OSError`` of the block.
@@ -89,10 +93,10 @@ def naming_what_is_short() -> Iterator[None]:
 
 
 def check_open_files() -> None:
-    """Raise this process's limit of open files, and check that a launch's files fit in.
+    """Raise this process's limit of open files, and check that a launch can still open its files.
 
     Raises:
-        LaunchError: it cannot.
+        LaunchError: it cannot, since the limit is reached or the system is out of resources.
     """
     raise_limit(_FILES_OF_KERNEL)
     numbers: list[int] = []

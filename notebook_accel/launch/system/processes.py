@@ -1,5 +1,4 @@
-"""What we ask of the system: deaths that are noticed, descendants, descriptors to read, C's own
-output buffer."""
+"""Helpers for processes: watch, describe and kill them; wait for descriptors; reset signals."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ __all__ = [
 
 
 def import_path() -> list[str]:
-    """``sys.path`` as Python reads it: it passes over what is no text, such as a ``Path``."""
+    """Return the strings in ``sys.path``: import ignores other entries, such as a ``Path``."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
@@ -49,14 +48,17 @@ class _HasDescriptor(Protocol):
 def is_readable(
     source: int | _HasDescriptor, seconds: float | None = 0.0, *, or_writable: bool = False
 ) -> bool:
-    """Whether there is something to read, or an end to see, before the time is over.
+    """Wait until a descriptor has something to read or was closed at its other end; return if so.
 
-    By poll(2), which works where no file can be opened any more: an epoll needs a descriptor.
+    It uses poll(2), which works even if no more files can be opened: an epoll needs a descriptor.
 
     Args:
-        source: a descriptor, or what has one.
-        seconds: how long is waited; None for no limit.
-        or_writable: whether room to write counts too.
+        source: a descriptor, or an object with ``fileno()``.
+        seconds: how long to wait; 0 does not wait, None waits without a limit.
+        or_writable: whether to return True, too, once there is room to write.
+
+    Returns:
+        False if the time is over.
     """
     poll = select.poll()
     poll.register(source, select.POLLIN | (select.POLLOUT if or_writable else 0))
@@ -80,14 +82,23 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL this process when the thread that forked it ends, also if that was before now."""
+    """Have the system SIGKILL this process when the thread that forked it ends.
+
+    If that thread's process is gone already, this process kills itself at once.
+
+    Args:
+        parent: pid of the process that forked this one.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
+    """Make this process the new parent of each descendant whose own parent ends.
+
+    So descendants stay below this process, which can find and kill them.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -97,7 +108,7 @@ def watch_exit(pid: int) -> int:
 
 
 def await_exit(pid: int, seconds: float) -> None:
-    """Wait until the process has ended, or the time is over."""
+    """Wait until the process has ended, ``seconds`` at most."""
     with contextlib.suppress(OSError):  # it was reaped, or no descriptor is left to watch it by
         exit_fd = watch_exit(pid)
         try:
@@ -108,9 +119,14 @@ def await_exit(pid: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
-    """Call ``act`` within the block once ``exit_fd`` is readable; SIGALRM polls it.
+    """Call ``act`` if ``exit_fd`` becomes readable during the block; a timer (SIGALRM) polls it.
 
-    For a main thread that imports or waits for something else, and may have no second thread.
+    It must be used in the main thread. It is for a process that is busy in the block, with imports
+    for example, and must have no second thread to wait in, since it forks.
+
+    Args:
+        exit_fd: such as :func:`watch_exit` returns; readable once a process has ended.
+        act: called at every poll from then on; it usually ends this process.
     """
 
     def look(*_: object) -> None:
@@ -127,7 +143,7 @@ def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """ "SIGKILL" for 9; real-time signals by their number."""
+    """Return the name of a signal, "SIGKILL" for 9; "signal 40", say, for one without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -135,11 +151,11 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(exitcode: int | None, number: int | None = None) -> str:
-    """How a process ended, as the rest of a sentence: ``was killed by SIGKILL``.
+    """Return how a process ended, as the rest of a sentence: ``was killed by SIGKILL``.
 
     Args:
-        exitcode: of the process; negative for a signal, as Python has it.
-        number: of the signal that killed it, for those who keep the two apart.
+        exitcode: of the process; negative if a signal killed it, as Python has it.
+        number: the signal that killed it, if the caller has it apart from the exit code; else None.
     """
     if number is None and exitcode is not None and exitcode < 0:
         number = -exitcode
@@ -149,7 +165,10 @@ def describe_exit(exitcode: int | None, number: int | None = None) -> str:
 
 
 def reset_signals() -> None:
-    """Set signal handlers and the signal mask to Python's defaults."""
+    """Set signal handlers and the signal mask to Python's defaults, in a process just forked.
+
+    A fork inherits those of its parent.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,16 +177,16 @@ def reset_signals() -> None:
 
 
 def line_buffer_c_output() -> None:
-    """Have C's stdout write each line at once: what it holds is lost when a signal kills it."""
+    """Have C's stdout write each line at once: a signal that kills the process loses its buffer."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(ValueError):
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0)
 
 
 def has_children() -> bool:
-    """Whether this process has any child, dead ones that it did not wait for included.
+    """Return whether this process has any child, including dead ones that it has not waited for.
 
-    The system knows at once; psutil reads all of /proc for it, 2 ms where there are 130 processes.
+    It asks the system, which is fast; psutil reads all of /proc, 2 ms with 130 processes.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -185,12 +204,15 @@ def kill_tree(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
-    """SIGKILL the children of this process outside ``keep``, with all below them.
+    """SIGKILL all descendants of this process, except ``keep`` and the descendants of these.
 
     A child that changed its user (sudo) cannot be killed, and is left alone.
 
+    Args:
+        keep: pids of the processes that stay.
+
     Returns:
-        Who was reaped.
+        The pids of the killed children of this process, which were reaped (waited for).
     """
     me = os.getpid()
     reaped: list[int] = []
@@ -209,9 +231,10 @@ def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
 
 
 def _descendants(*, outside: Collection[int]) -> list[tuple[psutil.Process, int]]:
-    """Return (descendant, its parent's pid) pairs; not those in or below ``outside``.
+    """Return a pair (descendant, its parent's pid) for each process below this one.
 
-    One look at all processes of the machine: a look for each child took 4 s for 300 of them.
+    It leaves out the processes whose pids are in ``outside``, and all below them. It reads the
+    machine's processes once: to do so for each of 300 children took 4 s.
     """
     found: list[tuple[psutil.Process, int]] = []
     if not has_children():
@@ -229,12 +252,17 @@ def _descendants(*, outside: Collection[int]) -> list[tuple[psutil.Process, int]
 
 
 def kill_leftovers(*, session: int, variable: tuple[str, str]) -> list[int]:
-    """SIGKILL each process of this session, or with this variable in its environment.
+    """SIGKILL the processes of a Unix session, and those with a certain environment variable.
 
-    For a run whose agent and template are both dead: nobody is left who adopted its orphans.
+    It is for a run whose agent and template were killed or are stuck: no other process is left that
+    could kill the descendants of its ranks.
+
+    Args:
+        session: id of the session, the pid of the dead agent.
+        variable: name and value of the environment variable.
 
     Returns:
-        Who was killed.
+        The pids of the killed processes.
     """
     killed: list[int] = []
     for _ in range(_MAX_ROUNDS):
@@ -259,7 +287,7 @@ def _is_leftover(process: psutil.Process, session: int, variable: tuple[str, str
 
 
 def lives(pid: int) -> bool:
-    """Whether the process is there, and is no dead one for which nobody has waited yet."""
+    """Return whether the process exists and is no zombie (dead, and not yet waited for)."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -267,7 +295,7 @@ def lives(pid: int) -> bool:
 
 
 def _kill_all(processes: Iterable[psutil.Process]) -> list[int]:
-    """SIGKILL them; gives those that belong to another user, and cannot be killed."""
+    """SIGKILL the processes; return the pids of those that it may not kill (another user's)."""
     refused = []
     for process in processes:
         try:
@@ -280,7 +308,7 @@ def _kill_all(processes: Iterable[psutil.Process]) -> list[int]:
 
 
 def supported() -> bool:
-    """Whether this platform can end ranks whatever they do."""
+    """Return whether this system can watch and end ranks: Linux with pidfd_open (5.3 or newer)."""
     if sys.platform != "linux":
         return False
     try:

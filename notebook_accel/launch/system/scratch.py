@@ -1,12 +1,15 @@
-"""What an agent and its ranks put on disk beside the run's folder, and who removes it.
+"""Temporary files of an agent and its ranks outside of the run's folder, and their removal.
 
-A DataLoader worker hands its batches over through a socket that has a name, in a folder that the
-process removes when it ends; its queues have semaphores, and its tensors shared memory, whose
-names it removes at once. One that is killed removes nothing. So all processes of an agent share one
-folder and one prefix for names, and whoever sees them end removes what is left: the agent, its
-template, or the kernel. A run may have several agents on one machine, which end one by one. The
-folder is not beside the logs, since not every file system has sockets; its name is no longer than
-the one that Python would take, since the path of a socket may have about 100 bytes.
+An agent is the process that starts the ranks of a run on one machine. A DataLoader worker of a rank
+hands its batches over through a socket that has a name, in a folder that the process removes when
+it ends; its queues have semaphores, and its tensors shared memory, whose names it removes at once.
+A process that is killed removes nothing. So all processes of an agent share one folder and one
+prefix for names, and the process that sees them end removes the remaining files: the agent, its
+template (which forked it), or the kernel. Each agent has a folder of its own, since a run may have
+several agents on one machine, which end one by one.
+
+The folder is not beside the logs, since not every file system has sockets. Its name is no longer
+than the one that Python would take, since the path of a socket may have about 100 bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ _SHARED = Path("/dev/shm")
 
 
 def use(run: str) -> None:
-    """Give this agent of ``run`` its own temporary folder and prefix; its children inherit both."""
+    """Give this process, an agent of ``run``, its own temporary folder and prefix of names.
+
+    The processes that it forks inherit both.
+    """
     agent = os.getpid()
     # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
     config = of_python.process_settings()
@@ -48,7 +54,13 @@ def folder(run: str, agent: int) -> Path:
 
 
 def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
-    """Remove what is left of an agent of ``run``, whose processes ``used_by`` have ended."""
+    """Remove the temporary files that an agent and its ranks have left behind.
+
+    Args:
+        run: id of the agent's run.
+        agent: pid of the agent.
+        used_by: pids of the processes that have used the files; they have ended.
+    """
     shutil.rmtree(folder(run, agent), ignore_errors=True)
     for path in _SHARED.glob(f"sem.{_name(run, agent)}-*"):
         with contextlib.suppress(OSError):
@@ -57,7 +69,11 @@ def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
 
 
 def _remove_tensors(pids: Collection[int]) -> None:
-    """Remove shared tensors of dead processes: torch names them for a moment after their maker."""
+    """Remove tensors that dead processes have left in shared memory.
+
+    Torch gives such a tensor a name, with the pid of its process, for a moment only. A process that
+    is killed in that moment leaves it behind.
+    """
     # A process that lives under this pid is a newer one, which has the number now.
     prefixes = tuple(f"torch_{pid}_" for pid in pids if not processes.lives(pid))
     with contextlib.suppress(OSError):

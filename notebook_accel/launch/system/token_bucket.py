@@ -8,7 +8,7 @@ __all__ = ["TokenBucket"]
 
 
 class TokenBucket:
-    """A bucket of tokens that fills up again with time; whoever does something takes one out.
+    """Limits a rate: each action takes tokens out of a bucket, which fills up again with time.
 
     Args:
         capacity: how many tokens fit, and how many there are at first: the longest burst.
@@ -22,7 +22,7 @@ class TokenBucket:
         self._filled_at = time.monotonic()
 
     def available(self) -> int:
-        """How many tokens there are now; 0 or less after more were taken than there were."""
+        """Return the number of tokens now; 0 or less after more were taken than there were."""
         now = time.monotonic()
         gained = (now - self._filled_at) * self._per_second
         self._tokens = min(self._capacity, self._tokens + gained)
@@ -30,11 +30,11 @@ class TokenBucket:
         return int(self._tokens)
 
     def take(self, number: int = 1) -> None:
-        """Take tokens out, also more than there are: the debt is paid back with time."""
+        """Take tokens, even more than there are: their number is then negative for some time."""
         self._tokens -= number
 
     def try_take(self) -> bool:
-        """Take one token out where there is one, and say whether there was."""
+        """Take one token if there is one; return whether there was."""
         if self.available() < 1:
             return False
         self.take()

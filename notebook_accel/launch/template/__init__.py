@@ -1,1 +1,1 @@
-"""The clean process from which agents fork: the kernel's side and the process's side."""
+"""The template process, from which agents are forked: its own code and the kernel's handle."""

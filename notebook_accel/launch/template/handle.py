@@ -1,8 +1,9 @@
-"""The template: a clean process from which agents fork, with torch already imported.
+"""The template: a clean process with torch already imported, from which agents are forked.
 
-It is started by exec in its own session, imports and then only forks: no thread, no device, no
-parallel region, no module of the user's. So a fork of it is safe, whatever the notebook's kernel
-has done, and costs milliseconds. This file is the kernel's side, ``process.py`` the process's::
+An agent is the process that supervises a run's ranks on one machine. The template is started by
+exec in its own session, imports, and then only forks: it has no thread, no device, no OpenMP
+region, no module of the user's. So a fork of it is safe, whatever the notebook's kernel has done,
+and takes milliseconds. This file is the kernel's side, ``process.py`` the template's::
 
     Template: exec, secret over stdin ------->  serve: imports, then proves the secret
               wait_until_ready <---------------  TemplateReady
@@ -13,9 +14,9 @@ has done, and costs milliseconds. This file is the kernel's side, ``process.py``
               exit_of <------- AgentExited(pid)  an agent ended
               close: end of file ------------->  ends once its agents have
 
-Each question to it has a deadline. One that says nothing, or whose answers cannot be understood, is
-ended, and a new one is asked (:func:`ask_template`); agents that it had forked go on without it.
-There is one template at a time: a launch whose variables need another closes it.
+Each request has a deadline. A template that does not answer in time, or whose answer is invalid, is
+killed, and a new one is asked (:func:`ask_template`); agents that the old one forked live on.
+There is one template at a time: a launch whose environment needs another one closes it.
 """
 
 from __future__ import annotations
@@ -97,21 +98,30 @@ _BOOT = (
 
 
 class UnresponsiveTemplateError(LaunchError):
-    """Raised if the template did not answer and was ended; a new template may answer."""
+    """Raised if the template did not answer in time, or sent nonsense; it was killed for that.
+
+    A second try starts a new template, which may answer (:func:`ask_template` does that).
+    """
 
 
 class Template:
     """The kernel's handle of a template process. Safe to use from several threads.
 
+    :func:`template` makes it; code that needs a fork or a count of devices asks it.
+
     Attributes:
-        pid: of the process.
+        pid: of the template process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the process with this environment.
+        """Start the template process, without waiting until it has imported its modules.
+
+        Args:
+            environment: of the process; only the variables for thread numbers and for loading
+                torch's device backends are set to other values.
 
         Raises:
-            LaunchError: the system refuses it.
+            LaunchError: the system cannot start one more process or open one more descriptor.
         """
         secret = new_secret()
         self._lock = threading.Lock()
@@ -142,7 +152,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs, and can be asked."""
+        """Whether the process runs, and this handle was not closed."""
         return self._socket.fileno() >= 0 and self._process.poll() is None
 
     @property
@@ -155,18 +165,23 @@ class Template:
         """Wait until the process has imported all that it preloads.
 
         Raises:
-            LaunchError: it ended before that.
-            UnresponsiveTemplateError: it does not answer.
+            LaunchError: the process ended before that.
+            UnresponsiveTemplateError: it was not ready in time, and was killed.
         """
         with self._lock:
             self._ready()
 
     def fork_agent(self, sock: socket.socket, *, run: str, secret: bytes) -> int:
-        """Fork an agent that accepts the other end of ``sock`` by ``secret``; return its pid.
+        """Have the template fork an agent; return the agent's pid.
+
+        Args:
+            sock: the agent's end of a socket pair, which is sent to it; the caller may close it.
+            run: id of the run.
+            secret: the caller must prove at the other end of the pair that it knows this secret.
 
         Raises:
             LaunchError: the template died, or could not fork.
-            UnresponsiveTemplateError: it does not answer.
+            UnresponsiveTemplateError: it did not answer in time, and was killed.
         """
         request = wire.ForkAgent(run=run, secret=secret)
         answer = self._ask(request, wire.Forked, seconds=_FORK_SECONDS, fds=(sock.fileno(),))
@@ -180,9 +195,11 @@ class Template:
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
         """Return the accelerators that a process with this environment sees.
 
+        The answer is kept: later calls with the same ``*VISIBLE*`` variables return it again.
+
         Raises:
             LaunchError: the template died, or the accelerators could not be counted.
-            UnresponsiveTemplateError: it does not answer.
+            UnresponsiveTemplateError: it did not answer in time, and was killed.
         """
         chosen = tuple(sorted(item for item in environment.items() if "VISIBLE" in item[0]))
         if chosen not in self._devices:
@@ -197,9 +214,13 @@ class Template:
         return self._devices[chosen]
 
     def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:
-        """Return an agent's exit report; None if none arrives within ``timeout`` seconds.
+        """Return the template's report that an agent has ended, with its exit code.
 
-        Returns at once if the template is gone.
+        None if no report arrives within ``timeout`` seconds, or if the template itself is gone.
+
+        Args:
+            pid: of the agent.
+            timeout: seconds; with 0, only reports that have arrived already are read.
         """
         deadline = time.monotonic() + timeout
         while pid not in self._exits:
@@ -217,14 +238,14 @@ class Template:
         return self._exits.get(pid)
 
     def close(self) -> None:
-        """Let the process end once its agents have ended."""
+        """Close the connection; the template process ends by itself once its agents have ended."""
         self._socket.close()
         self._stderr.close()
         if self._channel is not None:
             self._channel.close()
 
     def kill(self) -> None:
-        """Kill the process, and all that it forked, now."""
+        """Kill the template process and all its descendants, the agents and ranks included."""
         processes.kill_tree([self.pid])
         self._process.wait()
         self.close()
@@ -235,7 +256,7 @@ class Template:
                 self._wait(self._socket, _START_SECONDS)
                 with held():
                     self._channel = connect(self._socket, self._secret, timeout=_HANDSHAKE_SECONDS)
-            except (AuthenticationError, OSError, ValueError) as error:
+            except (AuthenticationError, EOFError, OSError, ValueError) as error:
                 raise self._broken(str(error)) from error
         return self._channel
 
@@ -271,10 +292,11 @@ class Template:
             return found
 
     def _wait(self, source: socket.socket | Channel, seconds: float) -> None:
-        """Wait until there is something to read, or a queued question can be written.
+        """Wait until ``source`` is readable, or a request queued in it can be written.
 
         Raises:
-            UnresponsiveTemplateError: nothing comes in time.
+            EOFError: the process has ended.
+            UnresponsiveTemplateError: nothing came within ``seconds``; the process was killed.
         """
         deadline = time.monotonic() + seconds
         wants_to_write = isinstance(source, Channel) and source.num_pending > 0
@@ -301,7 +323,11 @@ class Template:
             self._exits.pop(message.pid, None)
 
     def _broken(self, error: str) -> LaunchError:
-        """Return the error for an unusable connection; ends the process if it still runs."""
+        """Return the error to raise for an unusable connection; kill the process if it still runs.
+
+        Args:
+            error: what was wrong with the connection, for the message.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
@@ -316,7 +342,11 @@ class Template:
         )
 
     def _lost(self, how: str) -> UnresponsiveTemplateError:
-        """End the process but not its agents; return the error."""
+        """Kill the template process but not its agents; return the error to raise.
+
+        Args:
+            how: what the process did wrong, as a verb phrase for the message.
+        """
         error = UnresponsiveTemplateError(
             f"the helper process from which ranks are started (pid {self.pid}) {how}, and was "
             "ended. Launch again: a new one is made. If it happens again, look for what stops "
@@ -331,7 +361,10 @@ class Template:
 
     @property
     def error_output(self) -> str:
-        """What the process and its agents wrote to standard error, tracebacks mostly."""
+        """All that the template and its children wrote to standard error; "" once it is closed.
+
+        Mostly tracebacks.
+        """
         if self._stderr.closed:
             return ""
         # Not by seek and read, which would move the place where the processes write.
@@ -350,7 +383,14 @@ _asking = threading.RLock()
 
 
 def template(environment: Mapping[str, str] | None = None) -> Template:
-    """Return the template for launches with this environment; starts one if none fits."""
+    """Return the template for launches with this environment; start one if none fits.
+
+    One fits if it runs and was started with the same values of all variables that Python, torch
+    and the C libraries read at import. Any other template is closed.
+
+    Args:
+        environment: of the launch; None for that of this process.
+    """
     global _current
     environment = os.environ if environment is None else environment
     with _asking, held():
@@ -366,10 +406,12 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
 def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
     """Return ``question(template)`` for the template of this environment.
 
-    If the template does not answer, ``question`` is called once more with a new one.
+    If the template does not answer in time, ``question`` is called once more, with a new template.
+    Meanwhile no other thread can close the template.
 
     Raises:
-        LaunchError: as ``question`` does; of :class:`UnresponsiveTemplateError` the second.
+        LaunchError: ``question`` raised it.
+        UnresponsiveTemplateError: the second template did not answer either.
     """
     with _asking:
         try:
@@ -379,7 +421,10 @@ def ask_template(environment: Mapping[str, str], question: Callable[[Template], 
 
 
 def close() -> None:
-    """Let the current template end; the next launch starts a new one."""
+    """Close the current template, if any: its process ends once its agents have ended.
+
+    The next launch starts a new one.
+    """
     global _current
     if _current is not None:
         _current[1].close()
@@ -387,10 +432,10 @@ def close() -> None:
 
 
 def warm() -> None:
-    """Start the template ahead of the first launch; returns at once.
+    """Start the template in the background, so that the first launch need not wait for imports.
 
-    Where the system refuses it nothing is raised: the launch itself will say what is wrong.
-    ``NOTEBOOK_ACCEL_WARM=0`` in the environment keeps it from being started before a launch.
+    Returns at once. If the system cannot start it, nothing is raised here: the launch itself will
+    fail and say why. With ``NOTEBOOK_ACCEL_WARM=0`` in the environment this does nothing.
     """
     # Not at a lower priority (nice), though nobody waits for it: a process without privileges can
     # not raise it again, and the ranks inherit it.
@@ -400,7 +445,11 @@ def warm() -> None:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return the key of a template: process, interpreter and variables that are read early."""
+    """Return a key that is equal for launches which can use the same template.
+
+    It has this process's pid (a fork of the kernel needs its own template), the interpreter, and
+    the variables that are read at import.
+    """
     variables = tuple(
         sorted(
             (name, value)

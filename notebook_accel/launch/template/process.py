@@ -1,14 +1,16 @@
-"""The template's own process: it imports, then forks agents until the kernel goes.
+"""The template's own process: it imports torch once, then forks agents until the kernel ends.
+
+The kernel is the notebook's process; an agent supervises a run's ranks on this machine.
 
     serve: import -> accept the kernel's connection -> TemplateReady
     Server: ForkAgent    -> fork: agent.main, in a session of its own -> Forked
              CountDevices -> fork: ask torch, end                      -> Devices
-             an agent ends -> end what it left behind                  -> AgentExited
+             an agent ends -> kill its descendants, remove its files   -> AgentExited
              end of file   -> no more requests; end with the last agent
              the kernel's process ends -> end everything, at once
 
-Invariants: one thread, no device, no module of the user's, so that each fork is safe. A child
-prints the exception that ends it to the template's standard error, where the kernel reads it.
+Invariants: one thread, no device, no module of the user's, so that each fork is safe. A child that
+ends by an exception prints it to the template's standard error, which the kernel reads.
 """
 
 from __future__ import annotations
@@ -67,7 +69,14 @@ _FAILED, _END = "process {} failed\n", "\n== end of the traceback"
 
 
 def serve(fd: int, kernel_pid: int) -> None:
-    """Run the template process: import, then fork agents until the kernel goes."""
+    """Run the template process: import, then serve requests until the kernel is gone.
+
+    It reads the connection's secret, 32 bytes, from standard input.
+
+    Args:
+        fd: socket to the kernel.
+        kernel_pid: of the kernel, which must be this process's parent; else this returns at once.
+    """
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
         return
@@ -96,7 +105,13 @@ def serve(fd: int, kernel_pid: int) -> None:
 
 
 def _end_everything(runs: Mapping[int, str] | None = None) -> None:
-    """End this process and the agents of these runs, since the kernel's process ended."""
+    """Kill all descendants, remove the scratch files of the agents, and exit this process.
+
+    Called when the kernel's process has ended.
+
+    Args:
+        runs: for each agent's pid, the id of its run; None for no agents.
+    """
     reaped = processes.kill_descendants()
     for agent, run in (runs or {}).items():
         scratch.remove(run, agent, used_by=reaped)
@@ -104,7 +119,7 @@ def _end_everything(runs: Mapping[int, str] | None = None) -> None:
 
 
 class Server:
-    """The template's event loop: answers the kernel, and reports agents that have ended."""
+    """The event loop of the template process: answers the kernel's requests, reaps ended agents."""
 
     def __init__(self, channel: Channel, kernel: int) -> None:
         self._channel = channel
@@ -182,7 +197,7 @@ class Server:
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: wire.Message) -> None:
-        """Send the kernel a message; ignored if the kernel has closed the connection."""
+        """Send the kernel a message; do nothing if the kernel has closed the connection."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
@@ -194,10 +209,18 @@ class Server:
         self._tell(msgspec.structs.replace(answer, run=message.run))
 
     def _ask_child(self, environment: dict[str, str]) -> wire.Message:
-        """Return the devices, counted in a child process: torch may have to initialise one.
+        """Return the accelerators, counted in a forked child process.
+
+        Counting may initialise a device, after which a fork of this process would be unsafe.
+
+        Args:
+            environment: of the child; it decides which accelerators are visible.
+
+        Returns:
+            A ``Devices`` message; its ``error`` is set if the child died or took too long.
 
         Raises:
-            OSError: it could not be forked.
+            OSError: the child could not be forked.
         """
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -220,7 +243,10 @@ class Server:
         return answer
 
     def _fork(self, act: Callable[[], None]) -> int:
-        """Fork a child that calls ``act`` and exits; its exception goes to standard error."""
+        """Fork a child that calls ``act`` and exits; return its pid.
+
+        If ``act`` raises, the child prints the traceback to standard error and exits with code 1.
+        """
         pid = os.fork()
         if pid:
             return pid
@@ -244,7 +270,11 @@ def _end_child(pid: int) -> None:
 def traceback_of(pid: int, output: str) -> str:
     """Return the traceback of the exception that ended a child of the template; "" for none.
 
-    ``output`` is what the template and its children wrote to standard error.
+    Called in the kernel.
+
+    Args:
+        pid: of the child.
+        output: all that the template and its children wrote to standard error.
     """
     _, found, text = output.rpartition(_FAILED.format(pid))
     return text.partition(_END)[0] if found else ""

@@ -1,1 +1,1 @@
-"""Text: as a person reads it, as a terminal shows it, and where UTF-8 cannot carry it."""
+"""Text for people: wording of numbers and ranks, and cleaning of output and of invalid Unicode."""

@@ -1,8 +1,11 @@
-"""Text for terminals and pages: control sequences are left out, and rewritten lines show their
-last state.
+"""Cleans the output of programs for terminals and pages.
 
-Output comes in pieces that end anywhere. A :class:`Tail` holds the newest lines and whether the
-last of them goes on; :func:`append_output` adds a piece. Of a line of megabytes it holds both ends.
+Control sequences are left out. Of a line that a program rewrites with carriage returns, such as a
+progress bar, the last state is kept.
+
+Output comes in pieces that may end in the middle of a line. A :class:`Tail` holds the newest lines
+and whether the last of them goes on; :func:`append_output` adds a piece. Of a line longer than
+:data:`MAX_LINE` characters it holds both ends.
 """
 
 from __future__ import annotations
@@ -46,10 +49,11 @@ GAP = " […] "
 
 
 def escaped(value: Any) -> Any:
-    """Return plain data with lone surrogates in its texts escaped.
+    """Return a copy of plain data (strings, dicts, lists, numbers) with lone surrogates escaped.
 
-    Where a file name or a variable is not UTF-8, Python puts lone surrogates for its odd bytes (PEP
-    383), with which nothing could be drawn, sent or written: they become ``\\udcff``.
+    Python puts a lone surrogate for each byte of a file name or variable that is not UTF-8 (PEP
+    383). Such a text cannot be drawn, sent or written, so each surrogate becomes the text
+    ``\\udcff`` or similar. A tuple becomes a list.
     """
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
@@ -61,7 +65,10 @@ def escaped(value: Any) -> Any:
 
 
 def plain_text(text: str) -> str:
-    """``text`` without escape sequences and control characters; tabs and line breaks stay."""
+    """Return ``text`` without escape sequences and control characters.
+
+    Tabs and line breaks stay.
+    """
     if text.isprintable():
         # Nearly all text is printable, and to ask takes a tenth of the time of the two searches.
         return text
@@ -69,7 +76,7 @@ def plain_text(text: str) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """A name as plain text in one line of at most ``limit`` characters."""
+    """Return ``text`` as plain text in one line, cut to ``limit`` characters; "…" marks a cut."""
     # A name may have megabytes, and is shown five times a second.
     line = plain_text(_BREAKS.sub(" ", text[: 20 * limit])).strip()
     is_whole = len(text) <= 20 * limit and len(line) <= limit
@@ -77,10 +84,11 @@ def one_line(text: str, limit: int) -> str:
 
 
 def as_shown(line: str) -> str:
-    """Return the last state of a line that carriage returns rewrote.
+    """Return what a line shows last, if carriage returns have rewritten it.
 
-    ``"10%\\r20%\\r"`` is ``"20%"``: the last rewrite that is not empty. A terminal would leave the
-    end of a longer rewrite standing; nobody means that.
+    ``"10%\\r20%\\r"`` gives ``"20%"``, the last part that is not empty. In a terminal, the end of
+    an earlier, longer part would stay visible behind a shorter one. No program means that, so such
+    an end is left out here.
     """
     if "\r" not in line:
         return line
@@ -90,12 +98,13 @@ def as_shown(line: str) -> str:
 
 @dataclass(frozen=True)
 class Tail:
-    """The last lines of an output.
+    """The newest lines of a program's output; :func:`append_output` adds to them.
 
     Attributes:
-        lines: as a terminal would show them.
-        is_open: whether the last line has no end yet, so that what comes next belongs to it.
-        is_rewound: whether it ended with a carriage return, so that what comes next replaces it.
+        lines: the lines as a terminal would show them.
+        is_open: whether the last line has no end yet, so that further output continues it.
+        is_rewound: whether the open line ended with a carriage return, so that further output
+            replaces it.
     """
 
     lines: tuple[str, ...] = ()
@@ -104,7 +113,7 @@ class Tail:
 
 
 def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
-    """Add ``text`` to ``tail``; the last ``limit`` lines of both are kept."""
+    """Return ``tail`` with ``text`` added; only the last ``limit`` lines are kept."""
     if not text:
         return tail
     lines, new = tail.lines, text.split("\n")
@@ -126,9 +135,10 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
 
 
 def _both_ends(line: str) -> str:
-    """Return a line; of one over ``MAX_LINE`` characters, both ends with a gap.
+    """Return a line; cut the middle out of one with over ``MAX_LINE`` characters.
 
-    Where a piece is added to what this gave, the begin stays, and the end is that of the piece.
+    If output is added to the result and it is cut again, its start stays the same, and its end is
+    that of the new output.
     """
     if len(line) <= MAX_LINE:
         return line

@@ -1,4 +1,4 @@
-"""Numbers, ranks and arguments as a person reads them."""
+"""Formats numbers, durations, ranks and arguments for people to read."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ _MAX_WRITTEN_OUT = 1e15
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a clock shows them: ``0:42``, ``1:02:33``."""
+    """Return a duration as a clock shows it: ``0:42``, ``1:02:33``."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def span(seconds: float) -> str:
-    """How long something took: ``3.2 s``, ``1:02`` from a minute on."""
+    """Return a duration as text: ``3.2 s``, or ``1:02`` from a minute on."""
     return f"{max(0.0, seconds):.1f} s" if seconds < 60 else clock(seconds)
 
 
 def count(value: float) -> str:
-    """A count with separators, ``1,240``; one that is no whole number has two decimals."""
+    """Return a count with separators, ``1,240``; a value that is not whole has two decimals."""
     if not abs(value) < _MAX_WRITTEN_OUT:  # not a number, either
         return number(value)
     return f"{int(value):,}" if value == int(value) else f"{value:,.2f}"
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A measured value with some digits; whole numbers below a million are written out."""
+    """Return a measured value with ``digits`` significant digits.
+
+    Whole numbers below a million are written with all their digits.
+    """
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e6:
@@ -50,13 +53,21 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def memory(num_bytes: int) -> str:
-    """``412 MB``, ``1.2 GB``: decimal units, as disks and devices are sold in."""
+    """Return bytes as text: ``412 MB``, ``1.2 GB``.
+
+    The units are decimal, as those in which disks and devices are sold.
+    """
     megabytes = num_bytes / 1e6
     return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{megabytes / 1000:.1f} GB"
 
 
 def rate(per_second: float, unit: str) -> str:
-    """``12.3 it/s``, ``2.5 s/it`` where one takes longer than a second; "" for no rate at all."""
+    """Return a rate as text: ``12.3 it/s``, or ``2.5 s/it`` if an item takes longer than a second.
+
+    Args:
+        per_second: items per second; the result is "" if it is not above 0 or not finite.
+        unit: what an item is called, such as "it".
+    """
     if per_second <= 0 or not math.isfinite(per_second):
         return ""
     if per_second < 1:
@@ -71,7 +82,7 @@ def _three_digits(value: float) -> str:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """``rank 2``, ``ranks 0-3 and 6``."""
+    """Return ranks as text: ``rank 2``, ``ranks 0-3 and 6``."""
     ordered = sorted(set(ranks))
     starts = [r for i, r in enumerate(ordered) if i == 0 or ordered[i - 1] != r - 1]
     ends = [a for a, b in pairwise(ordered) if b != a + 1] + ordered[-1:]
@@ -81,7 +92,10 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 class _Arguments(reprlib.Repr):
-    """Short texts of arguments. A model or a table says its type alone: its repr may take long."""
+    """Makes short texts of arguments; an object such as a model or a table is shown as its type.
+
+    The ``repr`` of such an object may be long and slow.
+    """
 
     def repr_instance(self, x: Any, level: int) -> str:
         if x is None or isinstance(x, (Number, PurePath)):
@@ -90,7 +104,7 @@ class _Arguments(reprlib.Repr):
 
 
 def arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call as they are typed: ``0.1, Net, epochs=3``."""
+    """Return the arguments of a call as text, as they are typed in code: ``0.1, Net, epochs=3``."""
     text = _Arguments()
     named = [f"{name}={text.repr(value)}" for name, value in kwargs.items()]
     return ", ".join([*map(text.repr, args), *named])

@@ -1,1 +1,1 @@
-"""How bytes travel between the processes of a run: channels, and counters in shared memory."""
+"""Communication between the processes of a run: message channels, counters in shared memory."""

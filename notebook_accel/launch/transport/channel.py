@@ -1,14 +1,15 @@
-"""One end of a connection between two processes of a run: messages, and descriptors beside them.
+"""One end of a connection between two processes of a run: messages, with file descriptors.
 
 A frame is a length, a number of file descriptors, and one message of ``wire.py``. A
-:class:`Channel` exists only over a private socket pair, or after both ends have proved that they
-know the run's secret (``handshake.py``).
+:class:`Channel` is only made over a private socket pair, or after the two processes have
+authenticated each other: both know the run's secret (``handshake.py``), or have the same user
+(``user_socket.py``).
 
     send, post -> queue -> flush -> socket ===> socket -> drain, receive -> (message, descriptors)
 
-A channel has no thread and no lock: whoever shares one between threads locks it. But an exception
-may come between any two steps of a write (a signal handler of the user's that raises): the frame
-stays whole, and the next write goes on with it where this one stopped.
+A channel has no thread and no lock: code that shares one between threads must lock it. But it is
+safe against signal handlers that raise in the middle of a write: the frame is not torn, and the
+next write continues where this one stopped.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _decoder: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(
 
 
 def encode(message: wire.Message) -> bytes:
-    """Return the bytes of one message; characters that UTF-8 lacks are escaped."""
+    """Return one message as msgpack bytes; characters that UTF-8 cannot encode are escaped."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
@@ -56,7 +57,7 @@ def decode(data: bytes | memoryview) -> wire.Message:
     """Return the message that ``data`` encodes.
 
     Raises:
-        msgspec.DecodeError: the bytes are no message of this version.
+        msgspec.DecodeError: the bytes are no valid message of this version of the protocol.
     """
     try:
         return _decoder.decode(data)
@@ -75,15 +76,15 @@ _CHUNK = 1 << 18
 
 
 class ProtocolError(NotebookAccelError):
-    """Raised if the peer sent bytes that are no valid message."""
+    """Raised if the peer sent an invalid or unexpected message, or one to send is too large."""
 
 
 class _Frame:
-    """A frame that is being written; it can go on after an exception at any point.
+    """A queued frame, sent in one or more pieces; sending can resume after any exception.
 
-    ``extend(map(f, ...))`` runs ``f`` and stores what it gave inside of C, without a step of Python
-    in between, at which a signal handler could raise: no byte is sent twice, and no descriptor
-    closed twice. That is why these lines look so odd.
+    A signal handler of the user's may raise between any two Python instructions. So the code uses
+    ``extend(map(f, ...))``, which runs ``f`` and stores its result inside of C, with no such gap:
+    no byte is sent twice, and no descriptor is closed twice.
     """
 
     def __init__(self, data: bytes, fds: Sequence[int]) -> None:
@@ -98,7 +99,12 @@ class _Frame:
         return sum(self._sent) == len(self._data)
 
     def send(self, send: Callable[..., int], flags: int) -> None:
-        """Send the next piece by ``socket.sendmsg``, the descriptors with the first."""
+        """Send the next piece of the frame; the descriptors go along with the first piece.
+
+        Args:
+            send: ``socket.sendmsg`` of the channel's socket.
+            flags: for ``send``, such as ``MSG_DONTWAIT``.
+        """
         start = sum(self._sent)
         rights = struct.pack(f"{len(self._fds)}i", *self._fds)
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if self._fds and not start else []
@@ -107,7 +113,7 @@ class _Frame:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors that are not closed yet."""
+        """Close this process's copies of the descriptors, unless that was done before."""
         with contextlib.suppress(OSError):  # the user's code closed what it did not open
             deque(map(os.close, self._unclosed), maxlen=0)
 
@@ -116,7 +122,7 @@ class Channel:
     """Sends and receives messages with file descriptors over a connected unix socket.
 
     Attributes:
-        heard: when bytes came last, or the channel was made; monotonic seconds.
+        heard: when bytes last arrived, or the channel was made; monotonic seconds.
         closed: whether :meth:`close` was called.
     """
 
@@ -138,36 +144,43 @@ class Channel:
 
     @property
     def num_pending(self) -> int:
-        """Number of frames that wait to be written."""
+        """Number of queued frames that are not fully written to the socket yet."""
         return len(self._outgoing)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to send: no message, and no bytes of a file."""
+        """Whether nothing is left to send: no queued frame, no bytes of a file or segment."""
         return not self._outgoing
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a file or segment of the peer has arrived in part only."""
+        """Whether a file or segment from the peer has arrived only in part.
+
+        Always False here, since descriptors arrive at once; :class:`FramedChannel` sends bytes.
+        """
         return False
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message; its descriptors are duplicated, so the caller still owns them.
+        """Queue a message, without writing it; :meth:`flush` writes it.
+
+        Args:
+            message: the message.
+            fds: descriptors to send with it. They are duplicated, so the caller still owns them.
 
         Raises:
-            ProtocolError: it is larger than any message may be.
+            ProtocolError: the message is larger than 1 GiB, the limit of the protocol.
         """
         # First: what cannot be encoded leaves no descriptor open.
         data = self._encode(message)
         self._post(data, tuple(map(os.dup, fds)))
 
     def hand_over(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Queue a message; the channel owns its descriptors from now on, and closes them.
+        """Queue a message like :meth:`post`, but take over its descriptors, without duplicates.
 
-        Unlike :meth:`post`, it duplicates no descriptor.
+        The channel closes the descriptors once they are sent, or if the message cannot be queued.
 
         Raises:
-            ProtocolError: it is larger than any message may be.
+            ProtocolError: the message is larger than 1 GiB, the limit of the protocol.
         """
         try:
             data = self._encode(message)
@@ -178,7 +191,7 @@ class Channel:
         self._post(data, tuple(fds))
 
     def _post(self, data: bytes, fds: tuple[int, ...]) -> None:
-        """Queue an encoded message with its descriptors."""
+        """Queue an encoded message with its descriptors, which the channel owns from now on."""
         self._queue(data, len(fds), fds)
 
     def _queue(self, data: bytes, num_fds: int = 0, fds: tuple[int, ...] = ()) -> None:
@@ -186,9 +199,9 @@ class Channel:
 
         Args:
             data: the encoded message.
-            num_fds: how many descriptors belong to it, as its header says.
-            fds: descriptors that travel with the frame, and are closed once it is sent; none where
-                their files travel as streams (:class:`FramedChannel`).
+            num_fds: number of descriptors of the message, for the frame's header.
+            fds: descriptors to send with the frame; they are closed once it is sent. Empty if the
+                content of their files is sent as bytes instead (:class:`FramedChannel`).
         """
         self._outgoing.append(_Frame(_HEADER.pack(len(data), num_fds) + data, fds))
 
@@ -203,16 +216,25 @@ class Channel:
         return data
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Write a message, and all that was queued before it; blocks.
+        """Write all queued messages and then this one; block until the socket has taken them.
+
+        Args:
+            message: the message.
+            fds: descriptors to send with it. They are duplicated, so the caller still owns them.
 
         Raises:
             OSError: the peer is gone.
+            ProtocolError: the message is larger than 1 GiB, the limit of the protocol.
         """
         self.post(message, fds)
         self.flush()
 
     def flush(self, *, block: bool = True) -> None:
-        """Write what is queued; without ``block`` only what the socket takes now.
+        """Write the queued messages to the socket.
+
+        Args:
+            block: whether to wait until all are written; False writes only what the socket takes
+                now, and the rest stays queued.
 
         Raises:
             OSError: the peer is gone.
@@ -233,11 +255,11 @@ class Channel:
     # ---- in --------------------------------------------------------------------------------
 
     def receive(self) -> tuple[wire.Message, list[int]]:
-        """Return the next message and its descriptors, which the caller owns; blocks.
+        """Wait for the next message; return it and its descriptors, which the caller must close.
 
         Raises:
             EOFError: the peer is gone.
-            ProtocolError: what came is no message.
+            ProtocolError: the bytes that came are no valid message.
         """
         while True:
             for message in self._parse():
@@ -248,18 +270,24 @@ class Channel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the connection has ended: reading raises once all messages were returned."""
+        """Whether the connection has ended: the peer is gone, or sent invalid bytes.
+
+        Once all messages that came before were returned, :meth:`receive` and :meth:`drain` raise.
+        """
         return self._end is not None
 
     def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:
-        """Return the messages that have arrived; does not block.
+        """Return the messages that have arrived, without blocking; [] if there are none.
+
+        Each comes with its descriptors, which the caller must close.
 
         Args:
-            limit: stop reading once there are that many, though the peer may have sent more.
+            limit: stop reading from the socket once there are this many messages or more; None
+                reads all that the peer has sent.
 
         Raises:
-            EOFError: the peer is gone and everything before was given out.
-            ProtocolError: what came is no message, and everything before was given out.
+            EOFError: the peer is gone, and all messages before that were returned.
+            ProtocolError: invalid bytes came, and all messages before them were returned.
         """
         messages = list(self._parse())
         with contextlib.suppress(BlockingIOError):
@@ -291,7 +319,10 @@ class Channel:
         self._incoming += data
 
     def _parse(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """Yield the whole messages that were read; an invalid one ends the channel."""
+        """Yield the complete messages among the bytes that were read, with their descriptors.
+
+        Invalid bytes end the channel: they set the error that reading raises later.
+        """
         try:
             while not isinstance(self._end, ProtocolError):
                 body, num_fds = self._next_frame()
@@ -304,7 +335,13 @@ class Channel:
             self._end = error
 
     def _next_frame(self) -> tuple[bytes | None, int]:
-        """Return the next frame, None if it is not whole, and its number of descriptors."""
+        """Return the next frame's message as bytes, and its number of descriptors.
+
+        (None, 0) if the frame has not arrived in full.
+
+        Raises:
+            ProtocolError: the frame's header is invalid.
+        """
         if len(self._incoming) < _HEADER.size:
             return None, 0
         length, num_fds = _HEADER.unpack_from(self._incoming)
@@ -320,7 +357,17 @@ class Channel:
     def _deliver(
         self, message: wire.Message, num_fds: int
     ) -> Iterator[tuple[wire.Message, list[int]]]:
-        """Yield the messages that are complete now that ``message`` has arrived."""
+        """Yield the messages, with their descriptors, that can be returned now that this one came.
+
+        Here that is ``message`` alone; in :class:`FramedChannel` a message may wait for bytes.
+
+        Args:
+            message: the message that has just been decoded.
+            num_fds: the number of its descriptors.
+
+        Raises:
+            ProtocolError: fewer descriptors came than the frame says.
+        """
         if num_fds > len(self._incoming_fds):
             why = " (too many files are open here: ulimit -n)" if self._has_lost_fds else ""
             raise ProtocolError(
@@ -329,23 +376,35 @@ class Channel:
         yield message, [self._incoming_fds.popleft() for _ in range(num_fds)]
 
     def save(self, stream: int, fd: int) -> None:
-        """Write the file that the peer sends as ``stream`` to ``fd``, which the channel closes.
+        """Ask the peer for the file that it offers as ``stream``, and write its bytes to ``fd``.
+
+        Only a :class:`FramedChannel` receives files; here this always raises.
+
+        Args:
+            stream: number of the stream, which the peer announced.
+            fd: descriptor to write to; the channel closes it, also on an error.
 
         Raises:
-            ProtocolError: the peer follows no file of that number.
+            ProtocolError: the peer offers no file of that number.
         """
         os.close(fd)
         raise ProtocolError(f"no file comes as stream {stream}")
 
     def num_received(self, stream: int) -> int | None:
-        """Number of bytes received of a file; None if it is complete or unknown."""
+        """Return the number of bytes received of a file; None if it is complete or unknown.
+
+        Here this is always None, since only a :class:`FramedChannel` receives files.
+
+        Args:
+            stream: number of the stream, which the peer announced.
+        """
         del stream
         return None
 
     # ---- end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the socket and every descriptor that was not taken or sent."""
+        """Close the socket, and all descriptors that were received or queued but not passed on."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,7 @@
-"""A channel to another machine: files and memory segments travel as bytes, not as descriptors.
+"""A channel to another machine: it sends the bytes of files and memory segments, not descriptors.
+
+On one machine a message carries a large value as the descriptor of a memory segment. To another
+machine the segment's bytes are sent, as a numbered stream of frames between the other messages:
 
     sender                                               receiver
     post(message, [segment])
@@ -8,7 +11,8 @@
       more credit  <------ Credit(7, n)  -------------   ... for as much as was written
       Data(7, ..., last)  --------------------------->   sealed: the message, [segment]
 
-So whoever has a channel need not know where the other end is. What waits, and for what::
+So code that uses a channel need not know whether the other end is on the same machine. Credit is
+the number of bytes that the receiver allows the sender to send. What waits in the queues::
 
     post, follow --> _sending[stream]   bytes that wait for the peer's credit, or for the socket
                  --> _outgoing          frames that the socket has no room for yet (Channel)
@@ -16,20 +20,21 @@ So whoever has a channel need not know where the other end is. What waits, and f
     _incoming           bytes of a frame that is not whole yet (Channel)
     _coming[stream]     what was received of each stream that is not whole yet
     _announced          segments in the order in which they were announced, until the message comes
-                        that they belong to: each message says how many it takes
+                        that they belong to: each message says how many segments it has
     _waiting[rank]      messages with segments that are not whole yet, and those behind them
     _ready              whole messages that ``drain`` read and ``receive`` has not given out yet
 
 Invariants:
 
-- A sender has sent no more bytes of a stream than it has credit for, and takes them from the
-  segment when the socket has room: a value of any size needs a few frames of memory beside its
-  one copy at each end, and a message that is posted meanwhile waits for one frame, not for all.
-- Messages about one rank are given out in the order in which they were posted, and so are those
-  about none: what comes after one that is not whole yet waits for it. Only ``Kill`` passes.
+- A sender never sends more bytes of a stream than it has credit for, and reads them from the
+  segment only when the socket has room. So a value of any size needs only a few frames of memory
+  beside its one copy at each end, and a message that is posted meanwhile waits for one frame.
+- The receiver returns messages about the same rank in the order in which they were posted: a
+  message behind an incomplete one waits. The same holds among messages about no rank. Only ``Kill``
+  overtakes others.
 
-A file that grows, such as a rank's output, goes the same way (:meth:`FramedChannel.follow`,
-:meth:`FramedChannel.save`), without end and without a message that waits for it.
+A file that grows, such as a rank's output, is sent the same way (:meth:`FramedChannel.follow`,
+:meth:`FramedChannel.save`), but it belongs to no message and its size is not known.
 """
 
 from __future__ import annotations
@@ -62,7 +67,14 @@ _WINDOW_BYTES = 8 << 20
 
 @dataclass(kw_only=True)
 class _SentStream:
-    """A file that is being sent; ``size`` is None as long as it grows."""
+    """A file or memory segment that is being sent.
+
+    Attributes:
+        fd: its descriptor, owned by the channel.
+        size: in bytes; None while the file still grows.
+        credit: number of bytes that the receiver allows to be sent now.
+        sent: number of bytes sent so far.
+    """
 
     fd: int
     size: int | None
@@ -70,16 +82,21 @@ class _SentStream:
     sent: int = 0
 
     def read(self) -> bytes:
-        """Return the file's next bytes, as many as the credit allows."""
+        """Return the next bytes to send: at most one frame, and no more than the credit allows."""
         wanted = min(self.credit, _FRAME_BYTES)
         return os.pread(self.fd, wanted, self.sent) if wanted > 0 else b""
 
 
 @dataclass(kw_only=True)
 class _ComingStream:
-    """A segment or growing file that is being received; ``size`` is None for a file.
+    """A memory segment or growing file that is being received.
 
-    ``fd`` is where its bytes are written; None for a file until ``save`` says where.
+    Attributes:
+        fd: descriptor to which its bytes are written; None for a file until
+            :meth:`FramedChannel.save` names one.
+        size: of a segment, in bytes; None for a file.
+        received: number of bytes written so far.
+        is_whole: whether all bytes have arrived.
     """
 
     fd: int | None
@@ -90,7 +107,12 @@ class _ComingStream:
 
 @dataclass(kw_only=True)
 class _WaitingMessage:
-    """A received message, and the streams of its segments, which may still be incomplete."""
+    """A received message that is not returned yet: it, or one before it, lacks bytes of a segment.
+
+    Attributes:
+        message: the message.
+        streams: the memory segments that belong to it, in order.
+    """
 
     message: wire.Message
     streams: list[_ComingStream] = field(default_factory=list)
@@ -101,7 +123,10 @@ class _WaitingMessage:
 
 
 class FramedChannel(Channel):
-    """A channel that sends memory segments as bytes, over any connected stream socket."""
+    """A channel that sends memory segments and growing files as bytes, over any stream socket.
+
+    For connections between machines, where descriptors cannot travel.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -132,15 +157,22 @@ class FramedChannel(Channel):
         self._queue(data, len(fds))
 
     def follow(self, fd: int) -> int:
-        """Send a growing file as its receiver asks for it; return the number of its stream.
+        """Offer a growing file to the peer; return the number of its stream.
 
-        Each :meth:`flush` sends the bytes that are new, once the receiver has called :meth:`save`
-        for the stream. The descriptor is duplicated.
+        Once the peer has called :meth:`save` for the stream, each :meth:`flush` sends the bytes
+        that are new in the file. :meth:`end` marks the end.
+
+        Args:
+            fd: of the file, readable; it is duplicated, so the caller still owns it.
         """
         return self._open(os.dup(fd), size=None, credit=0)
 
     def end(self, stream: int) -> None:
-        """Note that a followed file grows no more: its present size is its end."""
+        """Note that a file given to :meth:`follow` grows no more: it ends at its present size.
+
+        Args:
+            stream: the number that :meth:`follow` returned.
+        """
         with contextlib.suppress(KeyError):
             sending = self._sending[stream]
             sending.size = os.fstat(sending.fd).st_size
@@ -158,7 +190,7 @@ class FramedChannel(Channel):
             super().flush(block=block)
 
     def _queue_frames(self) -> bool:
-        """Queue the next frame of each stream that has credit; return whether any frame waits."""
+        """Queue one frame of each stream that has bytes and credit; return whether frames wait."""
         for stream, sending in list(self._sending.items()):
             data = sending.read()
             sending.sent += len(data)
@@ -268,9 +300,10 @@ class FramedChannel(Channel):
             segment.finish(coming.fd)
 
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """Yield the messages whose segments are complete, in order for each rank.
+        """Yield the waiting messages whose segments are complete, with the segments' descriptors.
 
-        Messages about no rank have an order of their own.
+        A message stays if an earlier one about the same rank is incomplete. Messages about no rank
+        are ordered among themselves.
         """
         for rank, queue in list(self._waiting.items()):
             while queue and queue[0].is_whole:

@@ -5,10 +5,10 @@
     does the proof fit?       <---      nonce B, HMAC(secret, "connect" A B)
     HMAC(secret, "accept" A B) --->     does the proof fit?
 
-The nonces are fresh, so that no proof is worth anything a second time; and each end signs a word of
-its own, so that none can be answered with its own proof. Nothing that follows the peer's proof is
-read until the proof was checked.
-Nothing is encrypted: the sockets are unix sockets, or lie on the loopback.
+A and B are fresh random nonces, so an old proof cannot be replayed. The two ends sign different
+words ("connect", "accept"), so an end's own proof cannot be sent back to it. Nothing that follows
+the peer's proof is read before the proof was checked. Nothing is encrypted: the sockets are unix
+sockets, or connect to the loopback interface.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ _CHANNELS: dict[int, type[Channel]] = {
 
 
 class AuthenticationError(NotebookAccelError):
-    """Raised if the peer does not know the run's secret, or has another version."""
+    """Raised if the handshake with the peer fails.
+
+    The peer did not prove in time that it knows the run's secret, or the two processes use
+    different versions of the message protocol.
+    """
 
 
 def new_secret() -> bytes:
@@ -56,10 +60,16 @@ def new_secret() -> bytes:
 
 
 def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
-    """Return a channel over ``sock`` once the connecting peer has proved the secret.
+    """Return a channel over ``sock`` once the peer, which calls :func:`connect`, is authenticated.
+
+    Args:
+        sock: connected socket; the channel owns it from now on.
+        secret: the run's secret.
+        timeout: seconds for the handshake as a whole.
 
     Raises:
-        AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
+        AuthenticationError: the peer did not prove in time that it knows the secret. ``sock`` is
+            closed.
     """
     with _handshake(sock, timeout) as read:
         mine = secrets.token_bytes(_NONCE)
@@ -71,10 +81,16 @@ def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SE
 
 
 def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
-    """Return a channel over ``sock`` once the accepting peer has proved the secret.
+    """Return a channel over ``sock`` once the peer, which calls :func:`accept`, is authenticated.
+
+    Args:
+        sock: connected socket; the channel owns it from now on.
+        secret: the run's secret.
+        timeout: seconds for the handshake as a whole.
 
     Raises:
-        AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
+        AuthenticationError: the peer did not prove in time that it knows the secret, or has another
+            version of the protocol. ``sock`` is closed.
     """
     with _handshake(sock, timeout) as read:
         _check_version(read(len(_MAGIC)))
@@ -87,7 +103,11 @@ def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_S
 
 @contextlib.contextmanager
 def _handshake(sock: socket.socket, timeout: float) -> Iterator[Callable[[int], bytes]]:
-    """Limit the block to ``timeout`` seconds in all; yield a function that reads from the peer."""
+    """Limit the handshake in the block to ``timeout`` seconds in all.
+
+    Yields a function that reads exactly the given number of bytes from the peer. Any failure closes
+    ``sock`` and becomes an :class:`AuthenticationError`.
+    """
     sock.settimeout(timeout)
     deadline = time.monotonic() + timeout
     try:

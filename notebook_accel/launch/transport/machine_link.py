@@ -1,20 +1,21 @@
-"""The connection between the notebook and another machine of a run: TLS, a token, bytes both ways.
+"""The connection between the notebook and another machine of a run: TLS, authenticated by a token.
 
     notebook                                        the machine that joins
-    listens, with a certificate of its own
+    listens, with a self-signed certificate
                              <-- TLS --             compares the certificate with the token
-                             <-- version, secret    of the token
+                             <-- version, secret    from the token
                              <-- MachineJoined
     StartMachineAgent -->                           has an agent forked
     channel of the run <====== frames ======>       channel of the agent
 
-A token holds the fingerprint of the certificate and a secret, so that each end knows the other:
-nothing of a connection is decoded before its secret was compared. From then on both ends send a
-heartbeat every second. A connection whose other end stays silent is dead, whatever TCP says: a link
-that went down with bytes under way would keep TCP trying for a quarter of an hour.
+The person copies the token from the notebook to the other machine. It holds the fingerprint of the
+certificate and a secret, so that each end can authenticate the other; the notebook decodes no
+message before it has compared the secret. From then on both ends send a heartbeat every second. If
+no heartbeat arrives for some seconds, the connection is closed. TCP alone would not notice a broken
+link for a quarter of an hour.
 
-All connections of this process are served by one thread with an event loop. The channels at the
-ends (``frames.py``) know nothing of it: theirs are local sockets.
+One background thread with an event loop serves all connections of this process. The channels of a
+run (``frames.py``) do not know of it: each uses a local socket, whose bytes are relayed here.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ _loop_lock = threading.Lock()
 
 
 def in_background() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all connections; the first call starts its thread."""
+    """Return the asyncio loop that serves all connections, in a background thread.
+
+    The first call starts that thread.
+    """
     global _loop
     with held(), _loop_lock:
         if _loop is None:
@@ -93,10 +97,17 @@ def in_background() -> asyncio.AbstractEventLoop:
 
 
 def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Run ``work`` in the background loop; return its result, or raise its error.
+    """Run a coroutine in the background loop and wait for it; return its result or raise its error.
+
+    For any thread but that of the loop. The wait can be interrupted (KeyboardInterrupt), which
+    cancels the coroutine.
+
+    Args:
+        work: the coroutine.
+        timeout: seconds; None for no limit.
 
     Raises:
-        TimeoutError: it takes longer than ``timeout`` seconds; it is cancelled.
+        TimeoutError: it took longer than ``timeout``, and was cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(work, in_background())
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -116,14 +127,21 @@ def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """The secret and certificate fingerprint with which a machine joins."""
+    """The credentials by which a joining machine and the notebook authenticate each other.
+
+    ``str(token)`` is the text that the person copies.
+
+    Attributes:
+        secret: random bytes that the machine sends to be admitted.
+        fingerprint: SHA-256 of the notebook's TLS certificate, which the machine compares.
+    """
 
     secret: bytes
     fingerprint: bytes
 
     @classmethod
     def new(cls, fingerprint: bytes) -> Token:
-        """Return a token with a fresh secret."""
+        """Return a token with a fresh random secret, for a certificate with this fingerprint."""
         return cls(secret=secrets.token_bytes(_SECRET), fingerprint=fingerprint)
 
     @classmethod
@@ -131,7 +149,8 @@ class Token:
         """Parse a token from its text.
 
         Raises:
-            ConfigError: it is none. The error does not repeat it.
+            ConfigError: the text is no token. The message does not repeat the text, since it may
+                be a part of the secret.
         """
         try:
             data = base64.b64decode(text.strip(), altchars=b"-_", validate=True)
@@ -149,10 +168,12 @@ class Token:
 
 
 def server_context() -> tuple[ssl.SSLContext, bytes]:
-    """Return a TLS context with a fresh certificate, and the certificate's fingerprint.
+    """Return a TLS context for the notebook, and its certificate's SHA-256 fingerprint.
+
+    The certificate is new and self-signed.
 
     Raises:
-        LaunchError: the package that makes certificates is not installed.
+        LaunchError: the package cryptography, which makes certificates, is not installed.
     """
     try:
         pem, der = _new_certificate()
@@ -174,7 +195,11 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
 
 
 def _new_certificate() -> tuple[bytes, bytes]:
-    """Return (private key and certificate as PEM, certificate as DER)."""
+    """Make a self-signed certificate.
+
+    Returns:
+        The private key and the certificate as PEM, and the certificate alone as DER.
+    """
     from datetime import datetime, timedelta, timezone
 
     from cryptography import x509
@@ -205,11 +230,14 @@ def _new_certificate() -> tuple[bytes, bytes]:
 
 
 async def open_link(host: str, port: int, token: Token) -> MachineLink:
-    """Connect to the notebook that has the token's certificate; send nothing to any other.
+    """Connect this machine to the notebook at ``host`` and ``port``, and prove the token's secret.
+
+    The secret is sent only if the notebook's certificate is the one of the token.
 
     Raises:
-        LaunchError: it is another one.
-        OSError: nobody listens there, or it does not speak TLS.
+        LaunchError: the certificate is another one.
+        OSError: no process listens there, or it does not speak TLS.
+        asyncio.TimeoutError: there was no connection within ten seconds.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -230,18 +258,19 @@ async def open_link(host: str, port: int, token: Token) -> MachineLink:
 
 
 def prove(writer: asyncio.StreamWriter, token: Token) -> None:
-    """Send the protocol's version and the token's secret, by which the notebook admits us."""
+    """Send the protocol's version and the token's secret, which the notebook checks."""
     writer.write(_MAGIC + token.secret)
 
 
 async def check_proof(reader: asyncio.StreamReader, token: Token) -> str:
-    """Read the version and secret that a machine sends, and check them.
+    """Check the version and secret that a joining machine sends; called by the notebook.
 
     Returns:
-        Why it is refused; "" where it is not.
+        Why the machine is refused, as a text to send to it; "" if it is admitted.
 
     Raises:
-        EOFError: it said nothing, or is none of ours: it gets no answer.
+        EOFError: the peer closed the connection, or both its version and its secret are wrong, as
+            those of a program that only scans ports. The caller sends it no answer.
     """
     proof = await reader.readexactly(len(_MAGIC) + _SECRET)
     is_of_version = proof[: len(_MAGIC)] == _MAGIC
@@ -258,13 +287,15 @@ async def check_proof(reader: asyncio.StreamReader, token: Token) -> str:
 
 
 class MachineLink:
-    """One end of a connection between machines whose other end has been authenticated.
+    """One end of an authenticated connection between the notebook and another machine.
 
-    Its methods are for the thread of :func:`in_background`.
+    It carries messages about the machine itself, and relays the bytes of one run's channel at a
+    time. Call its methods only in the event loop's thread (:func:`in_background`).
 
     Attributes:
-        is_open: whether the other end can be reached, as far as is known.
-        own_address, peer_address: of this end and the other.
+        is_open: whether the connection is open, as far as this end knows.
+        own_address: IP address of this end.
+        peer_address: IP address of the other end.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -277,7 +308,7 @@ class MachineLink:
         self.peer_address = str(writer.get_extra_info("peername")[0])
 
     def send(self, message: wire.Message) -> None:
-        """Send a message."""
+        """Queue a message about the machine, for the loop to send; do nothing on a closed link."""
         self._write(_MESSAGE, encode(message))
 
     def _write(self, kind: bytes, data: bytes = b"") -> None:
@@ -285,7 +316,13 @@ class MachineLink:
             self._writer.write(_FRAME.pack(kind, len(data)) + data)
 
     async def serve(self, take: Callable[[wire.Message], None]) -> None:
-        """Read until the connection ends; messages go to ``take``, and bytes to the channel."""
+        """Read until the connection ends, and send heartbeats meanwhile; then close this end.
+
+        Bytes of a run's channel go to the socket given to :meth:`attach`.
+
+        Args:
+            take: called with each message about the machine.
+        """
         beating = asyncio.ensure_future(self._beat())
         try:
             while True:
@@ -313,7 +350,7 @@ class MachineLink:
         return kind, data
 
     async def _beat(self) -> None:
-        """Send heartbeats; close the connection if none arrive."""
+        """Send a heartbeat every second; abort the connection once the other end is silent."""
         num_missing = 0
         while num_missing < _MAX_MISSING:
             self._write(_BEAT)
@@ -325,7 +362,14 @@ class MachineLink:
         self.abort()
 
     async def attach(self, sock: socket.socket) -> asyncio.Task[None]:
-        """Relay a channel's socket over the link, both ways; the task ends when it is closed."""
+        """Relay the bytes of a run's channel over the link, in both directions.
+
+        Args:
+            sock: the local socket at whose other end the channel is; the link owns it from now on.
+
+        Returns:
+            The task that reads ``sock``; it ends when the channel's end is closed.
+        """
         reader, self._local = await asyncio.open_connection(sock=sock)
         return asyncio.ensure_future(self._pass_on(reader))
 
@@ -336,7 +380,10 @@ class MachineLink:
                 await self._writer.drain()
 
     def detach(self) -> None:
-        """Close the link's end of the attached channel, which still reads what was sent before."""
+        """Close the socket given to :meth:`attach`, once all bytes received for it are written.
+
+        The channel at its other end reads these bytes, and then the end of the connection.
+        """
         if self._local is not None:
             self._local.close()
             self._local = None
@@ -347,6 +394,6 @@ class MachineLink:
         self._writer.close()
 
     def abort(self) -> None:
-        """Close the connection now; what is queued is lost."""
+        """Close the connection now; queued messages and bytes are lost."""
         self.is_open = False
         self._writer.transport.abort()

@@ -1,11 +1,13 @@
-"""Counters of ranks in memory that the agent and its ranks share, and how all leave at one count.
+"""Counters of ranks in memory that the agent and its ranks share, and how all stop at one count.
 
-A rank writes its own row, the agent reads all of them: counting a step costs a rank no system
-call, and the agent sees progress even while a rank holds the GIL.
+Each rank writes its own row, the agent of its machine reads all of them. So counting a step costs a
+rank no system call, and the agent sees progress even while a rank holds the GIL.
 
-The board also carries the polite stop. A rank that waits in a collective for one that has left
-would wait for ever, so all ranks of all agents leave at the same count. Ranks come to *points*:
-a prepared loader gives a batch ("batches"), or the function reads ``should_stop`` ("reads").
+The scoreboard also coordinates a polite stop: the ranks leave their training loops by themselves.
+If one rank left earlier than another, the other would wait for it in a collective for ever. So all
+ranks of all agents leave at the same *point*. A rank comes to a point whenever a prepared data
+loader gives a batch (counted in "batches"), or the user's function reads ``should_stop`` (counted
+in "reads").
 
     rank, at each point                       agent                        kernel
     row.batches = n    (it comes)
@@ -18,11 +20,12 @@ a prepared loader gives a batch ("batches"), or the function reads ``should_stop
 
 Invariants:
 
-- A rank writes ``batches`` BEFORE it reads the flag. ``FLAG_SECONDS`` after the flag is set, each
-  row shows one of three: the rank has passed its newest point, waits there, or stands between the
-  two writes; for the third ``passed`` returns None and is asked again. So no rank slips by unseen.
-- From then on nobody passes a point before the answer: the highest point that was passed stays
-  true, and the point after it has been passed by nobody, on no machine.
+- A rank writes ``batches`` BEFORE it reads the flag that a stop is asked. ``FLAG_SECONDS`` after
+  the agent has set the flag, each row shows one of three states: the rank has passed its newest
+  point; it waits there; or it is between the two writes. In the third state ``passed`` returns None
+  and the agent asks again. So no rank passes a point unseen.
+- From then on no rank passes a point until ``leave_at`` is called. So the highest passed point
+  stays correct, and no rank on any machine has passed the point after it.
 - All ranks come to the same points in the same order, so that one point is enough for all.
 """
 
@@ -54,11 +57,12 @@ _NEVER = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class StopPoint:
-    """Counts of the furthest batch and read that ranks of one agent have passed.
+    """An agent's answer to a stop request: how far its ranks have come in this call.
 
     Attributes:
-        batches, reads: how often a rank went on from such a point.
-        reads_should_stop: whether a rank ever came to read ``should_stop``.
+        batches: the highest batch count at which any rank of the agent went on with its loop.
+        reads: the highest count of ``should_stop`` reads at which any of them went on.
+        reads_should_stop: whether any rank has read ``should_stop`` in this call.
     """
 
     batches: int = 0
@@ -68,17 +72,26 @@ class StopPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LeavePoint:
-    """The counts at which all ranks leave; ``batches`` is None if they leave at a read."""
+    """Where all ranks leave their loops in a polite stop; see the module's docstring.
+
+    Attributes:
+        batches: number of the batch at which the loader ends the loop; None if the ranks leave at
+            a read of ``should_stop`` instead.
+        reads: number of the read at which ``should_stop`` becomes True.
+    """
 
     batches: int | None
     reads: int
 
 
 def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
-    """Return the point right after the highest one that any rank has passed.
+    """Return where all ranks leave: right after the furthest point that any rank has passed.
 
-    If any rank reads ``should_stop``, the point is a read: batches go on, on all ranks, also on
-    those that have not come to their first read yet.
+    Called in the kernel. If any rank reads ``should_stop``, the ranks leave at a read of it, and no
+    loop is ended at a batch, not even on ranks that have not read it yet.
+
+    Args:
+        points: the answers of all agents.
     """
     points = tuple(points)
     reads = 1 + max((point.reads for point in points), default=0)
@@ -88,24 +101,29 @@ def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
 
 
 class RankRow(ctypes.Structure):
-    """The shared counters of one rank, written by the rank.
+    """The counters of one rank in shared memory, all 0 when a call begins.
 
-    The agent writes ``interrupted_call``, ``disconnected_call``, and ``call_over`` for a dead rank.
+    The rank writes them; the agent writes ``interrupted_call``, ``disconnected_call``, and
+    ``call_over`` for a dead rank.
 
     Attributes:
-        batches, steps, reads: how often it came to a batch, stepped, read ``should_stop``.
-        total_batches, pass_start: batches of a pass, and ``batches`` before its first one.
-        device_memory: in bytes.
-        call_over: 1 once its part of the call is over: the rank sets it when its function has
-            ended, before it sends the result, and the agent when its process has ended.
-        passed_batches, passed_reads: the last point from which it went on.
-        waits_batches, waits_reads: the last point at which it saw that a stop is asked.
-        left_batches: 1 once its loop was ended.
-        interrupted_call: number of the call that the agent interrupted last; a rank that reads that
-            call only later sees it here.
-        seen_interrupt: what ``interrupted_call`` was when the rank's main thread last saw a SIGINT.
-        disconnected_call: number of the call in which the rank is to leave its group, if it is
-            stuck.
+        batches, steps, reads: how many batches the rank has been given, optimizer steps it has
+            made, and times it has read ``should_stop`` in this call.
+        total_batches: length of the current pass through the loader, in batches; 0 if unknown.
+        pass_start: value of ``batches`` before the first batch of this pass.
+        device_memory: bytes in use on the rank's device, as torch counts them; 0 if unknown.
+        call_over: 1 once the rank's part of the call is over. The rank sets it when its function
+            has ended, before it sends the result; the agent sets it when the process has ended.
+        passed_batches, passed_reads: value of ``batches`` or ``reads`` when the rank last went on
+            with its loop.
+        waits_batches, waits_reads: value of ``batches`` or ``reads`` when the rank last saw that a
+            stop is asked, and waited to learn where to leave.
+        left_batches: 1 once a loader has ended the rank's loop because of a stop.
+        interrupted_call: number of the call that the agent interrupted last. A rank that begins
+            this call later than the signal came sees here that it is interrupted.
+        seen_interrupt: value of ``interrupted_call`` when the rank last handled a SIGINT.
+        disconnected_call: number of the call in which the agent asked the rank to shut down its
+            connections to other ranks, if it is stuck in a collective.
     """
 
     batches: int
@@ -130,22 +148,26 @@ class RankRow(ctypes.Structure):
 
     @property
     def leaving(self) -> bool:
-        """Whether a stop needs nothing more of this rank, which ends by itself.
+        """Whether a polite stop has reached this rank, so that it ends by itself.
 
-        Its loop was ended, or its function has read ``should_stop`` and decides when to return.
+        Either its loop was ended at a batch, or its function has read ``should_stop`` since the
+        stop was asked, and decides itself when to return.
         """
         return bool(self.left_batches or self.waits_reads)
 
 
 class Scoreboard:
-    """Shared memory with a row of counters for each rank of this machine; forks inherit it."""
+    """Shared memory with a row of counters for each rank of one agent, and the state of a stop.
+
+    The agent makes it before it forks its ranks, which inherit the memory.
+    """
 
     def __init__(self, num_ranks: int, *, has_others: bool = False) -> None:
         """Create a scoreboard of zeros.
 
         Args:
-            num_ranks: number of rows.
-            has_others: whether the run has ranks behind other agents as well.
+            num_ranks: number of ranks of this agent, one row each.
+            has_others: whether other agents have ranks of the same run.
         """
         self.num_ranks = num_ranks
         self._has_others = has_others
@@ -154,15 +176,15 @@ class Scoreboard:
         self.reset()
 
     def row(self, local_rank: int) -> RankRow:
-        """Return the row of one rank."""
+        """Return the row of the rank with this local rank: a view of the shared memory."""
         return RankRow.from_buffer(self._memory, 8 * _HEADER + local_rank * ctypes.sizeof(RankRow))
 
     # ---- what the agent does ---------------------------------------------------------------
 
     def reset(self) -> None:
-        """Zero all counters for a new call; no stop is asked for.
+        """Zero all counters and withdraw any stop, for a new call.
 
-        The agent does it while no rank is in a call, so that nobody else writes meanwhile.
+        The agent calls it while no rank is in a call, so that no other process writes meanwhile.
         """
         for index in range(len(self._view)):
             self._view[index] = 0
@@ -173,16 +195,21 @@ class Scoreboard:
         self._view[_OTHERS_ENDED] = 1
 
     def ask_stop(self) -> None:
-        """Ask for a stop: a rank that comes to a point waits there from now on."""
+        """Ask for a stop: from now on each rank waits at its next batch or read of ``should_stop``.
+
+        Called by the agent; :meth:`leave_at` releases the ranks.
+        """
         self._view[_ASKED] = 1
 
     def passed(self, *, patient: bool = True) -> StopPoint | None:
-        """Return the highest points that ranks here have passed, once a stop was asked for.
+        """Return how far the ranks of this agent have come, once a stop was asked for.
+
+        Called by the agent.
 
         Args:
-            patient: give None while a rank has come to a point and not yet said whether it went
-                on. With False it counts as having gone on: all leave one count later then, which
-                is right as well.
+            patient: whether to return None while a rank has come to a point but has not shown yet
+                whether it went on or waits. With False such a rank counts as having gone on: then
+                all ranks leave one count later, which is correct too.
         """
         rows = [row for row in map(self.row, range(self.num_ranks)) if not row.call_over]
         reads_should_stop = any(row.reads for row in rows)
@@ -204,7 +231,10 @@ class Scoreboard:
         )
 
     def leave_at(self, point: LeavePoint) -> None:
-        """Release the waiting ranks to go on to ``point``, and leave there."""
+        """Tell the waiting ranks where to leave; they go on as far as ``point``.
+
+        Called by the agent.
+        """
         self._view[_LEAVE_READS] = point.reads
         self._view[_LEAVE_BATCHES] = _NEVER if point.batches is None else point.batches
 
@@ -212,20 +242,24 @@ class Scoreboard:
 
     @property
     def all_ended(self) -> bool:
-        """Whether every rank of the run has ended its part of the call."""
+        """Whether every rank of the run, on all machines, has ended its part of the call."""
         rows = map(self.row, range(self.num_ranks))
         return bool(self._view[_OTHERS_ENDED]) and all(row.call_over for row in rows)
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a stop was asked for, so that a rank waits at its next point."""
+        """Whether the agent has asked for a stop, so that a rank must call :meth:`leaves`."""
         return bool(self._view[_ASKED])
 
     def leaves(self, local_rank: int, counter: str) -> bool:
-        """Wait until the stop point is known; return whether this rank leaves now.
+        """Wait until it is known where the ranks leave; return whether this rank leaves now.
 
-        A rank calls it once it has counted and then seen ``stop_asked``. While no stop is asked,
-        a rank that has counted sets ``passed_...`` itself.
+        A rank calls it after it has counted a batch or read and then seen ``stop_asked``. If no
+        stop is asked, the rank writes ``passed_batches`` or ``passed_reads`` itself instead.
+
+        Args:
+            local_rank: of the calling rank.
+            counter: what the rank has just counted: "batches" or "reads".
         """
         row, index = self.row(local_rank), _LEAVE_BATCHES + _COUNTERS.index(counter)
         count: int = getattr(row, counter)

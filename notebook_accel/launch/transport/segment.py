@@ -1,14 +1,15 @@
-"""Codec of pickled values in messages: for calls, results and exceptions.
+"""Puts pickled values (calls, results) into messages, and takes them out again.
 
     payload.Packed --pack--> (wire.Packet, descriptors) ==channel==> unpack --> payload.Packed
 
-A small value lies in the message itself. A large one lies in one sealed memory segment, whose
-descriptor goes along with the message: over a unix socket the descriptor itself travels, so that
-all processes of a machine share one copy, mapped copy-on-write; a channel to another machine sends
-the segment's bytes in frames, and makes a segment of them there (``frames.py``). Whoever packs or
-unpacks need not know which of the two it was.
+A small value is copied into the message. A large value is written to one memory segment, whose
+descriptor is sent with the message. Over a unix socket the descriptor itself is sent, so that all
+processes of a machine share one copy, mapped copy-on-write. A channel to another machine sends the
+segment's bytes, and the receiver makes a segment of them (``frames.py``). Code that packs or
+unpacks need not know which of the two happens.
 
-The segment is a memfd: no name, no file, no limit of /dev/shm, gone with its last descriptor.
+The segment is a memfd: it has no name and no file, is not limited by the size of /dev/shm, and is
+freed with its last descriptor. It is sealed, so that no process can change it.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ MAX_INLINE_BYTES = 1 << 16
 
 
 def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
-    """Convert a pickled value into a message packet and descriptors to send with it.
+    """Convert a pickled value into a packet (a field for a message) and descriptors.
 
     Args:
-        packed: its buffers are copied, so they may be changed as soon as this returns.
+        packed: the value; its buffers are copied, so they may be changed once this returns.
 
     Returns:
-        What goes into the message, and the descriptors that are sent with it. The caller closes
-        them once the message is sent.
+        The packet, and the descriptors to send with the message: none if the value fits into the
+        packet, else that of its memory segment. The caller closes them once the message is sent.
 
     Raises:
         OSError: the machine is out of memory or of descriptors.
@@ -67,7 +68,10 @@ def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def sendable(packed: Packed) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
-    """Yield the packet and descriptors of :func:`pack`; the descriptors close after the block."""
+    """Yield the packet and descriptors of :func:`pack`, to be sent within the block.
+
+    The descriptors are closed after it.
+    """
     packet, fds = pack(packed)
     try:
         yield packet, fds
@@ -84,10 +88,11 @@ def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
         fds: the descriptors that came with the message; they are closed.
 
     Returns:
-        The value. Its buffers are writable, and what is written stays in this process.
+        The value, not unpickled yet. Its buffers are writable; no other process sees the writes.
 
     Raises:
-        ValueError: the packet is no whole value.
+        ValueError: buffers are missing, or the descriptor is no valid segment for them.
+        OSError: the segment could not be mapped.
     """
     try:
         if fds:
@@ -114,10 +119,10 @@ def _seals() -> int:
 
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each buffer in a segment, and the size of the segment.
+    """Lay out buffers one after the other in a segment, each aligned to 64 bytes.
 
     Args:
-        sizes: in bytes.
+        sizes: of the buffers, in bytes.
 
     Returns:
         The offset of each buffer, and the size of the segment, in bytes.
@@ -131,13 +136,13 @@ def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def seal(buffers: Sequence[memoryview]) -> int:
-    """Copy the buffers into a new segment that nobody can change any more.
+    """Copy the buffers into a new sealed memory segment, which no process can change.
 
     Args:
-        buffers: contiguous, of bytes.
+        buffers: each contiguous, with items of one byte.
 
     Returns:
-        A file descriptor, which the caller closes.
+        The segment's file descriptor, which the caller closes.
 
     Raises:
         OSError: the machine is out of memory or of descriptors.
@@ -155,10 +160,12 @@ def seal(buffers: Sequence[memoryview]) -> int:
 
 
 def create(size: int) -> int:
-    """Create a segment of ``size`` zero bytes, to be filled; it takes memory only then.
+    """Create a memory segment of ``size`` zero bytes, to be filled and sealed by :func:`finish`.
+
+    It uses memory only as it is filled.
 
     Returns:
-        A file descriptor, which the caller closes.
+        The segment's file descriptor, which the caller closes.
 
     Raises:
         OSError: the machine is out of descriptors.
@@ -173,7 +180,7 @@ def create(size: int) -> int:
 
 
 def finish(fd: int) -> None:
-    """Seal a filled segment, so that nobody can change it any more."""
+    """Seal a written segment: from now on no process can write to it or change its size."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
 
 
@@ -186,16 +193,18 @@ def _write(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def attach(fd: int, sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    """Map the buffers of a segment: writable, with each write private to this process.
+    """Map a segment into memory; return a view of each of its buffers.
 
-    The memory lives as long as one of the views does; ``fd`` may be closed at once.
+    The views are writable, and no other process sees the writes (copy-on-write). The memory lives
+    as long as one of the views does; ``fd`` may be closed at once.
 
     Args:
         fd: from :func:`seal`.
         sizes: of the buffers, in bytes, as they were given to :func:`seal`.
 
     Raises:
-        ValueError: it is no sealed segment, or too short for these sizes.
+        ValueError: ``fd`` is no sealed segment, or the segment is too short for these sizes.
+        OSError: the segment could not be mapped.
     """
     offsets, total = layout(sizes)
     _check(fd, total)

@@ -1,9 +1,11 @@
-"""A unix socket in a run's folder, which processes of this user alone get through.
+"""A unix socket in a run's folder, by which processes of the same user can connect.
 
     keeper of a detached run: listen(folder) -> accept -> Channel
     a later kernel:                  connect(folder) -> Channel
 
-Either end asks the system who the other one is (SO_PEERCRED) before it reads a byte.
+A detached run goes on after its notebook's kernel has ended; a process of its own, the keeper,
+supervises it, and a later kernel can connect to that. Either end asks the system for the user of
+the other process (SO_PEERCRED) before it reads a byte.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """Yield a short path to the folder's socket: paths of sockets have 107 bytes at most."""
+    """Yield a path to the folder's socket that is short enough, valid within the block.
+
+    The system allows 107 bytes for a socket's path, and the folder's own path may be longer.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{_NAME}"
@@ -38,10 +43,10 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def listen(folder: Path) -> socket.socket:
-    """Return a listening unix socket in ``folder``.
+    """Return a listening, non-blocking unix socket, whose file is in ``folder``.
 
     Raises:
-        OSError: the folder's file system has no sockets, or cannot be written.
+        OSError: the folder's file system does not support sockets, or cannot be written.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -56,7 +61,11 @@ def listen(folder: Path) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> Channel | None:
-    """Return a channel over the next connection; None if it is gone, or another user's."""
+    """Return a channel over the next waiting connection.
+
+    None if there is none (any more), or if a process of another user made it; that connection is
+    closed. Call it when ``listener`` is readable.
+    """
     try:
         sock, _ = listener.accept()
     except OSError:
@@ -65,10 +74,12 @@ def accept(listener: socket.socket) -> Channel | None:
 
 
 def connect(folder: Path) -> Channel | None:
-    """Return a channel to the process that listens in ``folder``; None if another user owns it.
+    """Return a channel to the process that listens in ``folder``.
+
+    None if that process belongs to another user.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -91,5 +102,5 @@ def _checked(sock: socket.socket) -> Channel | None:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder's socket file."""
+    """Remove the socket file that :func:`listen` made in ``folder``, if it is there."""
     (folder / _NAME).unlink(missing_ok=True)

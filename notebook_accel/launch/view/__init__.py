@@ -1,12 +1,14 @@
-"""What a view must do, and the view that shows nothing.
+"""The base class of views, which show a run to the user, and the guard around every view.
+
+A view's methods are called in this order::
 
     launch_is_slow -> open -> update, update, ...           -> close
                               poll, poll, ... stop_waiting  -> print_end
                    -> launch_failed
 
-The methods of the second row are called by the thread that waits for the run; it may wait several
-times, and ``stop_waiting`` ends each. Everybody calls a view through :class:`GuardedView`, so that
-a view with a bug costs the person a picture and not the training.
+The methods of the second row are called by a thread that waits for the run, mostly that of the
+cell. It may wait several times, and ``stop_waiting`` ends each wait. All calls go through
+:class:`GuardedView`, so that an error in a view ends no training.
 """
 
 from __future__ import annotations
@@ -27,59 +29,68 @@ _log = logging.getLogger(__name__)
 
 
 class View:
-    """Shows one run. This one shows nothing; others override what they need.
+    """Shows one run to the user. This class shows nothing; subclasses override what they need.
 
-    ``update`` and ``close`` are called by the thread that listens to the ranks (control/pool.py),
-    ``poll``, ``stop_waiting`` and ``print_end`` by a thread that waits for the run, the others by
-    the one that called the launcher. An inline run has no thread of its own, and no ``update``.
+    ``update`` and ``close`` are called by the thread that receives the ranks' messages
+    (control/pool.py), ``poll``, ``stop_waiting`` and ``print_end`` by a thread that waits for the
+    run, the others by the thread that launches the run or shows it again. An inline run, whose
+    function is called in the kernel itself, has no thread that receives messages, and calls no
+    ``update``.
     """
 
     def launch_is_slow(self, name: str) -> None:
-        """A run of the function ``name`` will open in some seconds.
+        """Show that a run of the function ``name`` will open in some seconds.
 
-        Called where the template has to start first, so that the person sees that something goes
-        on. ``open`` or ``launch_failed`` follows; a ``Session`` calls nothing else of the view that
-        it was started with, since each of its calls has one of its own.
+        It is called if the template, the process from which ranks are forked, has to start first:
+        the user should see that something goes on. ``open`` or ``launch_failed`` follows. A
+        ``Session`` calls no other method of the view that it was started with, since each of its
+        calls has a view of its own.
         """
 
     def waits_for_machines(self, text: str) -> None:
-        """Other machines have to join before a run can open; ``text`` has the command for them.
+        """Show that other machines must join before a run can open, and by which command.
 
-        Called again as the text changes. ``open`` or ``launch_failed`` follows.
+        It is called again if the text changes. ``open`` or ``launch_failed`` follows.
+
+        Args:
+            text: the text to show, with the command.
         """
 
     def launch_failed(self) -> None:
-        """The launch failed: no run will open."""
+        """Remove what was shown of the launch: it has failed, and no run will open."""
 
     def open(self, run: Run) -> None:
-        """The run exists; its processes may not be there yet."""
+        """Show a run that has just been made; its rank processes may not be running yet."""
 
     def update(self, state: RunState) -> None:
-        """The state changed. Called at most five times a second."""
+        """Show the changed state of the run; called at most five times a second."""
 
     def poll(self) -> None:
-        """The caller's thread waits for the run. Called twenty times a second meanwhile."""
+        """Show what is new; called twenty times a second by a thread that waits for the run."""
 
     def stop_waiting(self) -> None:
-        """The caller's thread waits no longer: the run has ended, or the wait was cut short."""
+        """Note that a thread no longer waits: the run has ended, or the wait was cut short."""
 
     def close(self, state: RunState) -> None:
-        """The run ended with this state. Called once."""
+        """Show how the run has ended, with this last state; called once."""
 
     def print_end(self) -> None:
-        """The wait has come to the run's end: print what only the caller's thread may print."""
+        """Print the end of the run, in the thread that has waited for it.
+
+        It is for text that must be printed by that thread, so that it appears in its cell.
+        """
 
     def reopen(self, run: Run) -> None:
-        """Show the run once more, in whatever is being displayed now (``run.show()``)."""
+        """Show the run once more, in the cell that runs now (``run.show()``)."""
 
     def show_displays(self, run: Run, rank: int) -> None:
-        """Show what a rank displayed: figures and the like (``run.show(rank)``)."""
+        """Show the figures and other rich output that one rank displayed (``run.show(rank)``)."""
 
 
 class GuardedView(View):
-    """Another view, whose errors end no training: the first of each method is logged.
+    """Wraps a view so that its errors end no training: the first error of each method is logged.
 
-    ``reopen`` and ``show_displays`` may raise: the person asked for what they show
+    ``reopen`` and ``show_displays`` may raise: the user asked for what they show
     (``run.show()``), and no run depends on it.
     """
 
@@ -92,7 +103,7 @@ class GuardedView(View):
                 setattr(self, name, method if is_asked_for else partial(self.guard, method))
 
     def guard(self, method: Callable[..., None], *args: Any) -> None:
-        """Call a method of the view; its first error is logged."""
+        """Call a method of the wrapped view; catch its errors, and log the first of each method."""
         try:
             method(*args)
         except Exception:  # whatever a view does, the run goes on

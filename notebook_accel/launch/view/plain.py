@@ -1,7 +1,8 @@
-"""A run as plain lines: in plain Python, in a file, and in notebooks that a program runs.
+"""A view of a run as lines of text: in plain Python, in a file, in notebooks that a program runs.
 
-Only the caller's thread prints, while it waits. A line budget keeps a flood out of the output:
-what is beyond it is counted, and is whole in the run's folder.
+Only the thread that waits for the run prints. A line budget, which limits the lines per second,
+keeps a flood of output out of the cell: lines beyond it are only counted. The log files in the
+run's folder have all lines.
 """
 
 from __future__ import annotations
@@ -29,38 +30,41 @@ __all__ = ["LineReader", "NewLines", "PlainView"]
 
 @dataclass(frozen=True)
 class NewLines:
-    """Lines that were printed since the last read.
+    """Lines that a rank has printed since the last read.
 
     Attributes:
-        lines: those of them that are at hand.
-        num_missing: how many came before ``lines`` that only the rank's file has.
+        lines: the newest of them; the run's state keeps a limited number.
+        num_missing: how many came before ``lines``, which only the rank's log file has.
     """
 
     lines: tuple[str, ...] = ()
     num_missing: int = 0
 
     def newest(self, number: int) -> NewLines:
-        """At most ``number`` of the lines, the newest; the others count as missing."""
+        """Return at most ``number`` of the lines, the newest; the others count as missing."""
         lines = self.lines[-number:]
         return NewLines(lines, self.num_missing + len(self.lines) - len(lines))
 
 
 class LineReader:
-    """Reads the output of one rank from its states, each line once."""
+    """Reads the output of one rank from successive states of its run, each line once."""
 
     def __init__(self) -> None:
         self._num_read = 0
         self._has_read_open_line = False
 
     def has_news(self, rank: RankState, *, last: bool = False) -> bool:
-        """Return whether :meth:`read` would find anything."""
+        """Return whether :meth:`read` with the same arguments would return any line."""
         has_open_line = last and rank.open_line and not self._has_read_open_line
         return has_open_line or rank.num_lines != self._num_read
 
     def read(self, rank: RankState, *, last: bool = False) -> NewLines:
-        """The lines since the last read.
+        """Return the lines since the last read.
 
-        A line that has no end yet is left for later, unless this is the ``last`` read.
+        Args:
+            rank: the rank's newest state.
+            last: whether this is the last read, which also returns a line that has no end yet.
+                Other reads leave such a line for later.
         """
         if rank.num_lines < self._num_read:  # the rank was started again
             self._num_read = 0
@@ -91,14 +95,15 @@ class PlainView(View):
     """Prints ``[rank 0] text`` lines, progress and metrics now and then, and a summary at the end.
 
     Args:
-        stream: where to print; None for ``sys.stdout`` at the time.
-        burst: lines of the ranks' output that may be printed at once.
-        lines_per_second: how many more may be printed each second in the mean; a line that says
-            how many were left out counts as one. Lines wait for their turn, and where too many
-            do, the newest are printed. At the end each rank's last line is, in any case.
+        stream: where to print; None for the ``sys.stdout`` of that time.
+        burst: number of the ranks' lines that may be printed at once.
+        lines_per_second: number of further lines that may be printed each second on average; a
+            line that says how many were left out counts as one. Lines above this rate wait; if too
+            many wait, only the newest are printed. At the end each rank's last line is always
+            printed.
         progress_seconds: time between two lines about a rank's progress.
-        is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough where
-            it ends within a second.
+        is_cell: whether the run is a cell (``%%accelerate``): one that ends within a second gets
+            a summary of one line, without a table.
     """
 
     def __init__(
@@ -135,7 +140,7 @@ class PlainView(View):
         self.write(summary_lines(run.state, now=run.state.now()))
 
     def show_displays(self, run: Run, rank: int) -> None:
-        """Print the text of what a rank displayed: figures and HTML need a page."""
+        """Print what a rank displayed as text: figures and HTML need a notebook."""
         found = [one.data for one in run.state.ranks[rank].displays]
         texts = [data.get("text/plain", ", ".join(data)) for data in found]
         title = f"rank {rank} displayed, as text (a notebook draws it):"
@@ -170,9 +175,10 @@ class PlainView(View):
             stream.flush()
 
     def print_output(self, run: Run, state: RunState) -> None:
-        """Print what ranks have printed since the last call, as far as the line budget allows.
+        """Print the ranks' new output, as far as the line budget allows.
 
-        The others wait in the state, which holds the newest lines of each rank.
+        Other lines stay in the run's state, which holds the newest ones of each rank, until the
+        next call.
         """
         news: list[tuple[RankState, LineReader]] = []
         for rank in state.ranks:
@@ -193,7 +199,10 @@ class PlainView(View):
             self._budget.take(len(lines))
 
     def print_progress(self, state: RunState) -> None:
-        """Print a progress line for each rank; called every ``progress_seconds``."""
+        """Print a line about each rank whose progress has changed, 16 ranks at most.
+
+        It is called every ``progress_seconds``.
+        """
         for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
             text = _progress(rank, self._throughput.of(rank.rank))
             if text and text != self._last_progress.get(rank.rank):
@@ -201,7 +210,7 @@ class PlainView(View):
                 self.write([f"[rank {rank.rank}] {text}"])
 
     def print_summary(self, run: Run) -> None:
-        """Print the summary of the run."""
+        """Print the summary of the run: a table, or one line for a short cell."""
         lines = summary_lines(run.state, now=run.state.now())
         self.write(lines[:1] if self.is_short_cell(run) else lines)
 
@@ -223,7 +232,10 @@ class PlainView(View):
         self.print_output(run, state)
 
     def _print_hang(self, state: RunState) -> None:
-        """Print the sentence about a new hang, and the stacks of the ranks if it is certain."""
+        """Print a line about a new hang, and, if the hang is certain, the stacks of the ranks.
+
+        Ranks hang if they wait for one another in vain.
+        """
         hang = state.hang
         text = "" if hang is None else hang.text
         if hang is None or text == self._hang_text:
@@ -242,7 +254,14 @@ def _printable(line: str) -> str:
 
 
 def _progress(rank: RankState, throughput: float | None) -> str:
-    """``epoch 1  50%  50/100  10.0 it/s  0:05 left  loss 0.25``; "" while there is nothing."""
+    """Return a rank's progress as one line of text; "" if there is none, or the rank has ended.
+
+    For example ``epoch 1  50%  50/100  10.0 it/s  0:05 left  loss 0.25``.
+
+    Args:
+        rank: the rank's state.
+        throughput: batches or steps per second, for a rank that draws no bar; None if unknown.
+    """
     lines = progress_lines(rank, throughput=throughput)
     if rank.has_ended or not lines[0].count:
         return ""

@@ -1,7 +1,7 @@
-"""How far each rank is, in words that every view shows: one line for each of its progress bars.
+"""The progress of each rank as text, which all views show: one line for each of its progress bars.
 
-A rank that draws bars (tqdm, ``accelerator.progress``) is described by them; one that draws none,
-by what its prepared loaders and optimizers counted.
+A rank that draws bars (tqdm, ``accelerator.progress``) is described by them. A rank that draws none
+is described by the batches and steps of its prepared loaders and optimizers.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressLine:
-    """How far one bar of a rank is.
+    """The progress of one bar of a rank, as the texts that a view shows.
 
     Attributes:
-        label: what advances ("epoch 2", "steps"); "" where nothing is known yet.
-        fraction: 0 to 1, None where the end is unknown.
+        label: what advances ("epoch 2", "steps"); "" if nothing is known yet.
+        fraction: the part that is done, 0 to 1; None if the end is unknown.
         count: "130/200" or "1,240".
-        rate: "12.3 it/s", or "".
-        remaining: "0:05"; only the outermost bar of a rank has it, since the person waits for
-            that one.
+        rate: "12.3 it/s"; "" if unknown.
+        remaining: time left, "0:05"; "" if unknown. Only the outermost bar of a rank has it, since
+            the user waits for that one.
         text: label and count in one phrase.
     """
 
@@ -71,11 +71,14 @@ class ProgressLine:
 
 
 def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
-    """One line a bar, the outermost first; a single line for a rank that draws no bar.
+    """Return one line for each bar of a rank that is shown now, the outermost first.
+
+    A rank that draws no bar has a single line, about its batches and steps.
 
     Args:
-        rank: the rank.
-        throughput: items of :func:`counted_items` a second, for a rank that draws no bar.
+        rank: the rank's state.
+        throughput: batches or steps per second (:func:`counted_items`), for a rank that draws no
+            bar; None if unknown.
     """
     bars = current_bars(rank.bars)
     if not bars:
@@ -88,10 +91,13 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
 
 
 def named_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
-    """Return the progress lines that a summary names.
+    """Return those of a rank's progress lines that a summary shows.
 
-    Of a rank that returned the outermost bar says it all ("epochs: 3/3"); where another one ended,
-    the inner bars say where ("epochs: 1/3, train: 20/100").
+    If the rank's function returned, that is the outermost bar alone ("epochs: 3/3"). For any other
+    rank it is all bars, since the inner ones tell how far it came ("epochs: 1/3, train: 20/100").
+
+    Args:
+        rank, throughput: as for :func:`progress_lines`.
     """
     lines = progress_lines(rank, throughput=throughput)
     return lines[:1] if rank.returned else lines
@@ -104,22 +110,25 @@ def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
 
 
 def most_lines(rank: RankState) -> int:
-    """The most lines that :func:`progress_lines` has given of a rank so far."""
+    """Return the largest number of lines that :func:`progress_lines` has had for a rank so far.
+
+    A panel keeps room for so many, so that it does not change its height.
+    """
     return min(_MAX_DEPTH, max(map(len, _nested_bars(rank.bars)), default=1))
 
 
 def current_bars(bars: Sequence[BarState]) -> list[BarState]:
-    """The newest bar, and the bars around it, outermost first.
+    """Return the newest bar and the bars around it, the outermost first.
 
-    A bar that was closed stays until another one of its depth is opened: between two epochs the
-    view would flicker otherwise.
+    A closed bar stays until another one opens at its depth: otherwise the view would flicker
+    between two epochs.
     """
     nested = _nested_bars(bars)
     return nested[-1][:_MAX_DEPTH] if nested else []
 
 
 def _nested_bars(bars: Sequence[BarState]) -> list[list[BarState]]:
-    """For each bar, the bars around it when it was the newest one, outermost first, and itself."""
+    """Return a list for each bar: the bars that were around it, outermost first, and itself."""
     nested: list[list[BarState]] = []
     for bar in bars:
         # In order of opening: whatever came before at this depth or deeper is over.
@@ -147,10 +156,10 @@ def _remaining(seconds: float | None) -> str:
 
 
 def _seconds_left(bars: Sequence[BarState]) -> float | None:
-    """Seconds until the outermost of nested bars is full; None where nobody knows.
+    """Return the seconds until the outermost of nested bars is full; None if unknown.
 
-    An outer bar moves rarely: the bar inside it says how far the item is that it works on, and
-    how long one takes while none has been finished yet.
+    An outer bar, of epochs for example, moves rarely. The bar inside it, of batches, tells how much
+    of the current item is done. While no item is finished yet, it also tells how long one takes.
 
     Args:
         bars: the outermost bar, and the bars inside it.
@@ -173,10 +182,10 @@ def _seconds_left(bars: Sequence[BarState]) -> float | None:
 
 
 def counted_items(rank: RankState) -> tuple[int, str]:
-    """How many items a rank has counted, and what one is: batches, or steps where it takes none.
+    """Return how many items a rank has counted, and their unit: batches, or steps without batches.
 
-    The one place that chooses: the rate in the panel's title, the bar of a rank that draws none,
-    and the order of the slowest ranks go by it.
+    All views use this choice: for the rate in the panel's title, for the line of a rank that draws
+    no bar, and for the order of the slowest ranks.
     """
     return (rank.batches, "batch") if rank.batches else (rank.steps, "step")
 
@@ -211,7 +220,10 @@ def _fraction(n: float, total: float | None) -> float | None:
 
 
 class Throughput:
-    """How many items of :func:`counted_items` each rank does a second, over the last seconds."""
+    """Measures how many batches or steps each rank does per second, over the last five seconds.
+
+    :func:`counted_items` chooses between batches and steps.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[float, int]]] = {}
@@ -229,10 +241,10 @@ class Throughput:
                 samples.popleft()
 
     def of_run(self, state: RunState) -> tuple[float, str] | None:
-        """Items a second of a rank in the mean, and what one is; None while too little is known.
+        """Return the mean items per second of one rank, and their unit; None while unknown.
 
-        It is the mean over the ranks that have not ended. Where none of these takes batches or
-        makes steps that are counted, it is the mean rate of their innermost bars.
+        The mean is over the ranks that have not ended. If none of them has counted batches or
+        steps, it is the mean rate of their innermost bars.
         """
         going = [rank for rank in state.ranks if not rank.has_ended]
         rates = {rank.rank: rate for rank in going if (rate := self.of(rank.rank))}
@@ -246,7 +258,7 @@ class Throughput:
         return sum(of_bars) / len(of_bars), one_line(bars[0].unit, _MAX_UNIT)
 
     def of(self, rank: int) -> float | None:
-        """Items a second of ``rank``, None while too little is known."""
+        """Return the batches or steps per second of ``rank``; None while too little is known."""
         samples = self._samples.get(rank)
         if not samples or samples[-1][0] - samples[0][0] < _MIN_WINDOW_SECONDS:
             return None
@@ -254,26 +266,32 @@ class Throughput:
 
 
 def name_of(metric: str) -> str:
-    """The name of a metric, short and without what would garble a page or a terminal."""
+    """Return a metric's name, cut short, without characters that garble a page or terminal."""
     return one_line(metric, _MAX_NAME)
 
 
 def memory_of(rank: RankState) -> str:
-    """Memory of the rank's device, or of its process where that is unknown; "" for neither."""
+    """Return the used memory of a rank's device, or else of its process, as text.
+
+    It is "" if both are unknown.
+    """
     used = rank.device_memory or rank.memory
     return wording.memory(used) if used else ""
 
 
 def last_values(state: RunState) -> dict[str, str]:
-    """Last value of each metric as text, in the order in which the names first came.
+    """Return the last value of each metric as text, in the order in which the names first came.
 
-    They are rank 0's, whose values ``accelerator.log`` keeps.
+    They are the values of rank 0, since ``accelerator.log`` reports on that rank alone.
     """
     return {name: wording.number(value) for name, (_, value) in state.ranks[0].metrics.items()}
 
 
 def not_finite_note(found: NotFinite) -> str:
-    """Return a chart's note on values that are not finite, "not finite since step 41", or ""."""
+    """Return a note below the chart of a metric with infinite or NaN values; "" if it has none.
+
+    For example "not finite since step 41", if all values since then are not finite.
+    """
     if found.since is not None:
         return f"not finite since step {wording.count(found.since)}"
     verb = "value is" if found.count == 1 else "values are"

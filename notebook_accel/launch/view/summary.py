@@ -1,4 +1,7 @@
-"""A run in a few facts: the table that every view shows at the end, and how it folds."""
+"""The summary of a run: the table of its ranks that every view shows at the end.
+
+A table of many ranks is shortened: it has the failed ranks, some others, and a count of the rest.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +57,15 @@ _MAX_HANG = 2000
 
 
 def elapsed(state: RunState, now: float) -> float:
-    """Seconds that the run took, or has taken until ``now`` (wall time)."""
+    """Return how many seconds the run took, or has taken until ``now`` (wall time, seconds)."""
     return max(0.0, (state.ended or now) - state.started)
 
 
 def num_ranks(state: RunState) -> str:
-    """``1 rank``, ``2 ranks``; ``rank 1 of 2`` where not all were asked."""
+    """Return the number of ranks as text, ``1 rank`` or ``2 ranks``.
+
+    It is ``rank 1 of 2``, say, if a call of a session was meant for some ranks only.
+    """
     asked = [rank.rank for rank in state.ranks if rank.is_asked]
     if len(asked) < state.world_size:
         return f"{wording.rank_list(asked)} of {state.world_size}"
@@ -67,10 +73,11 @@ def num_ranks(state: RunState) -> str:
 
 
 def condition(rank: RankState) -> str:
-    """The rank's status, or "lost peer" where it failed only because another rank did.
+    """Return a rank's status as views show it: the status of its state, "lost peer" or "not asked".
 
-    Such a rank is a victim: shown like the culprit, it would draw the eye away from it. A rank for
-    which the call was not meant is "not asked", unless it failed or was stopped.
+    "lost peer" is a rank that failed only because another rank did. If it were shown as "failed",
+    it would draw the eye away from the rank at fault. "not asked" is a rank for which a session's
+    call was not meant, unless it failed or was stopped.
     """
     if rank.failure is not None and rank.failure.kind == "lost peer":
         return "lost peer"
@@ -80,10 +87,11 @@ def condition(rank: RankState) -> str:
 
 
 def live_condition(rank: RankState, state: RunState) -> str:
-    """What a rank does now: its condition, or while it runs "waits", "elsewhere", "suspended" or
-    "quiet".
+    """Return what a rank does now: its :func:`condition`, or a more exact word while it runs.
 
-    It is elsewhere where others wait for it in vain, and quiet where it makes no step.
+    The words are "suspended" (a signal or debugger has stopped its process), "elsewhere" (other
+    ranks wait for it in a collective that it does not call), "waits" (in that collective) and
+    "quiet" (it makes no step and prints nothing).
     """
     status = condition(rank)
     if status != "running" or state.status != "running":
@@ -99,7 +107,10 @@ def live_condition(rank: RankState, state: RunState) -> str:
 
 
 def hang_line(state: RunState) -> str:
-    """Return the sentence about the current hang, with its duration; "" without a hang."""
+    """Return a sentence about the current hang, with its duration; "" without a hang.
+
+    A hang is that ranks wait for one another in vain, or that a rank's process is suspended.
+    """
     if state.hang is None:
         return ""
     text = one_line(state.hang.text, _MAX_HANG)
@@ -110,7 +121,12 @@ def hang_line(state: RunState) -> str:
 
 
 def slowest_first(state: RunState) -> list[RankState]:
-    """Return the ranks in order: failed, suspended and elsewhere first, then by least progress."""
+    """Return the ranks in the order of a panel: those with problems first, finished ones last.
+
+    Failed ranks come first, then suspended ones and ones elsewhere, then those that lost a peer,
+    then quiet ones (:func:`live_condition`). Within each group the ranks with the least progress
+    come first.
+    """
     order = {
         "failed": 0,
         "suspended": 1,
@@ -130,7 +146,10 @@ def slowest_first(state: RunState) -> list[RankState]:
 
 
 def ranks_with_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
-    """The ranks that get a row: all where they fit, else the failed ones and the first ones."""
+    """Return the ranks that get a row of the table, in the order of their numbers.
+
+    These are all ranks, if there are few. Else they are the failed ranks and the first others.
+    """
     if len(ranks) <= _MAX_ROWS:
         return ranks
     culprits_first = sorted(ranks, key=lambda rank: (condition(rank) != "failed", rank.rank))
@@ -142,7 +161,15 @@ def hidden_ranks(
     shown: Iterable[RankState],
     status_of: Callable[[RankState], str] = condition,
 ) -> str:
-    """One line for ranks without a row, ``… and 96 more: 93 running, 3 failed``; "" for none."""
+    """Return a line about the ranks without a row; "" if all have one.
+
+    For example ``… and 96 more: 93 running, 3 failed``.
+
+    Args:
+        ranks: all ranks.
+        shown: the ranks that have a row.
+        status_of: returns the word by which a rank is counted.
+    """
     with_row = {rank.rank for rank in shown}
     hidden = Counter(status_of(rank) for rank in ranks if rank.rank not in with_row)
     if not hidden:
@@ -154,7 +181,12 @@ def hidden_ranks(
 
 
 def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str]:
-    """Return a rank's cells of the summary table, in the order of :data:`COLUMNS`."""
+    """Return a rank's cells of the summary table, in the order of :data:`COLUMNS`.
+
+    Args:
+        rank: the rank's state.
+        seconds: how long the run has taken, for the mean rate.
+    """
     items, _ = counted_items(rank)
     throughput = items / seconds if seconds > 0 else None
     status = condition(rank)
@@ -169,11 +201,11 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
 
 
 def summary_lines(state: RunState, *, now: float) -> list[str]:
-    """The run as lines of text: a title, a row a rank, the metrics' last values.
+    """Return the summary of a run as lines: a title, a row for each rank, the metrics' last values.
 
     Args:
         state: the run's state.
-        now: wall time in seconds, for a run that goes on.
+        now: wall time in seconds, which counts as the end of a run that goes on.
     """
     seconds = elapsed(state, now)
     shown = ranks_with_row(state.ranks)
@@ -197,7 +229,7 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
 
 
 def values_line(state: RunState) -> str:
-    """The metrics' last values in one line: ``loss 0.31, accuracy 0.9``; "" without metrics."""
+    """Return the metrics' last values in one line, ``loss 0.31, accuracy 0.9``; "" without any."""
     metrics = list(last_values(state).items())
     parts = [f"{name_of(name)} {value}" for name, value in metrics[:_MAX_IN_LINE]]
     if len(metrics) > _MAX_IN_LINE:

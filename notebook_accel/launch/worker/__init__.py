@@ -1,1 +1,1 @@
-"""A rank's own side: its environment, output, bars and calls."""
+"""The code that runs in a rank's process: its environment, output, progress bars and calls."""

@@ -1,6 +1,7 @@
-"""Changes a module of somebody else's in this process: now, or right after its import.
+"""Patches a third-party module in this process: now if it is imported, else right after its import.
 
-Importing it just for the change would cost each rank seconds for what most functions never use.
+Importing such a module only to patch it would cost each rank seconds, though most functions never
+use it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["change_module"]
 
 
 def change_module(name: str, change: Callable[[Any], None]) -> None:
-    """Call ``change`` with the module of that name, once somebody has imported it."""
+    """Call ``change(module)`` once the named module is imported: at once if it is already."""
     if name in sys.modules:
         change(sys.modules[name])
     else:
@@ -25,10 +26,10 @@ def change_module(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _AfterImport:
-    """A finder that changes one module right after its import.
+    """A finder in ``sys.meta_path`` that calls ``change`` right after one module's import.
 
-    It stays in place until the module is imported: code may only ask ``importlib.util.find_spec``
-    before, which imports nothing.
+    It stays there until the module is really imported, because code may first look for the module
+    by ``importlib.util.find_spec``, which imports nothing.
     """
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:

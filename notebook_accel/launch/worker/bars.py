@@ -1,8 +1,9 @@
-"""tqdm bars of a rank become live bars of the view, with no change in the code that draws them.
+"""Makes the tqdm bars of a rank report to the notebook, which draws them live in its own view.
 
-The methods of tqdm's own class that draw are replaced for the life of the rank, so that every
-name under which user code imported it (``tqdm``, ``tqdm.auto``, ``trange``, subclasses) reports;
-``tqdm.notebook``, which needs a kernel to draw in, is given the same class.
+User code need not change. The drawing methods of tqdm's own class are replaced in the rank's
+process, so that a bar reports under whatever name it was imported (``tqdm``, ``tqdm.auto``,
+``trange``, subclasses). ``tqdm.notebook`` draws widgets, which needs a kernel, so it gets the plain
+class.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _BURST = 20
 
 
 def install() -> None:
-    """Have every tqdm bar of this process report to ``rank.current()``."""
+    """Have every tqdm bar of this rank's process report to the notebook in place of drawing.
+
+    Bars that draw into a file of their own stay as they are.
+    """
     plain_display, plain_close, plain_clear = tqdm.display, tqdm.close, tqdm.clear
 
     def display(bar: Any, msg: str | None = None, pos: int | None = None) -> Any:
@@ -63,7 +67,7 @@ def _draws_on_output(bar: Any) -> bool:
 
 
 class _Reports:
-    """The number of one bar, and the limit on how often it is reported."""
+    """What is kept for each bar: its number in this rank, and a limit on how often it reports."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -90,7 +94,7 @@ def _report(bar: Any, *, closed: bool) -> None:
 
 
 def _finite(value: Any) -> float | None:
-    """Return the value as a float; None if it is not finite."""
+    """Return a number as a float; None if it is None, infinite or NaN."""
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
 
@@ -102,7 +106,7 @@ def _mean_rate(shown: dict[str, Any]) -> float | None:
 
 
 def _make_plain(notebook_bars: Any) -> None:
-    """Make the names of ``tqdm.notebook``, which draw ipywidgets, the plain tqdm class."""
+    """Replace the classes in the module ``tqdm.notebook``, which draw ipywidgets, by plain tqdm."""
     notebook_bars.tqdm_notebook = notebook_bars.tqdm = tqdm
     notebook_bars.tnrange = notebook_bars.trange = lambda *args, **kwargs: tqdm(
         range(*args), **kwargs

@@ -1,10 +1,10 @@
-"""What a rank displays (figures, tables, HTML, Markdown, images) is sent to the notebook.
+"""Sends what a rank displays (figures, tables, HTML, Markdown, images) to the notebook.
 
-In a notebook ``display(x)`` and ``plt.show()`` draw below the cell; a rank has no cell, and IPython
-would print a ``repr`` there. So the functions of that name are replaced in the modules that have
-them, right after their import; IPython is imported here only once something is displayed. Its
-formatters turn values into data by MIME type. Text alone is printed, unless it has an id, by which
-it may be replaced.
+In a notebook ``display(x)`` and ``plt.show()`` draw below the cell. A rank has no cell, and IPython
+would only print the ``repr`` of ``x``. So these functions are replaced in IPython and Matplotlib,
+right after the import of each. IPython's formatters turn a value into data by MIME type (an HTML
+text, a PNG image); IPython is imported only once something is displayed. A display that is nothing
+but text is printed, unless it has a ``display_id``, by which it can be replaced later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ _formatter: Any = None
 
 
 def format_by(formatter: Any) -> None:
-    """Turn values into data by these formatters of IPython, as those of a session's shell."""
+    """Use this IPython ``DisplayFormatter`` for all displays of the rank.
+
+    Called where a rank has an IPython shell of its own (a session), whose formatters the user may
+    have extended.
+    """
     global _formatter
     figures = formatter.formatters["image/png"]
     figures.for_type_by_name("matplotlib.figure", "Figure", figure_png)
@@ -49,7 +53,7 @@ def format_by(formatter: Any) -> None:
 
 
 def install() -> None:
-    """Have ``display`` and ``plt.show`` of this process send what they are given."""
+    """Replace ``display`` and ``plt.show`` in this rank's process by functions that send."""
     vars(builtins).update(display=display)
 
     def show(*_args: object, **_options: object) -> None:
@@ -80,7 +84,16 @@ def display(
     update: bool = False,
     **_options: object,
 ) -> Any:
-    """Send values to the notebook as IPython's ``display``; a ``display_id`` gives a handle.
+    """Send values to the notebook, in place of IPython's ``display``.
+
+    Args:
+        values: to be displayed.
+        raw: whether each value is data by MIME type already.
+        display_id: id by which the display can be replaced later; True makes a new id.
+        update: whether to replace the display with this ``display_id``.
+
+    Returns:
+        IPython's ``DisplayHandle`` if there is a ``display_id``, else None.
 
     Raises:
         TypeError: ``update`` without a ``display_id``.
@@ -100,7 +113,11 @@ def display(
 
 
 class _Outbox:
-    """Sends what this rank displays, and limits its size and rate."""
+    """Sends this rank's displays to the notebook, and limits their size and how often they come.
+
+    The notebook's file keeps each display, and too many would freeze its page. Each rank process
+    has one such object.
+    """
 
     def __init__(self) -> None:
         self._bucket = TokenBucket(_BURST, _PER_SECOND)
@@ -113,7 +130,15 @@ class _Outbox:
         self._lock = threading.RLock()
 
     def send(self, data: dict[str, str], display_id: str, *, is_update: bool) -> None:
-        """Send a display to the notebook; plain text is printed, and too much is left out."""
+        """Send one display to the notebook, or print its text instead.
+
+        It is printed if it is text only, too large, above the rate limit, or from a child process.
+
+        Args:
+            data: the display by MIME type.
+            display_id: id by which it can be replaced later; "" if it cannot.
+            is_update: whether it replaces the display with this id, if that was sent before.
+        """
         text = str(data.get("text/plain", ""))
         size = _size(data)
         context = rank.current()
@@ -146,7 +171,10 @@ class _Outbox:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send the waiting updates of displays now."""
+        """Send the updates that wait because an earlier one was sent a moment ago.
+
+        Of several updates of one display, only the newest is sent.
+        """
         context = rank.current()
         if not isinstance(context, rank.LaunchedContext) or not context.is_own_process:
             return
@@ -163,7 +191,7 @@ _outbox = _Outbox()
 
 
 def flush() -> None:
-    """Send the waiting updates of displays: the call ends."""
+    """Send the updates of displays that still wait; called when the rank's call ends."""
     _outbox.send_waiting()
 
 
@@ -172,14 +200,14 @@ def _size(data: Mapping[str, str]) -> int:
 
 
 def _handle(display_id: str) -> Any:
-    """IPython's own handle, whose methods call the functions that are replaced here."""
+    """Return IPython's own ``DisplayHandle``; its methods call the ``display`` of this module."""
     return import_module("IPython.display").DisplayHandle(display_id)
 
 
 def mime_bundle(value: Any) -> dict[str, str]:
-    """``value`` as data by MIME type, as Jupyter would show it; binary data in base64.
+    """Return a value as data by MIME type, as Jupyter would show it; binary data in base64.
 
-    It is empty where the value has displayed itself, or its ``repr`` raises.
+    Empty if the value has displayed itself (``_ipython_display_``), or if its ``repr`` raises.
     """
     if _formatter is None:
         format_by(import_module("IPython.core.formatters").DisplayFormatter())
@@ -187,20 +215,20 @@ def mime_bundle(value: Any) -> dict[str, str]:
 
 
 def _sendable(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the data as text by MIME type, bytes in base64; other values are left out."""
+    """Return data by MIME type with each entry as text: bytes in base64, other types left out."""
     texts = {str(mime): _as_text(data) for mime, data in found.items()}
     return {mime: text for mime, text in texts.items() if text}
 
 
 def figure_png(figure: Any) -> bytes:
-    """A figure of Matplotlib as PNG."""
+    """Return a Matplotlib figure as the bytes of a PNG image."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight")
     return buffer.getvalue()
 
 
 def _as_text(data: object) -> str:
-    """Text as it is, bytes in base64; "" for what is neither, such as a bundle's metadata."""
+    """Return text unchanged and bytes in base64; "" for any other type, such as metadata."""
     if isinstance(data, bytes):
         return base64.b64encode(data).decode()
     return data if isinstance(data, str) else ""

@@ -1,12 +1,12 @@
 """How a rank process ends once the result of its last call was sent.
 
-    threads of the user's end -> functions registered with atexit -> pools and managers of
+    the user's threads end -> functions registered with atexit -> pools and managers of
     multiprocessing end their workers -> other children are ended -> exit
 
-The result is safe by then. The user's non-daemon threads are waited for without limit, as Python
-itself does. All that follows must end within some seconds; what takes longer is cut, and a line
-says so. A child that nobody waits for (idle workers of joblib wait 300 s for more work) must not
-keep the cell, nor must a queue that nobody reads.
+The agent has the result by then. The user's non-daemon threads are waited for without limit, as
+Python itself does. All later steps together get five seconds; then the process ends at once, and a
+line tells the person. Otherwise the notebook's cell would wait for a child that has nothing to do
+(idle workers of joblib stay for 300 s) or for a queue that nobody reads.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ _CUT = (
 
 
 def finish(code: int, notice: Callable[[str], None]) -> None:
-    """Wait for the user's threads, run what was registered with ``atexit``, end the children.
+    """Wait for the user's threads, run the functions registered with ``atexit``, end the children.
+
+    Called in the rank's main thread; the caller then exits the process. If the steps after the
+    threads take more than five seconds, the process is ended from here, by another thread.
 
     Args:
-        code: the exit code of the process, should it have to be ended from here.
-        notice: shows the person a line, should that happen.
+        code: the exit code if the process is ended from here.
+        notice: shows the person one line of text; called only in that case.
     """
     of_python.join_threads()
     # Never cancelled, so that it also bounds what multiprocessing does after this function.

@@ -1,15 +1,17 @@
-"""How a rank drops its process group, so that no other rank waits for it any more.
+"""How a rank drops its torch process group, so that no other rank waits for it in a collective.
 
-gloo has no abort. A rank that waits in a collective is freed when the connection on which it
-waits ends: because the peer destroyed the group, or because it shuts its own end down (measured:
-neither ``abort`` nor ``shutdown`` of the group did it, shutdown(2) did). Who still refers to the
-group, a prepared model or a traceback, keeps its sockets open; so these are shut down first.
+gloo has no abort. A rank that waits in a collective of gloo is freed only when the connection on
+which it waits ends: the peer destroyed the group, or the rank shuts down its own end (measured:
+neither ``abort`` nor ``shutdown`` of the group did it, shutdown(2) did). Any reference to the
+group, such as that of a prepared model or a traceback, keeps its sockets open. So the sockets are
+shut down first, and the group is destroyed after that.
 
-NCCL has an abort, and needs it: its operations wait on the device for those of the other ranks,
-where no connection that ends is seen, and destroying a group waits for all that is queued in it.
-In an abort the ranks of one machine wait for each other, since their devices read each other's
-memory. A rank that raised would wait until stuck ranks are told to abort as well, and for one that
-returned until the next call. So a thread aborts, and is waited for a while.
+NCCL has an abort, and needs it: its operations wait on the device for those of the other ranks, and
+do not notice a connection that ends; and destroying a group waits for all its queued operations. In
+an abort the ranks of one machine wait for each other, since their devices read each other's memory.
+So a rank that raised may wait in its abort until stuck ranks abort too, or, for a rank that has
+returned, until the next call. Therefore a thread aborts, and the rank waits for that thread for
+five seconds at most.
 """
 
 from __future__ import annotations
@@ -43,17 +45,22 @@ _aborting: threading.Thread | None = None
 
 
 def close_group() -> None:
-    """Destroy the default process group of this process, unless it is being aborted."""
+    """Destroy the default process group of this process, if any; errors are ignored.
+
+    Does nothing while a thread still aborts the group (:func:`disconnect`).
+    """
     if rank.has_process_group() and not (_aborting and _aborting.is_alive()):
         with contextlib.suppress(Exception):  # the call has ended: nothing depends on it
             sys.modules["torch.distributed"].destroy_process_group()
 
 
 def close_group_within(seconds: float) -> None:
-    """Destroy the process group at the end of the process; give a group of NCCL a time limit.
+    """Destroy the default process group at the end of the process, for NCCL with a time limit.
 
-    Destroying a group of NCCL never ends if this rank has queued an operation that another rank has
-    not. Groups of other backends have no limit.
+    Destroying an NCCL group hangs if this rank has queued an operation that another rank has not.
+
+    Args:
+        seconds: the limit for NCCL; groups of other backends are destroyed without one.
     """
     if not _waits_on_device():
         close_group()
@@ -68,17 +75,18 @@ def _start(name: str, act: Callable[[], object]) -> threading.Thread:
 
 
 def _waits_on_device() -> bool:
-    """Whether this process has a process group of NCCL."""
+    """Whether this process has an NCCL group, whose operations wait for other ranks on the GPU."""
     if not rank.has_process_group():
         return False
     return any("nccl" in backends for backends in of_torch.backends_of_groups())
 
 
 def _abort_groups() -> bool:
-    """Abort this process's process groups if their operations wait on a device (NCCL).
+    """Abort all process groups of this process if one is of NCCL; wait five seconds at most.
 
     Returns:
-        False if the abort still waits for another rank to abort as well; else True.
+        False if the abort is not complete, since it waits for another rank to abort too; it goes on
+        in its thread. True if it is complete, or there is nothing to abort.
     """
     global _aborting
     # Groups that torch has aborted are in none of its tables.
@@ -98,10 +106,10 @@ _made: list[tuple[set[str], set[str] | None]] = []
 
 @contextlib.contextmanager
 def noting_sockets() -> Iterator[None]:
-    """Record the sockets that are opened within the block, which makes a process group.
+    """Record the sockets that are opened within the block, in which torch makes a process group.
 
-    Gloo connects every pair of ranks while a group is made; wherever the other rank is, behind
-    another agent or on another machine, these are the connections on which a collective waits.
+    Gloo connects every pair of ranks while a group is made. So these are the connections on which a
+    collective waits, to ranks on this machine or another; :func:`disconnect` shuts them down.
     """
     before = _sockets()
     _made.append((set(before), None))
@@ -113,7 +121,7 @@ def noting_sockets() -> Iterator[None]:
 
 
 def _sockets() -> dict[str, int]:
-    """Return this process's socket descriptors by the socket's name in /proc."""
+    """Return this process's sockets: descriptors by the socket's unique name, from /proc."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -124,11 +132,13 @@ def _sockets() -> dict[str, int]:
 
 
 def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
-    """Yield (name, duplicate) of each TCP socket of this process, and close the duplicate.
+    """Yield (name, duplicate) for each TCP socket of this process.
 
-    Found by their descriptors, not by the system's list of connections (``/proc/net/tcp``), which
-    leaves some out while others come and go: a rank that kept its connection to the store waited
-    there for ever.
+    The name is as in :func:`_sockets`; the duplicate is closed at the next step.
+
+    The sockets are found by this process's descriptors. The system's list of connections
+    (``/proc/net/tcp``) leaves some out while others come and go: a rank that kept its connection to
+    the store because of that waited there for ever.
     """
     for name, fd in _sockets().items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
@@ -138,7 +148,11 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
 
 
 def _disconnect_groups(store_ports: set[int]) -> None:
-    """Shut down the connections that this process's groups made or accepted."""
+    """Shut down the TCP connections that this process's groups made or accepted.
+
+    Args:
+        store_ports: own ports whose connections stay, since this rank may serve the store there.
+    """
     # A group that connects its ranks at their first collective has only listened until then. Of
     # each connection one end has been accepted.
     listening = {
@@ -153,7 +167,7 @@ def _disconnect_groups(store_ports: set[int]) -> None:
 
 
 def _is_of_group(name: str) -> bool:
-    """Whether a socket was opened while a process group was made, or is being made now."""
+    """Whether the socket of this name was opened while torch made a process group."""
     return any(
         name in (opened or ()) or (opened is None and name not in before)
         for before, opened in _made
@@ -168,12 +182,13 @@ def _shut_down(end: socket.socket) -> None:
 
 
 def disconnect() -> None:
-    """Shut this rank's connections to the other ranks, and to their store, down.
+    """Shut down this rank's connections to the other ranks and to their store; abort NCCL groups.
 
-    Whoever waits on one of them gets an error, in this process and in the others. Connections
-    of the user's own to other programs stay. Groups of NCCL are aborted. Where the user's code has
-    left no descriptor to look at the connections by, all stay: the rank lives on, and whoever waits
-    for it is interrupted.
+    Any thread that waits on one of them, in this process or at the other end, gets an error and so
+    leaves its collective. The user's own connections to other programs stay.
+
+    If the user's code has used up all descriptors, the connections cannot be looked at, and stay
+    open. Then the agent has to interrupt the ranks that wait for this one.
     """
     reserved, port = rank.current().store_port, os.environ.get("MASTER_PORT", "")
     # The user's code may have made anything of the variable.
@@ -189,7 +204,11 @@ def disconnect() -> None:
 
 
 def _disconnect_store(store_ports: set[int]) -> None:
-    """Shut down this process's connections to a store at these ports, unless it serves them."""
+    """Shut down this rank's client connections to the ranks' store, at any of these ports.
+
+    If this rank serves the store, the connections to its own server stay: other ranks may be
+    connected already to make their next group.
+    """
     for _, end in _tcp_sockets():
         with contextlib.suppress(OSError):
             # Where this rank serves the store, others may have come for the next group already.
@@ -199,13 +218,9 @@ def _disconnect_store(store_ports: set[int]) -> None:
 
 
 def act_when_readable(fd: int, act: Callable[[], None]) -> None:
-    """Start a thread that calls ``act`` when the agent writes to ``fd``.
+    """Start a daemon thread that calls ``act`` each time the agent writes to the eventfd ``fd``.
 
-    The main thread cannot: it is in the collective, which lets go of the GIL meanwhile.
-
-    Args:
-        fd: an eventfd.
-        act: called each time.
+    The rank's main thread cannot react itself: it is stuck in a collective, which releases the GIL.
     """
 
     def follow() -> None:

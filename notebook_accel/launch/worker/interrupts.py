@@ -1,8 +1,9 @@
-"""SIGINT in a rank: a KeyboardInterrupt inside of a call, and nothing outside.
+"""SIGINT in a rank: it raises KeyboardInterrupt during a call, and does nothing between calls.
 
-A rank may get the signal when its call has just ended, or before it has read the call that it
-is meant for (the agent notes on the scoreboard which call it interrupts). And a message to the
-agent must never be torn: an interrupt that comes during a write is raised after it.
+The agent sends SIGINT to interrupt a call. It may arrive when that call has just ended, or before
+the rank has read the request for it. So the agent also writes the call's number to the rank's row
+of counters in shared memory (``scoreboard.py``). And no message to the agent may be torn: an
+interrupt that comes during a write is raised after it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ WAKE_SIGNAL = signal.SIGRTMIN + 8
 
 
 class Interrupts:
-    """Decides for each SIGINT whether it is raised, now or a little later."""
+    """The SIGINT handler of a rank: raises KeyboardInterrupt at once, later, or not at all.
+
+    At once during a call; at the end of the block inside of :meth:`deferred`; not between calls.
+    Made in the thread that runs the rank.
+    """
 
     def __init__(self, row: RankRow) -> None:
-        """Take SIGINT over.
+        """Become the process's handler of SIGINT.
 
         Args:
-            row: where the agent notes which call it interrupts, and reads whether the rank has
-                seen that, or has to be woken.
+            row: the rank's shared counters. The agent writes there which call it interrupts, and
+                reads there whether the rank has handled the signal.
         """
         self._row = row
         self._call = 0
@@ -47,19 +52,22 @@ class Interrupts:
         self.install()
 
     def install(self) -> None:
-        """Have SIGINT come here, whatever the user's code had made of it."""
+        """Install the rank's signal handlers.
+
+        Called again after each call, since the user's code may have replaced them.
+        """
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(WAKE_SIGNAL, lambda *_: None)
 
     def _raise(self) -> None:
-        """Raise the interrupt in the thread of the rank, from a signal handler."""
+        """Raise KeyboardInterrupt in the rank's thread; called in the signal handler."""
         raise KeyboardInterrupt
 
     def begin_call(self, call: int) -> None:
-        """Raise them from here on, in the call of this number.
+        """Begin the call with this number: from now on SIGINT raises KeyboardInterrupt.
 
         Raises:
-            KeyboardInterrupt: the agent sent one for this call before the rank had read it.
+            KeyboardInterrupt: the agent interrupted this call before the rank had read the request.
         """
         self._came_meanwhile = False
         self._call = call
@@ -70,20 +78,23 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def end_call(self) -> None:
-        """Raise none from here on."""
+        """End the call: from now on SIGINT raises nothing, nor does a deferred one."""
         self._in_call = False
         self._came_meanwhile = False
 
     def has_seen(self, call: int) -> bool:
-        """Whether the main thread has got to see that the agent interrupted this call.
+        """Return whether the rank has handled the SIGINT by which the agent interrupted this call.
 
-        While it is in native code, in a collective for example, it does not.
+        Python handles no signal while its main thread is in native code, such as a collective.
         """
         return self._row.seen_interrupt == call
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise one that comes inside of the block only at its end."""
+        """Delay a KeyboardInterrupt that comes inside of the block until the block's end.
+
+        In any thread but the rank's own, which alone is interrupted, it does nothing.
+        """
         # Where it is deferred already (a signal handler that reports during a report), the outer
         # block raises it.
         is_outer = threading.get_ident() == self._thread and not self._is_deferring
@@ -112,7 +123,10 @@ class Interrupts:
 
 
 class Sender:
-    """Writes messages to the agent, whole and one at a time, from any thread of the rank."""
+    """Writes a rank's messages to its agent, from any thread, one at a time and never torn.
+
+    Locks the channel, and delays a KeyboardInterrupt that comes during a write.
+    """
 
     def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
         self._channel = channel
@@ -123,13 +137,16 @@ class Sender:
         self._pid = os.getpid()
 
     def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
-        """Write the message; blocks. To an agent that is gone, or by a forked child, none is sent.
+        """Write a message to the agent; block until the socket has taken it.
 
-        The descriptors are closed once they are sent: where the user's code has left none free,
-        there is no room for duplicates.
+        Does nothing in a child that the rank forked, and ignores that the agent is gone. If the
+        thread is inside another ``send`` already (a signal handler reports something), the message
+        is queued, and the outer ``send`` writes it after its own.
 
-        Inside of another send of the same thread it queues the message, which that one writes
-        once its own is whole.
+        Args:
+            message: the message.
+            fds: descriptors to send with it. They are closed once sent, not duplicated: the user's
+                code may have used up all descriptors.
         """
         # A child of the rank has a copy of the channel, and of a lock that somebody may hold.
         if os.getpid() != self._pid:

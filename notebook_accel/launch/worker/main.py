@@ -1,4 +1,4 @@
-"""A rank process from its fork to its exit code: started, ready for calls, ended.
+"""The main code of a rank process, from its fork to its exit code: it gets ready and runs calls.
 
     agent --fork--> main: environment, output, signals --> RankReady
                       |
@@ -8,8 +8,10 @@
                  +-----------------------------------------------------+
               Shutdown, a call that was the last, or the end of the agent --> exit
 
-Between calls the rank reads its inbox, the channel to the agent, and nothing else; what it defined
-stays. A SIGINT reaches user code only inside of a call (interrupts.py).
+The agent is the process that supervises the ranks of a run on this machine. A call is one function
+that all ranks run; in a session the same processes run many, and globals that a call defined stay.
+Between calls the rank only waits for messages in its inbox, the channel to the agent. A SIGINT
+reaches user code only inside of a call (interrupts.py).
 """
 
 from __future__ import annotations
@@ -109,20 +111,21 @@ _MAX_PICKLED_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Inherited:
-    """What a rank process has from its agent by fork.
+    """What a rank process inherits from its agent by fork.
 
     Attributes:
-        agent_pid: of the agent.
-        launch: what the kernel sent to the agent.
-        spec: which rank this is, and what it has of its own.
-        master_port: MASTER_PORT until a call says another.
-        store_socket: bound to the port where the ranks meet, and rank 0 listens on it; None where
-            they are on several machines.
-        channel: this rank's inbox, and its way to the agent.
-        board: the counters that the ranks and the agent share.
-        log: descriptor of the file for its output.
-        stacks: descriptor of the file for dumps of its stacks.
-        disconnect: eventfd by which the agent has it shut down its connections to other ranks.
+        agent_pid: pid of the agent.
+        launch: the request from the kernel that started the run.
+        spec: the rank's numbers, own environment variables and device.
+        master_port: MASTER_PORT before the first call; each call brings its own.
+        store_socket: socket on which rank 0 serves the store of the ranks' process groups; None if
+            the ranks are on several machines, or have another store.
+        channel: connection to the agent, for messages in both directions.
+        board: counters in shared memory of all ranks of this agent.
+        log: descriptor of the file for the rank's output.
+        stacks: descriptor of the file into which faulthandler writes stack traces.
+        disconnect: eventfd that the agent writes to when the rank is to shut down its connections
+            to other ranks.
     """
 
     agent_pid: int
@@ -138,11 +141,11 @@ class Inherited:
 
 
 def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
-    """Be a rank until there are no more calls; ends the process.
+    """Run this forked process as a rank until there are no more calls, then exit the process.
 
     Args:
-        inherited: from the agent.
-        unneeded: descriptors of the agent's, to be closed.
+        inherited: what the agent prepared for this rank.
+        unneeded: inherited descriptors of the agent and of other ranks, to be closed.
     """
     processes.die_with_parent(inherited.agent_pid)
     # A rank adopts its orphaned descendants. The agent would else, and would kill them at the end
@@ -165,12 +168,14 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
 
 
 class Worker:
-    """The life of a rank, which has its process for itself.
+    """Runs one rank: gets it ready, serves its calls and reports how each ended.
+
+    For a rank that has its process for itself; ``HostedRank`` is for ranks that are threads.
 
     Attributes:
-        context: who the rank is, for whoever asks ``rank.current()``.
-        row: the counters that the agent sees.
-        interrupts: what becomes of SIGINT.
+        context: the rank's numbers and connection to the agent, returned by ``rank.current()``.
+        row: the rank's counters in memory that it shares with the agent.
+        interrupts: the rank's handler of SIGINT.
     """
 
     def __init__(self, inherited: Inherited, interrupts: Interrupts) -> None:
@@ -204,7 +209,10 @@ class Worker:
         self._end_lock = threading.Lock()
 
     def serve(self) -> int:
-        """Get ready, run calls until there are no more; gives the exit code."""
+        """Get ready and run calls until there are no more; return the exit code of the process.
+
+        An error while getting ready is raised by the first call, so that the person sees it.
+        """
         self._enter()
         try:
             self._set_up()
@@ -219,15 +227,18 @@ class Worker:
         return code
 
     def _enter(self) -> None:
-        """Let ``rank.current()`` be this rank."""
+        """Have ``rank.current()`` return this rank's context from now on."""
         rank.enter(self.context)
 
     def _where(self) -> dict[str, int]:
-        """Return fields of ``RankReady`` about the rank's process; none if the agent knows it."""
+        """Return the fields of ``RankReady`` that tell the agent in which process the rank runs.
+
+        Empty here, since the agent has started this process itself.
+        """
         return {}
 
     def _set_up(self) -> None:
-        """Take the notebook's surroundings."""
+        """Make the process like the notebook's: environment, directory, path; patch libraries."""
         os.environ.clear()
         os.environ.update(self._inherited.launch.environment)
         name_rank(self._inherited)
@@ -240,7 +251,11 @@ class Worker:
         self.context.count_on(Scoreboard(self._inherited.board.num_ranks))
 
     def report_lost_output(self, error: OSError) -> None:
-        """Say that output of this rank is lost, and why."""
+        """Tell the person that later output of this rank is lost, since its log cannot be written.
+
+        Args:
+            error: the error of the failed write.
+        """
         is_full = error.errno in FULL_DISK
         why, do = ("disk full", "Make room on") if is_full else (error.strerror, "Look after")
         log_dir = self._inherited.launch.log_dir or "the logs"
@@ -256,7 +271,10 @@ class Worker:
             yield
 
     def serve_calls(self) -> int:
-        """Run calls until there are no more; gives the exit code."""
+        """Run calls until there are no more; return the exit code of the process.
+
+        It is the code of the last call, 0 after a ``Shutdown``, and 1 if a call cannot be read.
+        """
         code = 0
         while True:
             try:
@@ -279,7 +297,16 @@ class Worker:
                 return 0
 
     def _answer(self, message: wire.BeginCall, fds: list[int]) -> int:
-        """Run one call and tell how it ended; gives the exit code, should it be the last."""
+        """Run one call and send the agent its result or error.
+
+        Args:
+            message: the request.
+            fds: descriptor of the memory segment with the pickled function and arguments; empty if
+                they are in the message itself.
+
+        Returns:
+            The exit code of the process, if no other call follows.
+        """
         self._enter_call(message)
         outcome = self.run_call(message, fds)
         if outcome.sent is not None:
@@ -296,7 +323,16 @@ class Worker:
         return outcome.exitcode
 
     def run_call(self, message: wire.BeginCall, fds: list[int]) -> Outcome:
-        """Call the function of ``message``, and say how it ended."""
+        """Call the function of ``message``; return the result or the error, ready to be sent.
+
+        No exception leaves this method: whatever the function, its unpickling or SIGINT raises
+        becomes a part of the outcome.
+
+        Args:
+            message: the request.
+            fds: descriptor of the memory segment with the pickled function and arguments, closed
+                here; empty if they are in the message itself.
+        """
         if message.keeps_error:
             # The frames of the error before go, with all that they hold of the device's memory.
             self.context.kept_error = None
@@ -360,7 +396,11 @@ class Worker:
             groups.act_when_readable(self._inherited.disconnect, self.disconnect_if_stuck)
 
     def disconnect_if_stuck(self) -> None:
-        """Shut the connections to other ranks down, if the call that is meant waits for them."""
+        """Shut down the connections to other ranks, if the current call is stuck in a collective.
+
+        Called in a thread, when the agent asks for it. Does nothing if the agent asked it for an
+        earlier call, or if the call has ended or has handled its SIGINT: then it is not stuck.
+        """
         with self._end_lock:
             call = self.context.call
             is_meant = self.row.disconnected_call == call
@@ -375,9 +415,11 @@ class Worker:
         torch_fixes.forget_half_made_groups()
 
     def _wait_for_others(self) -> None:
-        """Stay until all ranks ended: what they still have to read may be in our sockets.
+        """Wait until all ranks have ended their call, or five seconds have passed.
 
-        Not for ever: a rank that waits in a collective for one that has returned must be told.
+        This rank's sockets must stay open meanwhile: other ranks may still read from them what it
+        sent in its last collective. The time is limited because a rank that waits in a collective
+        for this one, which has returned, fails only when the sockets close.
         """
         deadline = time.monotonic() + _LINGER_SECONDS
         pause = _FIRST_PAUSE_SECONDS
@@ -387,14 +429,14 @@ class Worker:
 
 
 def replace_libraries() -> None:
-    """Replace in this process what a rank's libraries do in their own way."""
+    """Patch tqdm, ``display``, Matplotlib's ``show`` and torch in this process, as a rank needs."""
     bars.install()
     displays.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
 
 
 def name_rank(inherited: Inherited) -> None:
-    """Say in the environment which rank this process is."""
+    """Set RANK, WORLD_SIZE, MASTER_PORT and the like in the environment of this process."""
     launch = inherited.launch
     os.environ.update(inherited.spec.environment)
     os.environ.update(
@@ -408,7 +450,13 @@ def name_rank(inherited: Inherited) -> None:
 
 
 def enter_notebook(launch: wire.Launch) -> None:
-    """Take the directory, path and settings of the notebook."""
+    """Give this process the notebook's directory, ``sys.path``, thread number and other settings.
+
+    Called in a rank's process; the environment variables must be set before.
+
+    Raises:
+        LaunchError: the notebook's directory cannot be entered.
+    """
     import torch
 
     # The template may have looked these up, and the fork has inherited the answers.
@@ -435,7 +483,10 @@ def enter_notebook(launch: wire.Launch) -> None:
 
 
 def _store_port(inherited: Inherited) -> rank.StorePort | None:
-    """Where the ranks of this machine meet; the socket stays open in rank 0 alone."""
+    """Return the address of the store for the run's process groups, with its socket in rank 0.
+
+    Any other rank closes its copy of the socket. None if no port was reserved for the store.
+    """
     bound = inherited.store_socket
     if bound is None:
         return None
@@ -451,14 +502,14 @@ def _store_port(inherited: Inherited) -> rank.StorePort | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a call ended in this rank.
+    """How a call ended in this rank, ready to be sent to the agent.
 
     Attributes:
-        message: what the agent is told.
-        fds: descriptors that go along; the sender closes them once they are sent.
-        exitcode: what the process ends with, if there is no other call.
-        sent: the notebook's classes and functions that this call and those before it brought;
-            None where no call could be unpacked yet.
+        message: the message to send.
+        fds: descriptors to send with the message, which are closed once they are sent.
+        exitcode: exit code of the process, if no other call follows.
+        sent: the notebook's classes and functions that came with this call and all earlier ones;
+            None if this call could not be unpacked.
     """
 
     message: wire.Returned | wire.Raised
@@ -468,14 +519,21 @@ class Outcome:
 
 
 def _finish(context: rank.LaunchedContext) -> None:
-    """Do what was put off to the end of the function: a checkpoint in the making is waited for."""
+    """Call the functions deferred to the end of the call, such as the wait for a checkpoint."""
     # A copy: each of them takes itself out.
     for finish in tuple(context.before_return.values()):
         finish()
 
 
 def _end_forked_child(context: rank.LaunchedContext, error: BaseException | None = None) -> None:
-    """A child that the function forked, and that came back here, is no rank: it ends."""
+    """Exit this process if it is a child that the user's function forked; else do nothing.
+
+    Such a child comes back here when it leaves the function, and must not report as the rank.
+
+    Args:
+        context: the rank's context, which knows the pid of the rank.
+        error: what the function raised in the child, which is printed; None if it returned.
+    """
     if context.is_own_process:
         return
     if error is not None:
@@ -509,7 +567,17 @@ def _raised(
     *,
     is_ending: bool = False,
 ) -> Outcome:
-    """How a call ended that raised; ``is_ending`` where its agent had interrupted it before."""
+    """Return the outcome of a call that raised; ``sys.exit(0)`` counts as returning None.
+
+    Also prints the traceback to the rank's log.
+
+    Args:
+        error: the exception.
+        context: the rank's context.
+        call: the function that was called; None if it could not be unpacked.
+        is_ending: whether the rank had handled an interrupt of the agent before. Then the state of
+            the training is sent along, as it is after a stop or a KeyboardInterrupt.
+    """
     if _is_success(error):
         packed = payload.pack_result(None, call)
         _flush_output()
@@ -549,14 +617,21 @@ def _raised(
 
 
 def _is_success(error: BaseException) -> bool:
-    """Whether it is ``sys.exit()`` or ``sys.exit(0)``."""
+    """Whether the error comes from ``sys.exit()`` or ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and exit_code(error) == 0
 
 
 def _pack_training(
     context: rank.LaunchedContext, call: payload.UnpackedCall
 ) -> tuple[wire.Packet | None, tuple[int, ...]]:
-    """This rank's part of what was being trained, in the first form that can be pickled."""
+    """Pack this rank's part of the training state, to be saved after the run was stopped.
+
+    Takes the first of several forms that can be pickled.
+
+    Returns:
+        The packet and the descriptors to send with it; (None, ()) if there is no training, or no
+        form can be pickled, which the person is told.
+    """
     problem: Exception | None = None
     try:
         for part in context.parts_to_rescue():
@@ -572,7 +647,10 @@ def _pack_training(
 
 
 def _classify(error: BaseException) -> tuple[str, int]:
-    """The kind of a ``wire.Raised``, and the exit code of the process."""
+    """Return the ``kind`` for ``wire.Raised``, such as "exception", and the process's exit code.
+
+    Also prints the text of a ``sys.exit("text")``, as Python would.
+    """
     if isinstance(error, RunStopped):
         return "stopped", 0
     if isinstance(error, KeyboardInterrupt):
@@ -585,7 +663,12 @@ def _classify(error: BaseException) -> tuple[str, int]:
 
 
 def _shm_hint(error: BaseException, traceback: str) -> str:
-    """What to do where the machine's shared memory is full; "" for any other error."""
+    """Return advice for the person if the machine's shared memory is full; "" for other errors.
+
+    Args:
+        error: what the call raised.
+        traceback: its formatted traceback.
+    """
     if isinstance(error, OSError):
         # The locks of a loader's queues lie there, as its batches do.
         return _FULL_SHM if error.errno == errno.ENOSPC and "SemLock" in traceback else ""
@@ -596,7 +679,10 @@ def _shm_hint(error: BaseException, traceback: str) -> str:
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether the exception only says that another rank is gone."""
+    """Whether torch raised the error because it lost the connection to another rank.
+
+    Then the other rank's error, not this one, is the cause to show to the person.
+    """
     is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     is_plain = type(error) is RuntimeError
     return (is_torch or is_plain) and _says_lost_peer(error_text(error))
@@ -611,13 +697,19 @@ def _says_lost_peer(text: str) -> bool:
 
 
 def _write_error(text: str) -> None:
-    """Write to the rank's log. A full disk, or a stream of the user's own, hides no error."""
+    """Write to the rank's ``sys.stderr``; ignore any exception of that.
+
+    A full disk, or a stream of the user's that raises, must not take the place of the real error.
+    """
     with contextlib.suppress(Exception):
         sys.stderr.write(text)
 
 
 def _flush_output() -> None:
-    """What was displayed and printed in the call goes out before the agent hears of its end."""
+    """Send waiting displays and flush ``sys.stdout`` and ``sys.stderr``.
+
+    Called before the agent is told that the call has ended, so that its output is complete then.
+    """
     displays.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
-"""Where a rank's output goes.
+"""Redirects a rank's standard output and error to its log file.
 
-Descriptors 1 and 2 of a rank are one append-only file: Python, C and child processes all write
-to it, in order, and it outlives everybody who reads it.
+Descriptors 1 and 2 of a rank both lead to one append-only file. So the output of Python, C code and
+child processes is in one place and in order, and is not lost if the agent or the notebook ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def redirect(fd: int, *, on_lost: Callable[[OSError], None]) -> None:
-    """Send all that this process prints to ``fd``, a line at a time.
+    """Redirect standard output and error of this process to ``fd``, line buffered.
 
     Args:
         fd: of the file for this rank's output.
-        on_lost: called once, when the disk takes no more, with what it says. What is printed is
-            lost then; a ``print`` in the user's function does not raise for it.
+        on_lost: called with the error when a write first fails because of the disk, for each of the
+            two streams. The output is lost from then on, but ``print`` does not raise, so that the
+            user's function goes on.
     """
     for number in (1, 2):
         os.dup2(fd, number)
@@ -42,9 +43,12 @@ def redirect(fd: int, *, on_lost: Callable[[OSError], None]) -> None:
 
 
 def reopen_streams(on_lost: Callable[[OSError], None]) -> None:
-    """Open ``sys.stdout`` and ``sys.stderr`` again where user code closed them or set them to None.
+    """Open ``sys.stdout`` and ``sys.stderr`` again if user code closed them or set them to None.
 
-    In a session, each later cell would fail without them.
+    Called at the start of each call: in a session, every later cell would fail without them.
+
+    Args:
+        on_lost: as for :func:`redirect`.
     """
     for name in _STREAMS:
         stream = getattr(sys, name, None)
@@ -61,7 +65,7 @@ def _open_stream(name: str, on_lost: Callable[[OSError], None]) -> None:
 
 
 class _LogFile(io.FileIO):
-    """A file that takes everything, and loses what the disk does not take."""
+    """A file whose writes do not raise if the disk is full or fails: the bytes are lost instead."""
 
     def __init__(self, fd: int, on_lost: Callable[[OSError], None]) -> None:
         super().__init__(fd, "w", closefd=False)

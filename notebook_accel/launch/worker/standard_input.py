@@ -1,7 +1,7 @@
-"""The standard input of a rank: there is none, and whoever reads it is told what to do instead.
+"""Replaces the standard input of a rank: reading it raises an error that says what to do instead.
 
-Nobody sits at a rank. ``input()`` and ``pdb`` would read the end of a file there and fail with an
-``EOFError`` or ``BdbQuit`` that says nothing.
+No person can type into a rank. Without this, ``input()`` and ``pdb`` would see the end of the input
+there, and fail with an ``EOFError`` or ``BdbQuit`` that does not say why.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ _AT_BREAKPOINT = (
 
 
 class BreakpointError(RuntimeError):
-    """A rank has called ``breakpoint()``."""
+    """Raised in a rank by ``breakpoint()``, since no person can use a debugger there.
+
+    It ends the call; its message says how to debug instead.
+    """
 
 
 class _NoInput(io.TextIOBase):
-    """A standard input that says so when somebody reads it."""
+    """The ``sys.stdin`` of a rank: reading raises a RuntimeError that says what to do instead."""
 
     def read(self, _size: int | None = -1) -> NoReturn:
         raise RuntimeError(_REMEDY)
@@ -44,7 +47,10 @@ class _NoInput(io.TextIOBase):
 
 
 def install() -> None:
-    """Have ``input``, ``pdb`` and ``breakpoint`` say in this process what to do instead."""
+    """Have ``input``, ``pdb`` and ``breakpoint`` raise helpful errors in this rank's process.
+
+    If PYTHONBREAKPOINT is set in the environment, ``breakpoint`` works as in any Python.
+    """
     sys.stdin = sys.__stdin__ = _NoInput()  # type: ignore[misc, assignment]
     sys.breakpointhook = _breakpoint
 

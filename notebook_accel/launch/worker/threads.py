@@ -1,11 +1,12 @@
 """Ranks that are threads: a process may have several, as on TPUs whose chips have two cores.
 
-    Host (one a process, in its main thread)      signals, output, what libraries do in a rank
+    Host (one per process, in its main thread)    signals, output, patches of libraries
       `-- thread --> HostedRank.serve             context, calls, messages of one rank
 
-What belongs to a process is shared: its environment names its first rank, C code and children print
-into that rank's file, and if the process dies all its ranks do. A rank's own are its messages, its
-counters, what its Python code prints, and its KeyboardInterrupt.
+Ranks of one process share what a process has once: the environment names its first rank only (RANK,
+LOCAL_RANK), output of C code and child processes goes to that rank's log, and if the process dies,
+all its ranks do. Each rank has its own messages to the agent, counters, log for what its Python
+code prints, and KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ __all__ = ["Host"]
 
 
 class Host:
-    """A process with ranks as threads, made in its main thread before any of them begins.
+    """A process whose threads are ranks; made in its main thread before any of them starts.
+
+    ``agent/spawning.py`` makes one per process and calls :meth:`serve` in each rank's thread.
 
     Args:
-        parent: process with whose end this one ends.
+        parent: pid of this process's parent; this process is killed when the parent ends.
     """
 
     def __init__(self, parent: int) -> None:
@@ -64,12 +67,16 @@ class Host:
         of_python.forget_exit_functions()
 
     def serve(self, inherited: Inherited, num_here: int, check: Callable[[], None]) -> None:
-        """Be a rank, in this thread, until there are no more calls.
+        """Run the calling thread as a rank until there are no more calls.
+
+        All ranks of the process must call this, each in its own thread: they wait for each other
+        before their first call.
 
         Args:
-            inherited: of the rank.
+            inherited: what the agent prepared for the rank.
             num_here: number of ranks of this process.
-            check: looks at the device once the rank can tell of what it raises.
+            check: raises an error if the rank's device is not as planned; the rank's first call
+                raises that error then.
         """
         with self._lock:
             if not self._ranks:
@@ -82,13 +89,20 @@ class Host:
         self._exit_code = max(self._exit_code, hosted.serve())
 
     def finish(self) -> int:
-        """Run the exit functions once all ranks here have ended; return the exit code."""
+        """Clean up the process (``exiting.finish``); return the highest exit code of its ranks.
+
+        Called in the main thread once :meth:`serve` has returned for all ranks of this process.
+        """
         if self._ranks:
             exiting.finish(self._exit_code, self._ranks[0].context.notice)
         return self._exit_code
 
     def _begin(self, first: Inherited) -> None:
-        """Make this process that of ranks."""
+        """Set up this process for its ranks: environment, output, patches of libraries.
+
+        Args:
+            first: what the agent prepared for the first rank of the process.
+        """
         # Once more after the fork, which has seeded Python's random numbers anew.
         enter_notebook(first.launch)
         name_rank(first)
@@ -104,10 +118,11 @@ class Host:
 
 
 class _ThreadInterrupts(Interrupts):
-    """Raises in the thread of a rank what the main thread of its process hears of.
+    """Raises KeyboardInterrupt in a rank's thread, when the main thread has handled a signal.
 
-    Python raises it there between two instructions: a rank in native code sees it at the end of
-    that.
+    Python handles signals in the main thread only, so :class:`Host` calls :meth:`look` there. The
+    exception is raised in the rank's thread between two Python instructions; a thread in native
+    code gets it when that code returns.
     """
 
     def __init__(self, row: RankRow) -> None:
@@ -116,10 +131,14 @@ class _ThreadInterrupts(Interrupts):
         super().__init__(row)
 
     def install(self) -> None:
-        """Do nothing: signals come to the process."""
+        """Do nothing: :class:`Host` has installed the signal handlers of the process."""
 
     def look(self) -> None:
-        """Interrupt this rank's thread, if the agent asked for it and it has not seen that."""
+        """Interrupt this rank's thread, if the agent asked for that and the thread has not seen it.
+
+        Called in the main thread for every rank of the process, since a signal does not say which
+        of them the agent means; the rank's shared counters do.
+        """
         if self._row.interrupted_call == self._call > 0 and not self.has_seen(self._call):
             with self._changing:
                 self._on_signal(signal.SIGINT, None)
@@ -140,13 +159,15 @@ class _ThreadInterrupts(Interrupts):
 
 
 class HostedRank(Worker):
-    """A rank that shares its process with others, and may be any thread of it.
+    """Runs one rank that shares its process with others, in whichever thread calls it.
 
     Args:
-        inherited: of the rank.
-        first: the rank that came first in this process; None for that one itself.
-        check: raises what is wrong with the rank's device.
-        all_told: where ranks of this process wait until all have said that they are in it.
+        inherited: what the agent prepared for the rank.
+        first: the first rank of this process; None if this is the first.
+        check: raises an error if the rank's device is not as planned.
+        all_told: barrier of the ranks of this process, passed once each has told the agent in which
+            process it runs; before that, a call could end the process without the agent knowing
+            which ranks die with it.
     """
 
     interrupts: _ThreadInterrupts
@@ -191,20 +212,23 @@ class HostedRank(Worker):
 
 
 class _RankStreams:
-    """``sys.stdout`` and ``sys.stderr`` that write into the file of the rank that prints."""
+    """The log files of the ranks of this process, for a ``sys.stdout`` that all of them share.
+
+    What a thread prints goes to the log of its rank; a thread without a rank gets the first rank's.
+    """
 
     def __init__(self) -> None:
         self._of_rank: dict[int, io.TextIOWrapper] = {}
 
     def add(self, number: int, fd: int) -> None:
-        """Write what Python code of this rank prints to the descriptor ``fd``."""
+        """Have the prints of this rank's Python code written to the descriptor ``fd``."""
         file = open(fd, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
         self._of_rank[number] = io.TextIOWrapper(
             file, "utf-8", errors="replace", line_buffering=True
         )
 
     def install(self) -> None:
-        """Replace ``sys.stdout`` and ``sys.stderr`` by streams that write to each rank's file."""
+        """Replace ``sys.stdout`` and ``sys.stderr`` by streams that choose a log for each print."""
         for name in ("stdout", "stderr"):
             stream = _RankStream(self._of_rank, getattr(sys, name))
             setattr(sys, name, stream)

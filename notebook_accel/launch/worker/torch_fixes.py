@@ -1,7 +1,8 @@
-"""What of torch is replaced in a rank, all of it here; ``private/of_torch.py`` has its names.
+"""All patches of torch in a rank's process; ``private/of_torch.py`` knows the private names.
 
-``NOTEBOOK_ACCEL_TORCH_FIXES=0`` in the environment of a launch leaves torch as it is. Where this
-torch has not what is replaced, or with other parameters, a line says so (:func:`untold`).
+``NOTEBOOK_ACCEL_TORCH_FIXES=0`` in the environment of a launch leaves torch unpatched. If the
+installed torch lacks a function to be patched, or has it with other parameters, that patch is left
+out, and the person is told so by a line (:func:`untold`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _missing: list[str] = []
 
 
 def untold() -> list[str]:
-    """Return, once, a line that names the replacements that this torch lacks; [] if it has all."""
+    """Return a list with one line for the person: the patches that do not apply to this torch.
+
+    The list is empty if all apply, or if an earlier call has returned the line.
+    """
     found, _missing[:] = "; ".join(_missing), []
     if not found:
         return []
@@ -62,13 +66,13 @@ _KEY = "context"
 
 
 def avoid_hang_when_model_outlives_group() -> None:
-    """Keep a rank on the CPU from hanging when it drops its model after its process group.
+    """Patch torch so that a CPU rank may drop its model after it has destroyed its process group.
 
-    A backward leaves a Python object with each of gloo's reductions, whose threads need the GIL
-    to let go of it. Whoever drops the last reference to the group joins those threads while
-    holding the GIL, and hangs. Mostly that is a function that has destroyed its group and then
-    drops its model (pytorch/pytorch#56297 is the general case). The object is for the threads of a
-    backward on accelerators; on the CPU nobody needs it.
+    Unpatched, this can hang. A backward pass leaves a Python object with each of gloo's reductions,
+    and gloo's threads need the GIL to release the object. Dropping the last reference to the group
+    joins those threads while holding the GIL. The model often has that last reference
+    (pytorch/pytorch#56297 is the general case). The object only serves a backward pass on
+    accelerators, so the patch leaves it out on the CPU.
     """
     import torch  # noqa: F401 - imported as late as can be
 
@@ -86,11 +90,15 @@ def avoid_hang_when_model_outlives_group() -> None:
 
 
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
-    """Make process groups within ``making()``; return a group once all its ranks have it.
+    """Patch torch to make each process group inside ``making()`` and, for gloo, await all ranks.
 
-    Torch forgets a group that was destroyed, so that a group can be noted only while it is made.
-    And a rank that destroys its group at once closes connections that another one may just be
-    waiting for, whose ``init_process_group`` then fails ("Connection closed by peer").
+    ``making()`` lets the caller record the group's sockets, which is possible only while the group
+    is made. With gloo, a new group is returned only once every rank in it has it. Otherwise a rank
+    that destroys its group at once closes connections that another rank still waits for, whose
+    ``init_process_group`` then fails ("Connection closed by peer").
+
+    Args:
+        making: returns a context manager, entered around the making of each group.
     """
     if not _is_on() or "torch.distributed.distributed_c10d" not in sys.modules:
         return
@@ -113,7 +121,7 @@ def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None
 
 
 def _has_gloo(group: Any) -> bool:
-    """Whether this rank is in ``group``, and ``group`` connects its ranks by gloo."""
+    """Return whether this rank is in ``group`` and gloo is a backend of it."""
     from torch import distributed
 
     try:
@@ -123,12 +131,16 @@ def _has_gloo(group: Any) -> bool:
 
 
 def _wait_until_all_have(group: Any, store: Any) -> None:
-    """Wait until every rank of ``group`` has come here; ``store`` is the group's own.
+    """Wait until every rank of ``group`` has made the group; all its ranks must call this.
 
-    A rank that fails after the others have their group never comes. Where its error ends its call,
-    the agent ends this wait a second later (agent/ending.py). Where the function catches it, the
-    wait lasts until the store's time-out: the failed rank cannot tell us sooner, since torch never
-    gave it this group's store, and the store that it has may be the very thing that failed.
+    A rank that fails to make the group never calls it. If its error ends its call, the agent ends
+    this wait about a second later (agent/ending.py). If the user's function catches the error, the
+    wait lasts until the store's timeout: the failed rank cannot report sooner, since torch gave it
+    no store of this group, and its other store may be what failed.
+
+    Args:
+        group: the new process group.
+        store: the key-value store of this group.
     """
     # A store may have served a group of the same name before.
     generation, num_before = divmod(store.add("made", 1) - 1, group.size())
@@ -150,12 +162,16 @@ _bound: dict[int, socket.socket] = {}
 
 
 def listen_on(bound: socket.socket) -> None:
-    """Have a store that this rank opens at the port of ``bound`` listen on that very socket.
+    """Have a ``TCPStore`` that this rank serves at the port of ``bound`` listen on that socket.
 
-    Torch's store would bind a socket of its own, on all interfaces. The port of a run is bound
-    already, to the loopback interface: no other user takes it, and no other machine reaches a
-    store that asks for no secret. The socket stays when a store is gone, so a rank that comes
-    early to the second group waits there rather than be refused.
+    Torch's store would bind its own socket, on all network interfaces. ``bound`` is the socket that
+    the agent has reserved for MASTER_PORT, on a single machine at the loopback interface. So no
+    other user can take the port, and no other machine can reach the store, which asks for no
+    secret. The socket outlives a store: a rank that comes early to the next group waits there
+    instead of being refused.
+
+    Args:
+        bound: a bound socket, which this module owns from now on; an earlier one is closed.
     """
     from torch import distributed
 
@@ -196,12 +212,14 @@ _port_of_call = 0
 
 
 def meet_at_one_store(port: int) -> None:
-    """Give groups made at MASTER_ADDR and ``port`` the store that our own groups use.
+    """Have user code's default groups use this package's store, one server for all groups.
 
-    Torch makes a server for each group. A function that destroys its group and makes the next would
-    have a rank connect to the first one's server, which is about to close: one launch of three
-    failed so, with ten groups in a row on a busy machine. A store that the function opens itself at
-    this port is its own, unless our groups meet at that very port: then it shares their server.
+    Unpatched, torch starts a store server for each group at MASTER_ADDR and MASTER_PORT. If the
+    user's function destroys its group and makes the next, a rank may connect to the first group's
+    server, which is about to close: with ten groups in a row on a busy machine, one launch of three
+    failed because of it. Only groups of all ranks at ``port`` are affected. A ``TCPStore`` that
+    the user's function opens there itself stays separate, unless this package's server is at the
+    same port. Called at the start of each call.
 
     Args:
         port: MASTER_PORT of the call that begins.
@@ -234,11 +252,11 @@ def _meeting(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_half_made_groups() -> None:
-    """Reset torch's count of groups after a failed one, so that all ranks name the next alike.
+    """Reset torch's count of groups, so that all ranks give the next default group the same name.
 
-    Torch names a default group by a count of the groups that were made before. Destroying the group
-    sets it back, but where making one failed there is none to destroy, and the ranks would wait for
-    each other under different names, for ever.
+    Torch names a default group by the number of groups made before. Destroying the group resets the
+    number. But a rank that failed to make a group has none to destroy, and would wait for ever for
+    the other ranks, which use another name. Called when a rank has dropped its group.
     """
     if _is_on() and "torch.distributed.distributed_c10d" in sys.modules:
         applies = of_torch.forget_half_made_groups()

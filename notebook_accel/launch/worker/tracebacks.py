@@ -1,4 +1,4 @@
-"""An exception of the user's function: traceback without our frames, words, and exit code."""
+"""Formats an exception of the user's function: its text, exit code, and traceback in user code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["error_text", "exit_code", "format_error", "shorten", "users_frames"]
 
 
 def exit_code(error: SystemExit) -> int:
-    """The exit code of a process that this ends; 0 is success.
+    """Return the exit code that Python would give a process for this ``sys.exit(...)``.
 
-    Of what is no ``int``, 0.0 and numbers of numpy included, Python prints the text, and the code
-    is 1.
+    None is 0 (success). Any value but an ``int`` is 1, since Python prints such a value as an error
+    text; that includes 0.0 and NumPy numbers.
     """
     if error.code is None:
         return 0
@@ -31,11 +31,12 @@ _MAX_CHARACTERS = 50_000
 
 
 def format_error(error: BaseException, *, caller: str) -> str:
-    """The traceback from the user's function on, with the exception's causes.
+    """Return the formatted traceback and its causes, from the first frame of the user's code on.
 
     Args:
-        error: what was raised.
-        caller: the file that called the function; its frames at the top are left out.
+        error: the exception.
+        caller: path of our file that called the user's function; its frames at the top of the
+            traceback are left out.
     """
     # A module that was edited meanwhile shows the lines that it has now.
     linecache.checkcache()
@@ -47,11 +48,14 @@ def format_error(error: BaseException, *, caller: str) -> str:
 
 
 def users_frames(error: BaseException, *, caller: str = "") -> TracebackType | None:
-    """The traceback from the user's own frames on; whole where there is none of theirs.
+    """Return the exception's traceback without this package's frames at its top.
+
+    Also leaves out frames at the top that are marked by ``__tracebackhide__``. If there are no
+    other frames, the traceback is returned in full.
 
     Args:
-        error: what was raised.
-        caller: the file that called the function; its frames at the top are left out.
+        error: the exception.
+        caller: path of our file that called the user's function; "" for none.
     """
     entry = error.__traceback__
     while entry is not None and _is_ours(entry.tb_frame, caller):
@@ -67,7 +71,7 @@ def _is_ours(frame: FrameType, caller: str) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """``str(error)``, whatever its class does when it is asked."""
+    """Return ``str(error)``, or a text in its place if the class's ``__str__`` raises."""
     try:
         return str(error)
     except (Exception, SystemExit) as broken:  # a user's __str__ may raise anything
@@ -75,7 +79,7 @@ def error_text(error: BaseException) -> str:
 
 
 def shorten(text: str) -> str:
-    """The start and the end of a long text, with a line that says how much is left out."""
+    """Return a text cut to 50,000 characters: start and end, and a line on how much is left out."""
     left_out = len(text) - _MAX_CHARACTERS
     if left_out <= 0:
         return text

@@ -1,4 +1,4 @@
-"""A rank's side of a session: the shell that runs its cells, and what the notebook asks of it.
+"""A rank's side of a session: the requests that a notebook sends, and the shell that runs cells.
 
-The notebook imports :mod:`.calls` to make what it sends; :mod:`.shell` is imported by ranks.
+The notebook imports :mod:`.calls` to make its requests; only ranks import :mod:`.namespace`.
 """

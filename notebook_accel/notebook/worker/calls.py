@@ -1,12 +1,14 @@
-"""What a notebook asks of the ranks of its session: each request is called on every rank.
+"""The requests that a notebook sends to the ranks of its session, and their answers.
 
     notebook: CellCall(...) --Session.call--> rank: request(**names) --> CellOutcome
 
-A request is sent as an instance of its class; the names that the notebook pushes along are the
-arguments of its call. Each rank answers with what changed among its names.
+The notebook makes an instance of a request class, and each rank calls that instance. The arguments
+of the call are the variables that the notebook pushes along. A rank answers with the changes of its
+own variables.
 
-``%accelerate debug`` looks into the frames that an error has left in a rank, by the commands of
-pdb, one a call. Nothing runs on: the call that failed is over, and the ranks wait for the next one.
+``%accelerate debug`` sends a :class:`DebugCall` for each command of pdb that the person types. It
+looks into the frames that an error has left in a rank, and cannot resume them: the failed call is
+over, and the ranks wait for the next one.
 """
 
 from __future__ import annotations
@@ -43,17 +45,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ShownValue:
-    """The value of a cell's last expression, as its rank would show it.
+    """The value of a cell's last expression on one rank, in the forms in which IPython shows it.
 
     Attributes:
-        data: by MIME type; binary data in base64.
+        data: the value by MIME type; binary data in base64.
     """
 
     data: Mapping[str, str]
 
     @property
     def text(self) -> str:
-        """The value as plain text."""
+        """The value as plain text; "" if it has no such form."""
         return self.data.get("text/plain", "")
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
@@ -65,14 +67,15 @@ class ShownValue:
 
 @dataclass(frozen=True, kw_only=True)
 class NamesOutcome:
-    """A rank's report on its variables since its last answer.
+    """A rank's report on its variables, in answer to a request.
 
     Attributes:
-        assigned: names that refer to other objects now; the rank assigned them.
-        names: all that there are.
-        uses: names that the code of those looks up, where that may have changed.
-        pulled: values that were asked for.
-        last_push: number of the call that brought names of the notebook last; 0 for none.
+        assigned: names that the rank has assigned, or bound to another object, since its last
+            report.
+        names: names of all variables of the rank.
+        uses: for functions, classes and objects that may be new, the globals that their code uses.
+        pulled: the values that the request asked for, by name.
+        last_push: number of the newest call that pushed variables to this rank; 0 if none has.
     """
 
     assigned: frozenset[str] = frozenset()
@@ -84,9 +87,12 @@ class NamesOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome(NamesOutcome):
-    """The result of a cell on one rank; ``value`` is None where the cell shows none.
+    """A rank's answer to a cell: the report on its variables, and the value of the last expression.
 
-    As the result of a run it looks like the value.
+    As a result in a run (``run[0]``) it is displayed like that value.
+
+    Attributes:
+        value: None where the cell has no value to show, or did not run on this rank.
     """
 
     value: ShownValue | None = None
@@ -100,12 +106,14 @@ class CellOutcome(NamesOutcome):
 
 @dataclass(kw_only=True)
 class NamesCall:
-    """Assign pushed variables in a rank, and return those that are pulled.
+    """A request that assigns pushed variables on each rank, and returns the values of pulled ones.
+
+    It is also the base class of requests that do more.
 
     Attributes:
-        pull: names of values that are to come back.
-        pull_from: the rank whose values those are; None for all.
-        fills: of the names that are pushed, those that a rank takes only where it has none.
+        pull: names of the variables to return.
+        pull_from: the rank that returns them; None for all ranks.
+        fills: those of the pushed names that a rank takes only if it has no such variable.
     """
 
     pull: tuple[str, ...] = ()
@@ -113,14 +121,21 @@ class NamesCall:
     fills: frozenset[str] = frozenset()
 
     def __call__(self, /, **names: Any) -> NamesOutcome:
-        """Answer for this rank."""
+        """Assign the pushed variables ``names`` in this rank, and return its report."""
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
         return NamesOutcome(**self.report(namespace))
 
     def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """Which names of this rank changed since the last report, and the values asked for, as the
-        fields of a :class:`NamesOutcome`."""
+        """Return the changes of this rank's variables since its last report, and pulled values.
+
+        Args:
+            namespace: the rank's ``Namespace``.
+            mentions: names that the request may use; see ``Namespace.report``.
+
+        Returns:
+            The fields of a :class:`NamesOutcome`.
+        """
         is_asked = self.pull_from in (None, rank.current().rank)
         report: dict[str, Any] = namespace.report(self.pull if is_asked else (), mentions)
         return report
@@ -128,18 +143,18 @@ class NamesCall:
 
 @dataclass(kw_only=True)
 class CellCall(NamesCall):
-    """Run a cell.
+    """A request that runs a cell; all ranks get it, also those that do not run the cell.
 
     Attributes:
-        text: of the cell, without the line of its magic.
-        source: of the whole cell, as the page has it.
-        first_line: number of the text's first line there.
-        label: what the run is called: "In[3]".
+        text: source of the cell, without its magic's line.
+        source: source of the whole cell, as the page shows it.
+        first_line: line number in ``source`` at which ``text`` begins.
+        label: name of the run: "In[3]".
         mentions: names that the cell may use.
-        imports: modules that it reaches by their packages.
-        ranks: which ranks run it; None for all.
-        renews_group: whether all ranks had a process group in the call before, which did not end
-            well: they make it anew first.
+        imports: modules that the cell uses as attributes of packages; each rank imports them first.
+        ranks: the ranks that run the cell; None for all.
+        renews_group: whether all ranks first make the process group anew. It is needed after a call
+            that failed, when the ranks have left the group that they had.
     """
 
     text: str
@@ -160,7 +175,10 @@ class CellCall(NamesCall):
         self.__name__ = self.label
 
     def __call__(self, /, **names: Any) -> CellOutcome:
-        """Run the cell if this rank is among those asked; return its outcome.
+        """Assign the pushed ``names`` in this rank, and run the cell if ``ranks`` has this rank.
+
+        Returns:
+            The outcome; its value is None where the cell did not run.
 
         Raises:
             BaseException: whatever the cell raises.
@@ -178,10 +196,10 @@ class CellCall(NamesCall):
 
 @dataclass(kw_only=True)
 class FunctionCall(NamesCall):
-    """Call a function, for ``notebook_launcher(..., session=True)``.
+    """A request that calls a function, for ``notebook_launcher(..., session=True)``.
 
     Attributes:
-        function, args, kwargs: what is called.
+        function, args, kwargs: the function and its arguments.
         mentions, renews_group: as those of :class:`CellCall`.
     """
 
@@ -199,7 +217,7 @@ class FunctionCall(NamesCall):
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, /, **names: Any) -> Any:
-        """Call the function in this rank, and return its result.
+        """Assign the pushed ``names`` in this rank, call the function, and return its result.
 
         Raises:
             BaseException: whatever the function raises.
@@ -213,7 +231,12 @@ class FunctionCall(NamesCall):
 
 @dataclass(frozen=True)
 class DebugAnswer:
-    """What the debugger of one rank printed, and whether it was left."""
+    """A rank's answer to a :class:`DebugCall`.
+
+    Attributes:
+        text: what the debugger printed.
+        is_over: whether the command has ended the debugger.
+    """
 
     text: str
     is_over: bool = False
@@ -221,18 +244,18 @@ class DebugAnswer:
 
 @dataclass(kw_only=True)
 class DebugCall:
-    """Look into the error that a call has left in a rank.
+    """A request that runs a pdb command on the error that the newest call has left in a rank.
 
     Attributes:
-        command: of pdb; None asks what the error is.
-        rank: whose debugger gets the command; None for all.
+        command: the command; None asks for a description of the error.
+        rank: the rank that runs the command; None for all.
     """
 
     command: str | None = None
     rank: int | None = None
 
     def __call__(self) -> DebugAnswer | None:
-        """Return this rank's answer; None where it is not asked, or has no error."""
+        """Return this rank's answer; None if another rank is asked or this one has no error."""
         kept, number = rank.current().kept_error, rank.current().rank
         if kept is None or self.rank not in (None, number):
             return None
@@ -258,7 +281,11 @@ _GOES_ON = (
 
 
 class PostMortem:
-    """A debugger at the place where an error was raised."""
+    """A pdb debugger, in a rank, at the place where an error was raised.
+
+    It reads commands from its caller instead of a terminal, and keeps the selected frame between
+    them.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -266,14 +293,17 @@ class PostMortem:
         self._debugger: _Debugger | None = None
 
     def describe(self) -> str:
-        """The error in a line, and the line of code that raised it."""
+        """Return the type and message of the error, and the line of code that raised it."""
         debugger = self._ready()
         self._output.write(f"{type(self._error).__name__}: {error_text(self._error)}\n")
         debugger.print_stack_entry(debugger.stack[debugger.curindex])
         return self._take_output()
 
     def answer(self, command: str) -> tuple[str, bool]:
-        """Run a pdb command; return its output, and whether it left the debugger."""
+        """Run a pdb command; return its output, and whether it has ended the debugger.
+
+        Commands that would resume the program, such as ``continue``, do nothing but say so.
+        """
         debugger = self._ready()
         tracer = sys.gettrace()
         try:
@@ -309,7 +339,7 @@ class PostMortem:
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the package's own frames at its end."""
+    """Return the traceback without frames of this package at its end; at least one stays."""
     entries = []
     while entry is not None:
         entries.append(entry)
@@ -328,7 +358,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb that labels the code of a cell as ``Cell In[3]``."""
+    """Pdb that names the file of a cell's code ``Cell In[3]``, as tracebacks do."""
 
     stack: Any = ()
 

@@ -1,7 +1,7 @@
-"""The names of one rank of a session: what cells find there, and what they leave.
+"""The variables of one rank of a session, and the IPython shell that runs cells on them.
 
-Python keeps them in ``__main__``; this says which the notebook brought, and which were assigned
-here since the notebook was told last.
+They live in the module ``__main__`` of the rank. A :class:`Namespace` tells variables that the
+notebook pushed from those that were assigned in the rank since its last report to the notebook.
 """
 
 # IPython carries few types.
@@ -47,17 +47,17 @@ _MAX_BYTES = 2_000_000
 
 
 def make_shell() -> RankShell:
-    """The shell of this process, around its ``__main__``."""
+    """Return a new IPython shell for this rank, whose variables are those of ``__main__``."""
     main = sys.modules["__main__"]
     made: RankShell = RankShell.instance(user_module=main, user_ns=vars(main), colors="NoColor")
     return made
 
 
 class _Compiler(CachingCompiler):
-    """Gives code the file name that its cell has in the notebook.
+    """IPython's compiler cache, which gives code the file name that its cell has in the notebook.
 
     Attributes:
-        filename: of the cell that runs.
+        filename: file name of the cell that runs; ``RankShell.run`` sets it.
     """
 
     filename = "<cell>"
@@ -67,7 +67,11 @@ class _Compiler(CachingCompiler):
 
 
 class _Hook(DisplayHook):
-    """Stores the last expression's value in ``shown`` by MIME type, instead of printing it."""
+    """IPython's hook for the value of a last expression; it keeps the value and prints nothing.
+
+    Attributes:
+        shown: the newest value by MIME type; None if there was none.
+    """
 
     shown: dict[str, Any] | None = None
 
@@ -82,7 +86,10 @@ class _Hook(DisplayHook):
 
 
 class RankShell(InteractiveShell):
-    """Runs the cells of a session in one rank."""
+    """The IPython shell that runs the cells of a session in one rank.
+
+    It writes no history and prints neither values nor errors, which the notebook shows.
+    """
 
     displayhook_class: Any = _Hook
 
@@ -101,15 +108,15 @@ class RankShell(InteractiveShell):
         configurables.append(self.history_manager)
 
     def run(self, text: str, source: CellSource, first_line: int) -> ShownValue | None:
-        """Run a cell; return the value of its last expression, or None.
+        """Run a cell; return the value of its last expression, or None if it has none.
 
         Args:
-            text: of the cell.
-            source: of what the page shows, which tracebacks quote.
-            first_line: number of the text's first line there.
+            text: source of the cell, without its magic's line.
+            source: source of the whole cell, as the page shows it; tracebacks quote it.
+            first_line: line number in ``source`` at which ``text`` begins.
 
         Raises:
-            BaseException: whatever the cell raises, with its traceback from the cell on.
+            BaseException: whatever the cell raises, with a traceback that begins in the cell.
         """
         cells.install_sources([source])
         self.compile.filename = source.filename
@@ -134,7 +141,7 @@ class RankShell(InteractiveShell):
         return
 
     def ask_exit(self) -> None:
-        """``exit`` in a cell leaves the cell, as ``sys.exit()`` does."""
+        """Leave the cell, as ``sys.exit()`` does; IPython calls this for ``exit`` in a cell."""
         raise SystemExit
 
     def enable_gui(self, gui: Any = None) -> None:
@@ -143,7 +150,7 @@ class RankShell(InteractiveShell):
 
 
 def _show_figures() -> None:
-    """Show the figures that the cell has drawn and not shown, as a notebook does."""
+    """Show matplotlib figures that the cell has drawn but not shown, as a notebook does."""
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_fignums():
         pyplot.show()
@@ -173,7 +180,7 @@ _namespace: Namespace | None = None
 
 
 def rank_namespace() -> Namespace:
-    """Return this rank's ``Namespace``; the first call makes it and its shell."""
+    """Return this rank's ``Namespace``; the first call makes it, with its shell."""
     global _namespace
     if _namespace is None:
         _namespace = Namespace(make_shell())
@@ -181,10 +188,10 @@ def rank_namespace() -> Namespace:
 
 
 class Namespace:
-    """The names of this rank.
+    """The variables of this rank, with a record of what the notebook has been told of them.
 
     Attributes:
-        shell: runs cells on them.
+        shell: runs cells with these variables.
     """
 
     def __init__(self, shell: RankShell) -> None:
@@ -197,7 +204,12 @@ class Namespace:
         self._reported = self._objects()
 
     def push(self, names: Mapping[str, Any], fills: Collection[str] = ()) -> None:
-        """Take names of the notebook, those in ``fills`` only where there are none."""
+        """Assign variables that the notebook sent.
+
+        Args:
+            names: values by name.
+            fills: those of the names that are assigned only if this rank has no such variable.
+        """
         if "__name__" not in self._names:  # a cell ran `globals().clear()`
             self._names.update({**self._first_names, **self._names})
         if names:
@@ -213,12 +225,15 @@ class Namespace:
     def get_ready(
         self, mentions: Iterable[str], *, renews_group: bool, function: Any = None
     ) -> None:
-        """Renew the process group and provide ``accelerator``, where needed. All ranks call it.
+        """Renew the process group and provide ``accelerator``, if needed; all ranks must call it.
 
         Args:
-            mentions: names that the cell may use; they decide whether ``accelerator`` is provided.
-            renews_group: replace the process group, which all ranks had in the call before.
-            function: called in place of a cell; the globals that it uses are mentions too.
+            mentions: names that the cell may use; ``accelerator`` is provided if one of them needs
+                it.
+            renews_group: whether to replace the process group, which the ranks have left since the
+                last call failed.
+            function: called in place of a cell, if any; the globals that it uses count as mentions
+                too.
         """
         if renews_group:
             for line in import_module("notebook_accel.training.processes.renewal").renew_group():
@@ -229,22 +244,24 @@ class Namespace:
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
     def import_modules(self, names: Iterable[str]) -> None:
-        """Import what the notebook has imported; what cannot be is missed where the cell uses it.
+        """Import modules that the notebook has imported, so that the cell finds them in packages.
+
+        A module that cannot be imported here is skipped: the cell fails where it uses the module.
 
         Args:
-            names: of modules whose packages the cell finds under names of its own.
+            names: full names of the modules, such as "xml.dom.minidom".
         """
         for name in names:
             with suppress(ImportError):
                 import_module(name)
 
     def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the changes since the last report, as arguments of a ``NamesOutcome``.
+        """Return the changes since the last report, as the fields of a ``NamesOutcome``.
 
         Args:
-            pull: names of values to give.
-            mentions: names of functions and classes that may have changed, though they were not
-                assigned.
+            pull: names of variables whose values are wanted.
+            mentions: names of functions and classes that may use other globals now, though they
+                were not assigned anew.
         """
         now = self._objects()
         assigned = frozenset(name for name, key in now.items() if self._reported.get(name) != key)
@@ -274,7 +291,12 @@ class Namespace:
         }
 
     def _may_use(self, mentions: Iterable[str], name: str) -> bool:
-        """Whether ``name`` is mentioned, or used by functions and classes that are mentioned."""
+        """Return whether ``name`` is a mention, or used by functions or classes that are mentions.
+
+        Args:
+            mentions: names that a cell or a function may use.
+            name: the name to look for.
+        """
         seen: set[str] = set()
         waiting = list(mentions)
         while waiting:
@@ -288,9 +310,10 @@ class Namespace:
 
 
 def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
-    """Return the globals of ``namespace`` that the code of a value uses.
+    """Return the names of globals in ``namespace`` that the code of a value uses.
 
-    What it wraps is looked at too: what a closure holds, a ``partial``, the modules of a model.
+    Objects inside of the value are looked at too: contents of a closure, the function of a
+    ``partial``, the submodules of a model.
     """
     found: set[str] = set()
     seen: set[int] = set()
@@ -312,7 +335,10 @@ def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _wrapped(value: Any) -> list[Any]:
-    """Return objects whose code may run when ``value`` is used: wrapped ones, or its class."""
+    """Return the objects whose code may run when ``value`` is used.
+
+    These are the objects that it wraps, such as the function of a ``partial``, or else its class.
+    """
     kind = type(value)
     if issubclass(kind, types.FunctionType):
         return [held for cell in value.__closure__ or () for held in _contents(cell)]
@@ -332,7 +358,7 @@ def _wrapped(value: Any) -> list[Any]:
 
 
 def _contents(cell: types.CellType) -> list[Any]:
-    """Return the content of a closure cell in a list; an empty list if it is unassigned."""
+    """Return the content of a closure cell as a list; [] if the cell is unassigned."""
     with suppress(ValueError):
         return [cell.cell_contents]
     return []

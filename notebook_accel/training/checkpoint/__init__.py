@@ -1,8 +1,9 @@
-"""Checkpoints: ``Checkpoints`` collects what was prepared, saves and loads it.
+"""Checkpoints: ``Checkpoints`` saves and loads the state of everything that was prepared.
 
 A checkpoint is a folder that is complete or not there. It has a file for each model, optimizer and
-so on, or a folder where ranks wrote sharded weights. What lies there decides how it is read, not
-the strategy that reads it.
+so on, or a folder where ranks wrote sharded weights. Which of these files are there decides how
+they are read. So a checkpoint can be loaded under another kind of parallelism than it was saved
+under.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Checkpoints:
 
     Attributes:
         custom: objects that ``register_for_checkpointing`` added.
-        save_hooks, load_hooks: called before weights are written or read.
-        numbering: where numbered checkpoints are.
+        save_hooks, load_hooks: functions to call before weights are written or read.
+        numbering: names and finds the numbered checkpoints.
     """
 
     def __init__(self, preparation: Preparation, project: ProjectConfiguration) -> None:
@@ -87,7 +88,7 @@ class Checkpoints:
         self._background_save: BackgroundSave | None = None
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Keep these objects' states in checkpoints too.
+        """Add objects whose ``state_dict`` is saved in each checkpoint, and restored from it.
 
         Raises:
             ConfigError: one has no ``state_dict`` or no ``load_state_dict``.
@@ -105,11 +106,17 @@ class Checkpoints:
         self.custom.extend(objects)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, folder)`` on every rank before weights are written."""
+        """Call ``hook(models, weights, folder)`` on every rank before weights are written.
+
+        Returns a handle whose ``remove`` takes the hook away again.
+        """
         return _add_hook(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, folder)`` on every rank before weights are read."""
+        """Call ``hook(models, folder)`` on every rank before weights are read.
+
+        Returns a handle whose ``remove`` takes the hook away again.
+        """
         return _add_hook(self.load_hooks, hook)
 
     def save(
@@ -122,13 +129,20 @@ class Checkpoints:
     ) -> str:
         """Write a checkpoint and return its folder; all ranks call it.
 
-        It is whole when this returns, unless it is written in the background.
+        The checkpoint is complete when this returns, unless it is written in the background.
 
         Args:
             output_dir: the folder; None takes the next number.
-            safe: whole weights as safetensors.
+            safe: write whole (not sharded) weights as safetensors.
             in_background: return as soon as later steps can no longer change what is written.
-            own_options: for the library of a strategy that writes models itself.
+            own_options: arguments of DeepSpeed's ``save_checkpoint``, where DeepSpeed writes the
+                model.
+
+        Raises:
+            NotebookAccelError: a rank did not come, could not write its files, or does not see rank
+                0's disk; or an earlier save in the background failed.
+            ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state could
+                not be read again safely.
         """
         self.wait()
         if output_dir is None:
@@ -173,16 +187,25 @@ class Checkpoints:
         *,
         is_numbered: bool,
     ) -> None:
-        """Publish what all ranks have written; in a thread, where they write in the background."""
+        """Publish the checkpoint once all ranks have written their files; all ranks call it.
+
+        If the save is in the background, the thread that writes calls it.
+
+        Args:
+            save: this rank's part in the save.
+            written: the pieces that this rank has written.
+            results: the value that ``Piece.write`` returned for each of them.
+            is_numbered: whether old numbered checkpoints beyond the user's limit are removed then.
+        """
         save.finish(results, lambda of_ranks: complete(written, of_ranks))
         if save.folder is not None and is_numbered:
             self.numbering.remove_oldest()
 
     def wait(self) -> None:
-        """Wait for the save that is being written, if there is one.
+        """Wait until this rank's save in the background has ended, if there is one.
 
         Raises:
-            NotebookAccelError: it could not be written.
+            NotebookAccelError: the checkpoint could not be written.
         """
         pending, self._background_save = self._background_save, None
         if pending is not None:
@@ -198,14 +221,14 @@ class Checkpoints:
         safe: bool,
         writes: bool,
     ) -> None:
-        """Write one model's weights; all ranks call it, or rank 0 alone where it has them whole.
+        """Write the weights of one model; all ranks call it, or rank 0 alone if it has all of them.
 
         Args:
-            collect: gives the weights.
-            folder: where they go.
-            max_shard_size: of one file, in bytes or as text.
-            safe: as safetensors.
-            writes: whether this rank does.
+            collect: returns the weights. It is a collective if the model is spread over the ranks.
+            folder: the folder to write into.
+            max_shard_size: largest size of a file, in bytes or as text such as "10GB".
+            safe: write safetensors rather than torch's files.
+            writes: whether this rank writes the files.
         """
         self.wait()
         needs_all = self._plan.strategy.saves_together
@@ -225,17 +248,20 @@ class Checkpoints:
         strict: bool = True,
         own_options: dict[str, Any] | None = None,
     ) -> None:
-        """Read a checkpoint into everything that was prepared or registered.
+        """Read a checkpoint into everything that was prepared or registered; all ranks call it.
 
         Args:
-            input_dir: the folder; None takes the numbered checkpoint that is newest.
-            load_kwargs: arguments of ``torch.load``; ``map_location`` holds for optimizers alone.
-            strict: whether names of weights must match.
-            own_options: for the library of a strategy that reads what it wrote itself.
+            input_dir: the folder; None takes the newest numbered checkpoint.
+            load_kwargs: arguments of ``torch.load``. ``map_location`` holds for optimizers,
+                schedulers and registered objects alone.
+            strict: whether the names of weights must match those of the model.
+            own_options: arguments of DeepSpeed's ``load_checkpoint``, where DeepSpeed reads what it
+                wrote.
 
         Raises:
-            FileNotFoundError: there is no such checkpoint, or something prepared is not in it.
-            RuntimeError: it has states of more registered objects than there are.
+            FileNotFoundError: there is no such checkpoint, or it lacks a file for a prepared
+                object.
+            RuntimeError: it has states of more registered objects than are registered now.
         """
         self.wait()
         asked = self.numbering.newest() if input_dir is None else resolved(input_dir)
@@ -274,15 +300,18 @@ class Checkpoints:
             )
 
     def resume(self, folder: str | os.PathLike[str]) -> Start:
-        """Load the newest checkpoint under ``folder`` that can be loaded, and number on there.
+        """Load the newest readable checkpoint under ``folder``; all ranks call it.
 
-        All ranks call it, and all take the same: one that a rank cannot read is passed over by
-        all.
+        All ranks load the same one: they pass over a checkpoint that any of them cannot read. Later
+        numbered saves continue the numbers found there.
+
+        Returns:
+            Where training continues; the start of training if there is no checkpoint.
 
         Raises:
-            NotebookAccelError: there are checkpoints whose files looked whole, and none of them
-                could be loaded; or another machine does not see rank 0's.
-            RuntimeError, ValueError: it holds another model or optimizer.
+            NotebookAccelError: there are checkpoints whose files looked complete, and none of them
+                could be loaded; or another machine does not see those of rank 0.
+            RuntimeError, ValueError: the checkpoint is of another model or optimizer.
         """
         self.wait()
         root = resolved(folder)
@@ -307,7 +336,11 @@ class Checkpoints:
         return Start()
 
     def _require_seen(self, found: Sequence[Path]) -> None:
-        """Refuse to begin anew where another machine does not see what rank 0 could go on from."""
+        """Raise on all ranks if one of them does not see the checkpoints that rank 0 found.
+
+        Otherwise a machine without that disk would begin anew while others resume. All ranks call
+        it.
+        """
         is_unseen = bool(found) and not any(one.exists() for one in found)
         text = f"not seen on the machine of rank {self._plan.topology.process_index}"
         unseen = self._agree(text if is_unseen else None)
@@ -318,8 +351,11 @@ class Checkpoints:
             )
 
     def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
-        """The folder in which numbering goes on: the one that has numbered checkpoints; where none
-        has, ``checkpoints`` in the project's own folder, or else ``root``."""
+        """Return the folder in which the numbering continues: ``root`` or its ``checkpoints``.
+
+        It is the one that has numbered checkpoints. If none has, it is ``checkpoints`` if ``root``
+        is the project's own folder with automatic naming, and otherwise ``root``.
+        """
         inner = root / "checkpoints"
         project = self._project
         numbers_itself = project.automatic_checkpoint_naming
@@ -330,11 +366,14 @@ class Checkpoints:
 
     @staticmethod
     def _agree(damage: str | None) -> str:
-        """Return the damage that the lowest rank found; "" where no rank found any."""
+        """Return the text about damage from the lowest rank that passed one, the same on all ranks.
+
+        "" if no rank passed one. All ranks call it.
+        """
         return next((text for text in gather_object([damage or ""]) if text), "")
 
     def _try_to_load(self, folder: Path) -> str | None:
-        """Load a checkpoint; returns what was wrong with its files, None if nothing was."""
+        """Load a checkpoint; return a text on what is wrong with its files, None if nothing is."""
         try:
             self.load(folder)
         except (ConfigError, PermissionError):
@@ -346,7 +385,10 @@ class Checkpoints:
     def _pieces(
         self, save: JointSave, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[Piece]:
-        """Yield this rank's pieces of a checkpoint; save hooks run first."""
+        """Yield this rank's pieces (files) of a checkpoint; save hooks run first.
+
+        All ranks iterate over it at the same time, since weights in parts are joined on the way.
+        """
         strategy, writes = self._plan.strategy, save.folder is not None
         models = [known.inner for known in self._prepared.models]
         # Whole weights that are joined from parts go only to ranks that write; the others help to
@@ -374,7 +416,11 @@ class Checkpoints:
     def _trained_pieces(
         self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool
     ) -> Iterator[Piece]:
-        """Yield weights and optimizer states: this rank's shards, else whole, if it ``writes``."""
+        """Yield the pieces with the states of models and optimizers; all ranks iterate together.
+
+        If the strategy saves shards, each rank yields its own. Otherwise only ranks that write
+        (``writes``) yield pieces, with whole states; the others help to join these.
+        """
         strategy = self._plan.strategy
         optimizers = [known.optimizer for known in self._prepared.optimizers]
         if strategy.saves_shards:
@@ -404,7 +450,7 @@ class Checkpoints:
         return sharded.names_of([uncompiled(known.inner) for known in self._prepared.models])
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
-        """Yield (file name, object) for each scheduler and each registered object."""
+        """Yield (file name, object) for each prepared scheduler and each registered object."""
         for index, scheduler in enumerate(self._prepared.schedulers):
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):

@@ -1,4 +1,4 @@
-"""Writing a checkpoint while the training goes on.
+"""Write a checkpoint in the background, while the training goes on.
 
 ::
 
@@ -35,10 +35,10 @@ _SLICE_SECONDS = 0.1
 
 
 class BackgroundSave:
-    """A save whose files a thread writes.
+    """A thread of this rank that writes and publishes a checkpoint; making the object starts it.
 
     Args:
-        save: the save of all ranks, whose folder is open.
+        save: this rank's part in the save of all ranks, whose folder is open.
         finish: writes the pieces of this rank and publishes the checkpoint; the thread calls it.
     """
 
@@ -66,10 +66,10 @@ class BackgroundSave:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is in its place.
+        """Wait until the thread has ended, so that the checkpoint is complete at its final path.
 
         Raises:
-            NotebookAccelError: it could not be written.
+            NotebookAccelError: the checkpoint could not be written.
         """
         while self._thread.is_alive():  # in slices, so that an interrupt is heard
             self._thread.join(_SLICE_SECONDS)
@@ -82,10 +82,10 @@ class BackgroundSave:
 
 
 class HostCopies:
-    """Copies states to the host, so that later steps cannot change them.
+    """Copies states to the host, so that later training steps cannot change them.
 
-    Where there is an accelerator, the copies are in pinned memory, which the next save uses again:
-    pinning costs more than copying.
+    Where there is an accelerator, the copies are in pinned memory, which is kept and used again for
+    the next save: pinning costs more than copying.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,8 @@ class HostCopies:
     def copy(self, state: Any) -> Any:
         """Return a copy of ``state`` with all tensors on the host.
 
-        Tensors that share memory do so in the copy. The copy of the save before is overwritten.
+        Tensors that share memory share it in the copy too. A call may overwrite the copy that the
+        call before returned, so that one must be written by then.
         """
         self._copied = {}
         tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]

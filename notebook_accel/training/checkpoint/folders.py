@@ -1,6 +1,6 @@
-"""The folders of checkpoints: their names, which there are, and which entries in them are ours.
+"""The folders of checkpoints: their names, how to find them, and which entries belong to them.
 
-Numbered ones lie side by side::
+Numbered checkpoints lie side by side::
 
     project_dir/checkpoints/     or the folder that ``resume_or_start`` was given
         checkpoint_0/  checkpoint_1/  ...
@@ -48,22 +48,25 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
 
 
 def is_ours(name: str) -> bool:
-    """Whether an entry of a checkpoint's folder belongs to the checkpoint."""
+    """Return whether an entry of this name in a checkpoint's folder belongs to the checkpoint.
+
+    Other entries are the user's: a new checkpoint at the same path does not remove them.
+    """
     return _OURS.fullmatch(name) is not None
 
 
 def holds_state(names: Iterable[str]) -> bool:
-    """Whether a folder with these entries is a checkpoint, and no export of weights alone."""
+    """Return whether a folder with these entries is a checkpoint, not just exported weights."""
     return any(is_ours(name) and not _WEIGHTS.fullmatch(name) for name in names)
 
 
 def entries(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where there is no folder."""
+    """Return the names in a folder, sorted; an empty list if there is no such folder."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def describe_folder(folder: Path) -> str:
-    """Return the text of a folder and its entries, for messages."""
+    """Return a text that names a folder and its entries, for error messages."""
     if not folder.is_dir():
         return f"{folder}, which is {'a file' if folder.exists() else 'not there'}"
     return f"{folder}; it holds: {', '.join(entries(folder)) or 'nothing'}"
@@ -75,11 +78,12 @@ def resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 class Numbering:
-    """Chooses the names of numbered checkpoints, and finds and removes these.
+    """Names, finds and removes numbered checkpoints (``checkpoint_0``, ``checkpoint_1``, ...).
 
     Attributes:
-        project: of the user; its ``iteration`` is the least number that comes next.
-        parent: where numbered checkpoints are; None leaves it to the project's settings.
+        project: the user's settings; their ``iteration`` is the lowest number for the next
+            checkpoint.
+        parent: the folder of the numbered checkpoints; None takes it from ``project``.
     """
 
     def __init__(self, project: ProjectConfiguration) -> None:
@@ -90,7 +94,8 @@ class Numbering:
         """Return the folder of the numbered checkpoints.
 
         Raises:
-            ConfigError: the user asked for none.
+            ConfigError: ``parent`` is None, and the user's settings ask for no numbered
+                checkpoints.
         """
         project = self.project
         if self.parent is not None:
@@ -109,12 +114,16 @@ class Numbering:
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def newest(self) -> Path:
-        """Return the checkpoint with the highest number; the folder of them where there is none."""
+        """Return the checkpoint with the highest number; if there is none, the folder of them."""
         found = self.existing()
         return found[-1][1] if found else self.folder()
 
     def next(self, being_written: Sequence[str] = ()) -> str:
-        """Return the name of the next checkpoint, after all that exist or are being written."""
+        """Return the name of the next checkpoint, with a number above all existing ones.
+
+        Args:
+            being_written: names of checkpoints that are being written now, which count too.
+        """
         names = [*entries(self.folder()), *being_written]
         newest = max(
             (int(match[1]) for match in map(NUMBERED.fullmatch, names) if match), default=-1
@@ -122,7 +131,7 @@ class Numbering:
         return f"checkpoint_{max(self.project.iteration, newest + 1)}"
 
     def follow(self, written: Path) -> None:
-        """Let the next number be the one after this checkpoint's."""
+        """Make the next number the one after that of the checkpoint ``written``."""
         match = NUMBERED.fullmatch(written.name)
         if match:  # else rank 0 named a folder, and this rank none
             self.project.iteration = int(match[1]) + 1

@@ -1,4 +1,4 @@
-"""One save of all ranks: where they write, who could not, and when the checkpoint is in its place.
+"""One save by all ranks: they agree on a folder, write into it, and rank 0 publishes it.
 
 ::
 
@@ -7,10 +7,11 @@
 
 A rank that fails leaves a note, which ends the waits of all others.
 
-The ranks leave notes in a store, mostly that of the process group, and make no collective: the last
-part of a save in the background runs in a thread, beside the collectives of the training; and where
-a rank does not come to a save, the collective of another would meet whatever that rank calls next.
-Notes are no pickles: torch's store has no secret, and other users of the machine reach it.
+The ranks leave notes in a key-value store, mostly that of the process group, instead of calling
+collectives, for two reasons. A save in the background ends in a thread, beside the collectives of
+the training. And where a rank does not come to a save, the collective of another would be matched
+with whatever that rank calls next. Notes are JSON rather than pickles: torch's store has no secret,
+and other users of the machine reach it.
 """
 
 from __future__ import annotations
@@ -47,14 +48,18 @@ _NOTICE_SECONDS = 10.0
 class JointSave:
     """One checkpoint save of all ranks, as one rank takes part in it.
 
+    Every rank makes one for each save, and calls ``meet``, ``open`` and ``finish`` in this order,
+    or ``fail`` after an error.
+
     Args:
-        call: what the script called, for messages.
+        call: the call in the script, such as "save_state()", for messages.
         here: this rank.
 
     Attributes:
         final: where the checkpoint will be.
-        staged: where this rank writes it.
-        folder: the same, on the rank that has made that folder; None on the others.
+        staged: the temporary folder in which this rank writes it.
+        folder: the :class:`StagedFolder` at ``staged``, on a rank that has made one; None on the
+            other ranks.
     """
 
     final: Path
@@ -74,10 +79,10 @@ class JointSave:
             self._store = distributed_c10d.PrefixStore(f"notebook_accel/save {number}", store)
 
     def meet(self) -> None:
-        """Wait until every rank has come to this save.
+        """Wait until every rank has called this for the same save.
 
         Raises:
-            NotebookAccelError: some did not.
+            NotebookAccelError: not every rank came within an hour.
         """
         if self._is_alone:
             return
@@ -103,15 +108,18 @@ class JointSave:
         )
 
     def open(self, make: Callable[[], StagedFolder], *, each_machine: bool) -> None:
-        """Agree on the folder, which rank 0 makes; on another machine with a disk of its own, that
-        machine's first rank makes one of the same name.
+        """Agree with the other ranks on the folder of the save; all ranks call it.
+
+        Rank 0 makes the folder. With ``each_machine``, the first rank of each machine that does not
+        see it makes one of the same name.
 
         Args:
-            make: makes it, on rank 0.
+            make: makes the folder; called on rank 0 alone.
             each_machine: whether the user wants the checkpoint on the disk of each machine.
 
         Raises:
-            NotebookAccelError: this machine does not see rank 0's disk, and is to.
+            NotebookAccelError: this machine does not see rank 0's folder, and ``each_machine`` is
+                False; or another rank failed.
         """
         here = self._here
         leader = self._own - here.local_process_index
@@ -136,12 +144,12 @@ class JointSave:
         self.final, self.staged = Path(final), Path(staged)
 
     def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
-        """Wait until every rank has written its part, and until the checkpoint is in its place.
+        """Wait until all ranks have written and the checkpoint is at its final path; all call it.
 
         Args:
-            results: what rank 0 has to know of this rank's part, in values that JSON has.
-            complete: adds what says that the parts belong together; called on rank 0, with the
-                results of all.
+            results: facts about this rank's part that rank 0 needs, in values that JSON has.
+            complete: writes the index of all parts; called on rank 0, with the ``results`` of all
+                ranks.
 
         Raises:
             NotebookAccelError: another rank could not write its part.
@@ -167,10 +175,10 @@ class JointSave:
         self.folder.publish(is_ours=is_ours)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank could not write, and remove its files.
+        """Tell the other ranks that this rank could not write, and remove its staged folder.
 
         Raises:
-            NotebookAccelError: another rank failed before, of which this error is a consequence.
+            NotebookAccelError: another rank failed before, and this error is a consequence of that.
         """
         try:
             if self._is_alone or error is self._heard:
@@ -188,7 +196,11 @@ class JointSave:
         self._store.set(key, json.dumps(value))
 
     def _hear(self, *keys: str) -> list[Any]:
-        """Return the values that other ranks store under these keys; waits for all of them."""
+        """Wait until other ranks have stored values under all these keys, and return the values.
+
+        Raises:
+            NotebookAccelError: another rank failed, or the wait took an hour.
+        """
         if not keys:
             return []
         for _ in self._wait():
@@ -210,7 +222,7 @@ class JointSave:
         return self._heard
 
     def _wait(self) -> Iterator[float]:
-        """Yield the seconds waited so far, again and again until the longest wait is over."""
+        """Yield the seconds waited so far, with a short sleep after each, for an hour at most."""
         # In slices, so that an interrupt is heard; the store's own wait would not hear it.
         began, pause = time.monotonic(), 0.0005
         while (waited := time.monotonic() - began) < _PATIENCE_SECONDS:

@@ -1,4 +1,4 @@
-"""Weights that each rank wrote a part of, merged into one file that any library reads."""
+"""Merge the weights of a sharded checkpoint into one file that any library reads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def merge_fsdp_weights(
 ) -> None:
     """Write the weights of a sharded checkpoint into one file; needs no ranks and no model.
 
-    Where there are ranks, all call it: rank 0 writes, and the others wait for it.
+    Where several ranks are running, all call it: rank 0 writes, and the others wait for it.
 
     Args:
         checkpoint_dir: the folder of one model, ``pytorch_model_fsdp_0``, of this library or of
-            Accelerate; or the checkpoint that it lies in, where that has one model.
-        output_path: a folder, made if it is missing. The file in it is ``model.safetensors``, or
-            ``pytorch_model.bin``.
-        safe_serialization: False writes the latter.
+            Accelerate; or the checkpoint with that folder in it, if it has one model.
+        output_path: a folder, which is made if it is missing. The file in it is
+            ``model.safetensors``, or ``pytorch_model.bin``.
+        safe_serialization: True writes ``model.safetensors``, False ``pytorch_model.bin``.
         remove_checkpoint_dir: remove ``checkpoint_dir`` once the file is written.
 
     Raises:
@@ -79,7 +79,7 @@ def _find_parts(given: Path) -> Path:
 
 
 def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors in a folder of parts; returns them by their names in the model."""
+    """Read all tensors from the folder of a sharded model; return them by their names in it."""
     # Imported here: torch's distributed checkpoints take 0.3 s.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -1,8 +1,8 @@
-"""Where training stands: in a checkpoint's random states, and as ``resume_or_start`` gives it.
+"""Where training continues: ``Start``, how checkpoints keep it, and which checkpoint is loaded.
 
-The newest checkpoint that can be read is found in two steps, so that nothing is half loaded for
-no reason: every rank looks whether the files are whole (:func:`find_damage`, which reads their
-heads), then all load the first one that is whole everywhere.
+The newest checkpoint that can be read is found in two steps, so that a damaged one is mostly
+noticed before anything is loaded from it. First every rank checks the sizes and headers of the
+files (:func:`find_damage`); then all ranks load the first checkpoint that is complete for all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEY, _WRITTEN = "training", "written"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The place at which a training starts or continues."""
+    """The place at which a training starts or continues, as ``resume_or_start`` returns it."""
 
     epoch: int = 0
     """The epoch that comes first: ``for epoch in range(start.epoch, num_epochs)``."""
@@ -57,21 +57,24 @@ class Start:
 
 
 def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, Any]:
-    """Return the place in the training as plain values, for the file of random states.
+    """Return the place in the training as plain values, for a rank's file of random states.
 
     Args:
-        start: epoch, batch, step and samples.
-        loader: the index of the prepared loader that they speak of.
-        steps: of each optimizer.
+        start: epoch, batch, step and samples so far.
+        loader: index of the prepared loader whose epochs and batches these are; None without one.
+        steps: number of steps of each optimizer.
     """
     known = {name: value for name, value in asdict(start).items() if name != "folder"}
     return {_KEY: {**known, "loader": loader, "steps": steps, _WRITTEN: time.time()}}
 
 
 def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, list[int]]:
-    """Return the start, loader index and steps that :func:`as_plain` was given.
+    """Return the start, loader index and optimizer steps that :func:`as_plain` was given.
 
-    For a checkpoint of another library, that is the start of the training.
+    For a checkpoint of another library, that is the start of the training, None and an empty list.
+
+    Args:
+        states: the content of a rank's file of random states; None if there is no file.
     """
     found: dict[str, Any] = (states or {}).get(_KEY, {})
     known = {field.name: found[field.name] for field in fields(Start) if field.name in found}
@@ -79,17 +82,22 @@ def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, 
 
 
 def random_states_file(rank: int) -> str:
-    """Return the name of a rank's file of random states."""
+    """Return the name of the file with a rank's random states."""
     return f"random_states_{rank}.pkl"
 
 
 def read_random_states(
     folder: Path, rank: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Read a rank's file of random states; None where it saved none.
+    """Read the file with a rank's random states; None if the checkpoint has none for that rank.
+
+    Args:
+        folder: folder of the checkpoint.
+        rank: the rank that saved the file.
+        options: further arguments of ``torch.load``.
 
     Raises:
-        NotebookAccelError: the file holds something else, or as of :func:`read_state`.
+        NotebookAccelError: the file is broken, or holds something else.
     """
     path = complete_version(folder) / random_states_file(rank)
     if not path.exists():
@@ -101,10 +109,11 @@ def read_random_states(
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder and in its ``checkpoints``, and itself, newest first.
+    """Return all checkpoints that ``resume_or_start`` may load from ``folder``, newest first.
 
-    Newest by when they were written. Of those that are numbered side by side the higher number is
-    newer, whatever the clocks of their writers said.
+    These are ``folder`` itself, the folders in it, and those in its ``checkpoints``. Newest means
+    last written. Among numbered checkpoints side by side, a higher number is newer, whatever the
+    clocks of their writers said.
     """
     found: list[tuple[float, int, Path]] = []
     for parent in (folder, folder / "checkpoints"):
@@ -137,13 +146,14 @@ def _time_of(path: Path) -> float:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, by sizes and heads of its files; None if whole.
+    """Return a text on what is wrong with a checkpoint's files, or None if they look complete.
 
-    Files that are cut off or empty are found, parts of sharded weights aside; wrong bytes in the
-    middle of a weight are not. Loading finds the parts.
+    It reads only sizes and headers, so that it is quick. It finds files that are cut off or empty,
+    but neither cut off parts of sharded weights, which loading finds, nor wrong bytes in the middle
+    of a weight.
 
     Raises:
-        PermissionError: this user may not read it.
+        PermissionError: this user may not read the checkpoint.
     """
     path = whole = complete_version(folder)
     try:
@@ -165,7 +175,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _look_at(path: Path) -> None:
-    """Read the head of one file, and what says that its end is there.
+    """Read the start of a file, and what shows that its end is not cut off.
 
     Raises:
         NotebookAccelError, OSError, SafetensorError, ValueError, zipfile.BadZipFile: it is broken.

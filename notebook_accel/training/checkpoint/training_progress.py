@@ -1,13 +1,14 @@
-"""How far a training is, in a checkpoint: random numbers, window, steps, and the place of loaders.
+"""How far a training is, in a checkpoint: random states, optimizer steps, positions of loaders.
 
-Rank 0 writes where each loader is, for all; every rank writes what is its own::
+It includes the window: the batches of gradient accumulation between two optimizer steps. Rank 0
+writes the positions of loaders, for all ranks; every rank writes its own random states::
 
     loader.bin, loader_1.bin, ...   rank 0: the epoch, and the batches given in it
     random_states_0.pkl, ...        each rank: its random states, the batch of the window, the
                                     steps, and of each loader the states that are its own
 
-What ranks have to agree on (window, steps, place) all take from rank 0's files, where they see
-them.
+Ranks have to agree on window, steps and positions. So all take these from rank 0's files, if they
+see them.
 """
 
 from __future__ import annotations
@@ -46,20 +47,23 @@ _NOT_OF_ALL = ("random", "reader")
 
 
 class TrainingProgress:
-    """Saves and restores random states, window, steps and loader places of one training."""
+    """Saves and restores random states, gradient accumulation, step counts and loader positions.
+
+    The ``Checkpoints`` of an ``Accelerator`` has one.
+    """
 
     def __init__(self, preparation: Preparation) -> None:
         self._prepared = preparation
         self._plan = preparation.plan
 
     def pieces_of_all(self) -> Iterator[Piece]:
-        """Yield the pieces that rank 0 writes for all: the place of each prepared loader."""
+        """Yield the files that rank 0 writes for all ranks: the positions of prepared loaders."""
         for name, loader in self._loader_files():
             of_all = {k: v for k, v in self._state_of(loader).items() if k not in _NOT_OF_ALL}
             yield state_file(of_all, name, "the data loader")
 
     def own_piece(self) -> Piece:
-        """Return the piece with the file that each rank writes for itself."""
+        """Return the piece with the file of random states, which each rank writes for itself."""
         here = self._plan.topology
         states = get_random_states(here.device)
         window = self._plan.accumulation
@@ -79,7 +83,11 @@ class TrainingProgress:
         return state_file(states, name, "random numbers and datasets")
 
     def _stands(self) -> dict[str, Any]:
-        """Return the place in the training, counted by the loader whose batches steps used."""
+        """Return epoch, batch, steps and samples so far as plain values.
+
+        They are counted by the prepared loader whose batches the last step used, or else by the
+        first.
+        """
         loaders = self._loaders()
         steps = [known.num_steps for known in self._prepared.optimizers]
         step = max(steps, default=0)
@@ -94,8 +102,11 @@ class TrainingProgress:
 
     @property
     def _is_window_open(self) -> bool:
-        """Whether batches were trained on whose gradients no step has used. A checkpoint has none
-        of these, and so keeps where the window began."""
+        """Whether gradients of earlier batches wait for an optimizer step (gradient accumulation).
+
+        A checkpoint keeps no gradients. So it then keeps the position after the last step, from
+        where these batches are read again.
+        """
         return not self._plan.accumulation.sync_gradients or any(
             known.has_unused_gradients for known in self._prepared.optimizers
         )
@@ -104,7 +115,10 @@ class TrainingProgress:
         return loader.state_at_step() if self._is_window_open else loader.state_dict()
 
     def start_in(self, folder: Path) -> Start:
-        """Return the place from which :meth:`load` continued, for ``resume_or_start``."""
+        """Return the place from which training continues, after :meth:`load` of ``folder``.
+
+        ``resume_or_start`` returns it to the user.
+        """
         # Rank 0's word counts on every rank that sees its file.
         rank = self._plan.topology.process_index
         states = read_random_states(folder, 0) or read_random_states(folder, rank)
@@ -126,7 +140,11 @@ class TrainingProgress:
             yield numbered("loader", index, ".bin"), loader
 
     def load(self, folder: Path, options: dict[str, Any]) -> None:
-        """Restore random states, window, steps and the place of each loader from a checkpoint.
+        """Restore random states, gradient accumulation, step counts and loader positions.
+
+        Args:
+            folder: folder of the checkpoint.
+            options: further arguments of ``torch.load``.
 
         Raises:
             NotebookAccelError: a file could not be read, or its random states could not be set.
@@ -165,11 +183,11 @@ class TrainingProgress:
     def _load_loaders(
         self, folder: Path, own: Sequence[Mapping[str, Any]], options: dict[str, Any]
     ) -> None:
-        """Restore the place of each loader.
+        """Restore the position of each prepared loader.
 
-        The position is rank 0's for all: ranks that disagree about it would wait for each other.
-        The random numbers are each rank's own, where it saved some, and so is how far its dataset
-        is, where that says so itself.
+        All ranks take the position from rank 0's file: ranks that disagree about it would wait for
+        each other. Each rank takes its own random states, and the state of its dataset if that has
+        a ``state_dict``, from ``own``: for each loader the states that this rank saved.
         """
         for index, (name, loader) in enumerate(self._loader_files()):
             # A checkpoint of Accelerate has none, and one may have been made before this loader.

@@ -1,8 +1,9 @@
-"""Collectives of tensors in nested structures, and of objects.
+"""Collectives of tensors in nested structures, and of Python objects.
 
-Each function is a collective: all ranks call it, with the same structure. Without a process group
-each gives what it gives to a single rank. Tensors may lie on any device; they travel where the
-group's backend can reach them and come back to where they were.
+The functions that communicate are collectives: all ranks of the group call them, with the same
+structure. If there is no process group, each returns its result for a single rank (or for the ranks
+that an ``Exchange`` connects). Tensors may be on any device: they are moved to where the group's
+backend can send them, and the results back.
 """
 
 from __future__ import annotations
@@ -58,10 +59,15 @@ _CARRIED = frozenset(
 
 
 class _GroupFacts(NamedTuple):
-    """Facts about a group that every gather needs, cached.
+    """Cached facts about a process group that every gather needs.
 
-    Asked anew every time, these answers took half as long as gathering 4 KB itself (25 us of
-    Python, and six times that in a step, whose own work has emptied the processor's caches).
+    Computing them anew each time took half as long as gathering 4 KB (25 us of Python, and six
+    times that in a training step, whose own work has emptied the processor's caches).
+
+    Attributes:
+        size: number of ranks in the group.
+        compares: whether debug mode compares the arguments of collectives first.
+        carries_cpu: whether the backend can send tensors that are on the CPU.
     """
 
     size: int
@@ -94,14 +100,15 @@ def set_debugging(asked: bool | None) -> None:
     """Turn the comparison of collectives' arguments (debug mode) on or off; all ranks call it.
 
     Args:
-        asked: None leaves it to the environment, which is read again when a group is next used.
+        asked: True or False; None lets the environment decide, which is read again when a group is
+            next used.
     """
     current().shared[ASKED] = asked
     _facts_of.clear()
 
 
 def num_ranks(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in ``group`` (None: of all ranks); 1 if this one runs alone."""
+    """Return the number of ranks in ``group`` (None: of all ranks); 1 if this rank runs alone."""
     return dist.get_world_size(group) if has_process_group() else exchange().size
 
 
@@ -111,7 +118,7 @@ def this_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def wait(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until all ranks of the group have called this."""
+    """Wait until all ranks of ``group`` (None: all ranks) have called this."""
     if not has_process_group():
         exchange().barrier()
     elif num_ranks(group) > 1:
@@ -119,20 +126,21 @@ def wait(group: dist.ProcessGroup | None = None) -> None:
 
 
 def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Join every tensor of a nested structure over the ranks, along the first dimension.
+    """Join every tensor of a nested structure over the ranks, along dimension 0; all ranks call it.
 
     A tensor of shape ``(n, ...)`` becomes ``(num_ranks * n, ...)``, in order of the ranks; one
-    without a dimension becomes ``(num_ranks,)``. The result carries no gradient; one rank gets its
-    own tensors back, as they are.
+    without a dimension becomes ``(num_ranks,)``. The result carries no gradient, except that a rank
+    that is alone gets its own tensors back.
 
     Args:
-        tensor: tensors of the same shapes on every rank (``pad_across_processes`` makes them
-            so). They are compared in debug mode.
-        group: the ranks; all of them unless given.
+        tensor: tensors of the same shapes on every rank (``pad_across_processes`` can make them
+            equal). Debug mode compares the shapes.
+        group: the ranks; None means all.
 
     Raises:
-        TypeError: a leaf is not a tensor.
-        DistributedOperationException: the tensors differ, in debug mode.
+        TypeError: something in the structure is not a tensor.
+        DistributedOperationException: in debug mode, the tensors of the ranks differ in shape or
+            type.
     """
     facts = _facts(group)
     if facts.compares:
@@ -164,7 +172,7 @@ def _gather(
 
 
 def _is_plain(leaf: torch.Tensor) -> bool:
-    """Whether ``leaf`` can be sent from the CPU as it lies in memory."""
+    """Return whether the memory of ``leaf`` can be sent from the CPU without converting it."""
     if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
         return False
     return leaf.is_cpu and leaf.is_contiguous()
@@ -200,14 +208,17 @@ def transport_device(device: torch.device, group: dist.ProcessGroup | None = Non
 def gather_ragged(
     tensors: Sequence[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """``gather`` of tensors whose first dimension may differ from rank to rank.
+    """Join tensors of all ranks whose first dimension may differ in size; all ranks call it.
 
     Args:
-        tensors: as many on every rank, each with a dimension at least.
-        group: the ranks; all of them unless given.
+        tensors: the same number of tensors on every rank, each with at least one dimension.
+        group: the ranks; None means all.
+
+    Returns:
+        The joined tensors, each with the rows of all ranks in order of the ranks.
 
     Raises:
-        ValueError: another dimension differs.
+        ValueError: a dimension other than the first differs.
     """
     if num_ranks(group) == 1:
         return list(tensors)
@@ -236,7 +247,7 @@ def gather_ragged(
 
 
 def compares(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether debug mode compares the arguments of the group's collectives."""
+    """Return whether debug mode compares the arguments before each collective of the group."""
     return _facts(group).compares
 
 
@@ -248,12 +259,12 @@ def _require_agreement(
 
 
 def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:  # noqa: A002
-    """Return the objects of all ranks in one list, in order of the ranks.
+    """Return the objects of all ranks in one list, in order of the ranks; all ranks call it.
 
     Args:
-        object: a list or tuple of picklable objects, whose items are joined; anything else (a
+        object: a list or tuple of picklable objects, whose items are joined. Anything else (a
             string too) counts as one object.
-        group: the ranks; all of them unless given.
+        group: the ranks; None means all.
     """
     plain = isinstance(object, (list, tuple)) and not is_namedtuple(object)
     mine = list(object) if plain else [object]
@@ -269,13 +280,13 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
         tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes and types on all
             ranks.
         from_process: the rank whose values the others get.
-        group: the ranks; None for all.
+        group: the ranks; None means all.
 
     Returns:
         The same structure.
 
     Raises:
-        TypeError: something in it is not a tensor.
+        TypeError: something in the structure is not a tensor.
 
     Example:
         >>> import torch
@@ -308,10 +319,10 @@ def broadcast_object_list(
     Args:
         object_list: the list; the same length on all ranks.
         from_process: the rank whose objects the others get.
-        group: the ranks; None for all.
+        group: the ranks; None means all.
 
     Returns:
-        The list.
+        The same list.
 
     Example:
         >>> from notebook_accel.utils import broadcast_object_list
@@ -327,11 +338,11 @@ def broadcast_object_list(
 
 
 def scatter(buffers: Sequence[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
-    """Each rank's buffer of those that rank 0 has: bytes on the host, as many for each rank.
+    """Send each rank one of the buffers that rank 0 has, and return this rank's; all ranks call it.
 
     Args:
-        buffers: one for each rank; None on the others.
-        num_bytes: of each.
+        buffers: on rank 0, one buffer of bytes on the host for each rank; None on the others.
+        num_bytes: length of each buffer, the same on all ranks.
     """
     if not has_process_group():
         rows = torch.zeros((num_ranks(), num_bytes), dtype=torch.uint8, device="cpu")
@@ -353,18 +364,21 @@ def reduce(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Combine every tensor of a nested structure over the ranks; new tensors, same on all.
+    """Combine every tensor of a structure over the ranks, element by element; all ranks call it.
 
     Args:
-        tensor: tensors of the same shapes on every rank.
-        reduction: "sum", "mean" (of whole numbers: a float tensor), "max", "min", or "none",
-            which gives ``tensor`` as it is.
-        scale: accepted, and without effect, as in Accelerate on everything but XLA.
-        group: the ranks; all of them unless given.
+        tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all ranks.
+        reduction: "sum", "mean" (of whole numbers: a float tensor), "max", "min", or "none", which
+            returns ``tensor`` unchanged.
+        scale: accepted without effect, as in Accelerate on everything but XLA.
+        group: the ranks; None means all.
+
+    Returns:
+        The same structure of new tensors, with the same values on all ranks.
 
     Raises:
-        TypeError: a leaf is not a tensor.
-        ValueError: an unknown reduction.
+        TypeError: something in the structure is not a tensor.
+        ValueError: ``reduction`` is unknown.
     """
     if reduction == "none":
         return tensor
@@ -402,18 +416,19 @@ def pad_across_processes(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Pad every tensor of a nested structure to the largest size that a rank has on ``dim``.
+    """Pad every tensor to the largest size in ``dim`` that any rank has; all ranks call it.
 
     Args:
-        tensor: tensors whose other dimensions are the same on every rank; those that lack
-            ``dim``, or whose layout is torch's nested one, stay as they are.
+        tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim`` are
+            equal on all ranks. Tensors without ``dim``, or of torch's nested layout, are returned
+            unchanged.
         dim: the dimension to pad.
         pad_index: the value to pad with.
-        pad_first: pad in front rather than behind.
-        group: the ranks; all of them unless given.
+        pad_first: pad at the start rather than at the end.
+        group: the ranks; None means all.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: something in the structure is not a tensor.
     """
     _require_agreement("pad_across_processes", tensor, group, dim)
 
@@ -444,15 +459,16 @@ def pad_across_processes(
 def split_between(
     inputs: Any, num_processes: int, process_index: int, apply_padding: bool = False
 ) -> Any:
-    """Return the part of ``inputs`` for one process; ``inputs`` is not changed.
+    """Return the part of ``inputs`` for one process, without changing ``inputs``; no collective.
 
-    Parts are contiguous, and the first processes get one more where the length is not divisible.
+    Parts are contiguous. If the length does not divide evenly, the first processes get one item
+    more.
 
     Args:
-        inputs: a list, tuple, tensor, array, dataset with ``select``, or a dict of them with
-            equal lengths; anything else is given to every process whole.
-        num_processes: how many parts there are.
-        process_index: which of them is wanted.
+        inputs: a list, tuple, tensor, array, dataset with a method ``select``, or a dict of these
+            with equal lengths. Anything else is returned whole for every process.
+        num_processes: number of parts.
+        process_index: index of the part to return.
         apply_padding: repeat the last item until all parts have the length of the first.
 
     Raises:

@@ -1,8 +1,9 @@
-"""The data group: which ranks read different samples, and which read the same.
+"""The data group: which ranks read different samples, and which read the same samples.
 
-Plain data parallelism gives every rank a share of its own. Where several ranks work on one copy of
-the model (tensor, context or pipeline parallelism), they read the same share, and only ranks of
-different shares must be joined when results are gathered::
+A *share* is the part of the data that one rank reads. In plain data parallelism every rank reads a
+share of its own. Where several ranks work on one copy of the model (tensor, context or pipeline
+parallelism), they read the same share. When results are gathered, one rank of each share is
+enough::
 
     rank            0  1  2  3         2 shares x 2 ranks that hold one model together
     index_of_rank   0  0  1  1         which share each rank reads
@@ -30,7 +31,10 @@ _CURRENT = "data group"
 
 @dataclass(frozen=True)
 class DataGroup:
-    """The ranks that read different samples, as one of them sees it."""
+    """Which share (part) of the data each rank reads, and a group of ranks that read all shares.
+
+    Ranks that hold one model together read the same share. Each rank has its own ``DataGroup``.
+    """
 
     size: int
     """Number of shares into which the data is divided."""
@@ -56,13 +60,15 @@ class DataGroup:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, rank: int, *, makes_group: bool = False) -> DataGroup:
-        """Return the data group of a mesh: its dimensions "dp..." read different samples.
+        """Return the data group of a device mesh, from its dimensions whose names begin with "dp".
+
+        Ranks that differ in one of these read different shares; other ranks read the same share.
 
         Args:
-            mesh: all ranks.
-            rank: this one.
-            makes_group: whether there is a process group of one rank of each share; all ranks then
-                call this together. Without it, it is only known who reads what.
+            mesh: the mesh of all ranks.
+            rank: this rank.
+            makes_group: whether to make the process group, too; all ranks then call this together.
+                Without it, ``process_group`` is None.
         """
         names = mesh.mesh_dim_names or ()
         data = [dimension for dimension, name in enumerate(names) if name.startswith("dp")]
@@ -81,7 +87,7 @@ class DataGroup:
         )
 
     def show(self) -> None:
-        """Make :func:`current_data_group` return this group on this rank."""
+        """Make :func:`current_data_group` return this group, on this rank."""
         current().shared[_CURRENT] = self
 
 

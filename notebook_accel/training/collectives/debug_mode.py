@@ -1,9 +1,9 @@
-"""Debug mode: what the ranks give to a collective is compared before it.
+"""Debug mode: compare what the ranks give to a collective before it runs.
 
-Backends compare nothing. Of tensors of different sizes or types gloo kills a rank (SIGABRT), NCCL
-waits for ever, and either may give wrong numbers. With ``debug=True`` of the launcher, or
-``ACCELERATE_DEBUG_MODE``, the ranks first tell each other what they have, which costs a collective
-of its own.
+Backends compare nothing. If the ranks' tensors differ in size or type, gloo kills a rank (SIGABRT),
+NCCL waits for ever, and either may give wrong numbers. With ``debug=True`` of the launcher, or
+``ACCELERATE_DEBUG_MODE``, the ranks first tell each other the shapes and types of their tensors,
+which costs an additional collective.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ ASKED = "debug mode"
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 (Accelerate's name)
-    """Ranks gave tensors to a collective that do not go together."""
+    """The ranks gave tensors of different structures, shapes or types to a collective.
+
+    Raised in debug mode only, on every rank.
+    """
 
 
 def is_debugging() -> bool:
-    """Whether collectives compare what they are given, as the code or else the environment asks."""
+    """Return whether debug mode is on: as ``set_debugging`` set it, or else by the environment."""
     asked: bool | None = current().shared.get(ASKED)
     if asked is not None:
         return asked
@@ -53,13 +56,13 @@ def require_agreement(
     *,
     free_dimension: int | None = None,
 ) -> None:
-    """Raise if the ranks of a group have different data; all of them call it.
+    """Raise if the ranks of a group have tensors of different shapes or types; all of them call it.
 
     Args:
-        operation: what the error calls the collective.
-        data: tensors, in any nesting; of anything else the type alone counts.
-        group: the ranks; None for all.
-        free_dimension: the dimension in which tensors may differ.
+        operation: name of the collective, for the error.
+        data: tensors, in any nesting; of other values the type alone is compared.
+        group: the ranks; None means all.
+        free_dimension: a dimension whose size may differ; None: no dimension may.
 
     Raises:
         DistributedOperationException: structures, shapes or types differ; raised on every rank.
@@ -78,7 +81,7 @@ def require_agreement(
 
 
 def objects_of_ranks(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return a list with the object of each rank of a group; all of them call it."""
+    """Return a list with the object ``mine`` of each rank of a group; all of them call it."""
     if not has_process_group():
         return exchange().gather_object(mine)
     everywhere: list[Any] = [None] * dist.get_world_size(group)
@@ -96,7 +99,10 @@ def _describe(leaf: Any, free_dimension: int | None) -> str:
 
 
 def _by_rank(everywhere: Sequence[Sequence[str]]) -> str:
-    """A line for each kind of data, with the ranks that have it; the most common kind first."""
+    """Return a text with a line for each kind of data: the ranks that have it, and what it is.
+
+    The most common kind comes first.
+    """
     ranks: dict[str, list[str]] = defaultdict(list)
     for rank, of_rank in enumerate(everywhere):
         ranks[", ".join(of_rank) or "nothing"].append(str(rank))

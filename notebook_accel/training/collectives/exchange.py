@@ -1,7 +1,8 @@
 """Collectives of ranks that have no process group of torch.
 
-The base class is a single rank, which has nobody to exchange with. A library that connects its
-ranks itself gives a class derived from it, and the functions of ``collectives`` go by that.
+The base class stands for a single rank, which has nobody to communicate with. For ranks that
+another library connects (torch_xla), there is a derived class, and the functions of ``collectives``
+use its methods.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ _KEY = "exchange without a process group"
 
 
 class Exchange:
-    """Collectives of a single rank; a subclass connects several ranks.
+    """Collectives without a process group: here of a single rank; a subclass connects several.
+
+    All methods but ``store`` and ``show`` are collectives, which all ranks call.
 
     Attributes:
-        rank: of this rank.
+        rank: number of this rank.
         size: number of ranks.
         local_rank, local_size: the same on this machine.
-        backend: what ``PartialState.backend`` says.
+        backend: the value of ``PartialState.backend``; None for a single rank.
     """
 
     rank = 0
@@ -44,7 +47,7 @@ class Exchange:
         return leaf
 
     def broadcast(self, leaf: torch.Tensor, source: int) -> None:
-        """Fill a tensor with that of one rank."""
+        """Fill ``leaf`` in place with the tensor of the rank ``source``."""
 
     def gather_object(self, mine: Any) -> list[Any]:
         """Return the objects of all ranks, in order of the ranks."""
@@ -54,11 +57,11 @@ class Exchange:
         """Wait until all ranks have called this."""
 
     def store(self) -> Any:
-        """Return the key-value store that all ranks reach: that of the process group."""
+        """Return a key-value store that all ranks reach; in this class, the process group's."""
         return of_torch.default_store()
 
     def show(self) -> None:
-        """Make :func:`exchange` return this on this rank."""
+        """Make :func:`exchange` return this object, on this rank."""
         current().shared[_KEY] = self
 
 
@@ -66,6 +69,6 @@ _ALONE = Exchange()
 
 
 def exchange() -> Exchange:
-    """Return the collectives that this rank uses without a process group."""
+    """Return the collectives that this rank uses if it has no process group."""
     found: Exchange = current().shared.get(_KEY, _ALONE)
     return found

@@ -1,4 +1,4 @@
-"""Tensors in lists, tuples, named tuples and mappings, in any nesting."""
+"""Functions for tensors in lists, tuples, named tuples and mappings, in any nesting."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Call ``func(leaf, *args, **kwargs)`` on each leaf of a structure, and keep the structure.
+    """Call ``func(leaf, *args, **kwargs)`` on each leaf; return a like structure of the results.
 
     Args:
-        func: called with each leaf for which ``test_type`` is true.
+        func: called with each leaf for which ``test_type`` returns True.
         data: lists, tuples, named tuples and mappings, in any nesting.
         *args: further arguments of ``func``.
-        test_type: returns whether ``func`` gets a leaf; tensors by default.
-        error_on_other_type: refuse other leaves rather than keep them.
+        test_type: returns whether ``func`` is called with a leaf; by default with tensors.
+        error_on_other_type: raise if there are other leaves, rather than keep them unchanged.
         **kwargs: further arguments of ``func``.
 
     Raises:
-        TypeError: a leaf has another type, with ``error_on_other_type``.
+        TypeError: ``error_on_other_type`` is set, and ``test_type`` returns False for a leaf.
 
     Example:
         >>> import torch
@@ -110,7 +110,10 @@ def _refusal(func: Callable[..., Any], value: object) -> str:
 
 
 def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return ``values`` as a mapping of the type of ``like``, with its other attributes."""
+    """Return ``values`` as a mapping of the type of ``like``.
+
+    If ``like`` is mutable and not a plain dict, the result is a copy of it, with its attributes.
+    """
     if type(like) is dict:
         return values
     if not isinstance(like, MutableMapping):
@@ -128,7 +131,7 @@ def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """Yield the items of nested lists, tuples and mappings, in order."""
+    """Yield the values in nested lists, tuples and mappings that are none of these, in order."""
     if isinstance(data, (list, tuple)):
         for item in data:
             yield from leaves(item)
@@ -140,7 +143,10 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def leaves_with_paths(data: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the items of :func:`leaves`, each after its expression, such as ``path[0]['x']``."""
+    """Yield (expression, item) for each item of :func:`leaves`; ``path`` begins every expression.
+
+    An expression tells where the item is, such as ``path[0]['x']``.
+    """
     if isinstance(data, (list, tuple)):
         for index, item in enumerate(data):
             yield from leaves_with_paths(item, f"{path}[{index}]")
@@ -157,15 +163,16 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Move all tensors of a structure to a device.
+    """Return the structure with all its tensors on a device.
 
-    An object with a method ``to`` (a tokenizer's batch, a graph) moves itself. Other objects do not
-    change.
+    An object with a method ``to`` (a tokenizer's batch, a graph) is moved by that. Other objects do
+    not change.
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors.
         device: the device.
-        non_blocking: do not wait for the copies (from pinned memory).
+        non_blocking: do not wait for the copies, as in ``torch.Tensor.to``; it helps with pinned
+            memory.
         skip_keys: keys of mappings whose values are not moved.
 
     Example:
@@ -204,7 +211,7 @@ def _move_itself(value: Any, device: Any, non_blocking: bool) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Return the size of the first dimension of the first tensor that has one, else None.
+    """Return the size of the first dimension of the first tensor that has dimensions, else None.
 
     Args:
         data: a tensor, or lists, tuples and mappings of tensors.
@@ -222,7 +229,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return every float16 and bfloat16 tensor as float32.
+    """Return the structure with every float16 and bfloat16 tensor converted to float32.
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors.

@@ -1,8 +1,9 @@
-"""Collectives as users call them by themselves: ``notebook_accel.utils.gather`` and its like.
+"""The public collectives, such as ``notebook_accel.utils.gather``.
 
-They join what ranks computed from different samples, as the methods of this rank's newest
-``Accelerator`` do: over its data group, in which each sample counts once. The functions of
-``collectives`` join all ranks unless they are given a group; the rest of ``training`` uses those.
+They work over the data group of this rank's newest ``Accelerator``, as its methods do: ranks that
+hold one model together compute from the same samples, so one of them takes part for all, and each
+sample counts once. The functions in ``collectives``, which the rest of ``training`` uses, work over
+all ranks unless they are given a group.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def gather(tensor: Any) -> Any:
         The same structure. Shape (n, ...) becomes (ranks * n, ...), and () becomes (ranks,).
 
     Raises:
-        TypeError: something in it is not a tensor.
+        TypeError: something in the structure is not a tensor.
 
     Example:
         >>> import torch
@@ -56,7 +57,7 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002
             string too, counts as one object.
 
     Returns:
-        The list.
+        The objects, in order of the ranks.
 
     Example:
         >>> from notebook_accel import gather_object
@@ -69,16 +70,18 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine the tensors of all ranks, element by element; all ranks call it.
 
+    Ranks that hold one model together (tensor parallelism, pipelines) count as one.
+
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all ranks.
         reduction: "sum", "mean", "max", "min", or "none", which returns ``tensor`` unchanged.
         scale: accepted without effect, as in Accelerate on everything but XLA.
 
     Returns:
-        New tensors of the same shapes.
+        New tensors of the same shapes, the same on all ranks.
 
     Raises:
-        TypeError: something in it is not a tensor.
+        TypeError: something in the structure is not a tensor.
         ValueError: ``reduction`` is unknown.
 
     Example:
@@ -93,7 +96,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
-    """Pad the tensors of all ranks to the largest size that a rank has; all ranks call it.
+    """Pad the tensors of each rank to the largest size in ``dim`` on any rank; all ranks call it.
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim`` are
@@ -103,7 +106,7 @@ def pad_across_processes(
         pad_first: pad at the start rather than at the end.
 
     Raises:
-        TypeError: something in it is not a tensor.
+        TypeError: something in the structure is not a tensor.
 
     Example:
         >>> import torch

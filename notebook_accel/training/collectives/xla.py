@@ -1,6 +1,7 @@
 """Collectives of torch_xla's ranks: of tensors, and of objects as bytes in tensors.
 
-A graph is compiled for each shape, so that what has no fixed size travels in a few sizes.
+torch_xla compiles a graph for each shape. So bytes, whose length varies, are padded to a power of
+two, and few shapes occur.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _SMALLEST_BYTES = 1024
 
 
 class XlaExchange(Exchange):
-    """The ranks of one ``xmp.spawn``; each is a thread with a device of its own."""
+    """Collectives of the ranks of one ``xmp.spawn``, each a thread with a device of its own.
+
+    Making one is a collective itself: all ranks make theirs together.
+    """
 
     backend = "xla"
 
@@ -75,7 +79,7 @@ class XlaExchange(Exchange):
         return self._store
 
     def _new_store(self) -> Any:
-        """A store that rank 0 serves; the others learn its port."""
+        """Return a key-value store that rank 0 serves; all ranks call it, to learn its port."""
         listener = socket.create_server((_LOOPBACK, 0)) if self.rank == 0 else None
         (port, *_) = self.gather_object(listener and listener.getsockname()[1])
         at = StorePort(_LOOPBACK, port, listener)
@@ -89,5 +93,5 @@ class XlaExchange(Exchange):
 
 
 def _countable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return truth values as numbers: torch_xla gathers and broadcasts by sums."""
+    """Return booleans as uint8 (torch_xla gathers by sums), and other tensors unchanged."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,11 +1,12 @@
-"""Prepared loaders: who gets which samples, and how an epoch goes on in its middle.
+"""Prepared DataLoaders: which samples each rank gets, and how an epoch is resumed in its middle.
 
-``distribute`` makes them. Who gets which samples is in ``samplers`` and ``iterable_datasets`` (each
-rank reads its own) and ``rounds`` (rank 0 reads for all), what a prepared loader does in
-``loaders`` and ``dispatch``, and how a resumed epoch reads up to its place in ``replay``. Which
-loader is being iterated is in ``stepping/active_loaders``.
+``distribute`` makes them from the user's loaders. ``samplers`` and ``iterable_datasets`` choose the
+samples where each rank reads its own, and ``rounds`` divides the batches where rank 0 reads for
+all. ``loaders`` and ``dispatch`` have the classes of prepared loaders, and ``replay`` reads a
+resumed epoch up to its place. ``stepping/active_loaders`` tells which loader is being iterated.
 
 Three words are used throughout. A *round* is the samples on which all ranks work at the same step,
 a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data
-that one rank reads. Ranks that hold one model together read the same share (``DataGroup``).
+that one rank reads. Ranks that hold one model together (tensor parallelism, say) read the same
+share (``DataGroup``).
 """

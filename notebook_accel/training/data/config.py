@@ -1,4 +1,4 @@
-"""How ``prepare`` shares the batches of a loader out over the ranks."""
+"""Settings for how ``Accelerator.prepare`` divides the batches of a DataLoader among the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DataLoaderConfiguration"]
 
 @dataclass
 class DataLoaderConfiguration:
-    """Settings of prepared loaders: how the ranks share batches.
+    """Settings of prepared DataLoaders: how the batches of each are divided among the ranks.
 
     Raises:
         ConfigError: a setting has a wrong type.

@@ -1,16 +1,16 @@
-"""Loaders whose data rank 0 alone reads.
+"""Prepared loaders whose data rank 0 alone reads, and sends to the other ranks.
 
-::
+A *round* is the samples on which all ranks work at the same step::
 
     rank 0   _lead     reads a round -> divides it (rounds) -> broadcasts the header
                                                             -> scatters the buffers
     others   _follow   receive the header -> allocate a buffer -> receive it -> their part
 
-The header is the structure of every rank's batch, with what is not a tensor; in place of each
-tensor stands a slot, which says where in the rank's buffer it lies.
+The header is the structure of every rank's batch, with its values other than tensors. In place of
+each tensor it has a slot: where in the rank's buffer of bytes the tensor lies.
 
-Every rank gets a batch and takes part in the same collectives each round. A header that says that
-there is no more, or that reading failed, ends the pass for the others.
+Every rank gets a batch and takes part in the same collectives each round. A pass over the loader
+ends for the other ranks with a header that says that there is no more data, or that reading failed.
 """
 
 from __future__ import annotations
@@ -49,27 +49,30 @@ _ALIGNMENT = 16
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A loader that rank 0 reads, and that sends each rank its part, to its device.
+    """A DataLoader that rank 0 alone reads; rank 0 sends each rank its part of the batches.
 
-    ``prepare`` makes it from a ``DataLoader`` if ``dispatch_batches`` asks for it.
+    ``prepare`` makes it from a ``DataLoader`` if ``dispatch_batches`` asks for it. All ranks
+    iterate over it together. Each gets its batches on its own device.
 
     Args:
-        dataset: as torch's DataLoader.
-        split_batches: whether each batch is divided over the ranks.
+        dataset: the dataset, as for torch's ``DataLoader``. Only rank 0 reads it.
+        split_batches: True: each batch of the loader is divided over the ranks. False: each rank
+            gets a batch of the loader per step.
         skip_batches: number of batches to skip at the start of each epoch.
-        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
-        _drop_last: as ``drop_last``.
+        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
+            restores the state of a dataset that has ``state_dict``.
+        _drop_last: as ``drop_last`` of torch's ``DataLoader``.
         _non_blocking: copy to the device while the loop computes.
-        slice_fn: takes the part of one rank from what rank 0 has read for all, called with the
-            batch, a slice, ``process_index`` and ``num_processes``. None takes the rows of the
-            slice.
+        slice_fn: cuts the part of one rank out of the batch that rank 0 has read for all, called
+            with the batch, a slice, ``process_index`` and ``num_processes``. None takes the rows of
+            the slice.
         torch_device_mesh: mesh of the ranks, if several of them hold one model together; these get
             the same batches.
         iteration: number of the first epoch.
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
-        ConfigError: torchdata's loader is asked for, and torchdata is not installed.
+        ConfigError: ``use_stateful_dataloader`` is set, and torchdata is not installed.
 
     Example:
         >>> import torch
@@ -193,14 +196,21 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class _Header(NamedTuple):
-    """A round with slots in place of its tensors."""
+    """What rank 0 broadcasts of a round before the tensors: the batches, without their tensors.
+
+    Attributes:
+        parts: the batch of each share of the data, with a :class:`_Slot` in place of each tensor.
+            None for the batch that rank 0 alone uses.
+        num_bytes: length of the buffer of tensors that each rank then receives; 0 if there are no
+            tensors, and nothing is sent.
+    """
 
     parts: list[RoundBatch | None]
     num_bytes: int
 
 
 class _Slot(NamedTuple):
-    """Where in the buffer a tensor lies, in bytes, and what it is."""
+    """Where a tensor lies in a rank's buffer (byte ``start`` to ``stop``), its shape and dtype."""
 
     start: int
     stop: int
@@ -211,7 +221,17 @@ class _Slot(NamedTuple):
 def _pack(
     divided: list[RoundBatch] | None, index_of_rank: Sequence[int]
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """The header of a round, and a buffer for each rank; none where there is nothing to send."""
+    """Return the pickled header of a round, and a buffer with the tensors of each rank's batch.
+
+    Args:
+        divided: the batches of the round, one for each share of the data; None at the end of the
+            pass, where the header is a pickled None.
+        index_of_rank: the share that each rank gets.
+
+    Returns:
+        The header, and one buffer per rank, all of the same length. The list of buffers is empty if
+        the round has no tensors.
+    """
     if divided is None:
         return pickle.dumps(None), []
     parts: list[RoundBatch | None] = []
@@ -230,7 +250,10 @@ def _pack(
 
 
 def _empty_slots(part: RoundBatch, held: list[tuple[_Slot, torch.Tensor]]) -> RoundBatch:
-    """``part`` with slots for its tensors, which are put into ``held``."""
+    """Return ``part`` with a slot in place of each tensor.
+
+    Each slot and its tensor are appended to ``held``.
+    """
 
     def take_out(tensor: torch.Tensor) -> _Slot:
         start = held[-1][0].stop if held else 0
@@ -243,7 +266,10 @@ def _empty_slots(part: RoundBatch, held: list[tuple[_Slot, torch.Tensor]]) -> Ro
 
 
 def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:
-    """A buffer with each tensor in its slot; of one length for all ranks, as a scatter needs it."""
+    """Return a buffer of ``num_bytes`` bytes in which each tensor of ``held`` lies in its slot.
+
+    The length is the same for all ranks, because a scatter needs that.
+    """
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     for slot, tensor in held:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

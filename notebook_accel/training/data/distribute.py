@@ -1,4 +1,4 @@
-"""Share a loader out over the ranks: what ``prepare`` does with one."""
+"""Divide a DataLoader among the ranks, as ``Accelerator.prepare`` does."""
 
 from __future__ import annotations
 
@@ -56,27 +56,29 @@ def prepare_loader(
     slice_fn: Callable[..., Any] | None = None,
     ordinal: int = 0,
 ) -> PreparedLoader:
-    """Return a loader with this rank's part of the batches of ``loader``, on its device.
+    """Return a loader that gives this rank's part of the batches of ``loader``, on ``device``.
 
-    Everything else that ``loader`` has (workers, collate_fn, pinned memory, a class of its own)
-    is kept. A loader that is prepared already is given back as it is.
+    Everything else that ``loader`` has (workers, collate_fn, pinned memory, a class of its own) is
+    kept. A loader that is prepared already is returned unchanged.
 
     Args:
-        loader: the same on every rank.
-        config: how to share the batches out.
-        device: where to put them; None leaves them where they are.
-        data_group: which ranks read different samples, and which share this rank reads.
+        loader: the user's loader, made alike on every rank. It is not changed.
+        config: how the batches are divided among the ranks.
+        device: where batches are put; None leaves them where they are.
+        data_group: which ranks read different samples, and which share of the data this rank reads.
         rng_types: random states that ranks take from rank 0 at the start of each pass. None: only
             the generator from which the order of samples is drawn ("generator"). Any list that is
             not empty synchronizes that generator too, even if the list does not name it. With an
             empty list nothing is synchronized, and the ranks have to be seeded alike.
-        slice_fn: takes one rank's part out of a batch that rank 0 has read for all; see
+        slice_fn: cuts one rank's part out of a batch that rank 0 has read for all; see
             :class:`~notebook_accel.training.data.rounds.RoundDivider`.
-        ordinal: how many loaders were prepared before, so that each gets an order of its own;
-            without effect where there is a ``data_seed``, which all of them get.
+        ordinal: number of loaders that were prepared before this one, so that each gets an order of
+            its own. It has no effect if ``config.data_seed`` is set: all loaders then use that
+            seed.
 
     Raises:
-        ConfigError: settings that do not fit the loader.
+        ConfigError: the settings do not fit the loader, or the loader is a stream that
+            ``skip_first_batches`` has shortened.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -136,7 +138,11 @@ def _is_dispatched(
 
 
 def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
-    """Replace torch's random sampler in ``draft``, if there is one, by a seedable one."""
+    """Replace torch's ``RandomSampler`` in ``draft``, if it has one, by a seedable sampler.
+
+    ``draft`` is the copy of the user's loader that is being prepared. With ``data_seed=None`` the
+    seed is that of the replaced sampler's generator, else of torch's global random numbers.
+    """
     inner = getattr(batch_sampler_of(draft), "sampler", draft.sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
         return
@@ -159,8 +165,11 @@ def _replace_sampler(draft: DataLoader[Any], old: Sampler[Any], new: Sampler[Any
 
 
 def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
-    """``outer`` with ``new`` in place of ``old``: ``new`` itself where ``outer`` is ``old``, a copy
-    where ``outer`` reads it, directly or through other samplers, and else ``outer`` as it is."""
+    """Return the sampler ``outer`` with ``new`` in place of ``old``.
+
+    That is ``new`` itself if ``outer`` is ``old``; a copy of ``outer`` if it reads ``old``,
+    directly or through other samplers; and otherwise ``outer`` unchanged.
+    """
     if outer is old:
         return new
     held = getattr(outer, "__dict__", {}).items()
@@ -177,9 +186,10 @@ def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
 
 
 def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
-    """Return a generator seeded by ``data_seed``, else by the state of the global random numbers.
+    """Return the random generator of a prepared loader for which the user gave none.
 
-    Nothing is drawn from those for it, so that preparing a loader changes no later number.
+    Its seed is ``data_seed``, or else a hash of ``ordinal`` and the state of torch's global random
+    numbers. No number is drawn from the global ones, so preparing a loader changes no later number.
     """
     if data_seed is None:
         state = torch.get_rng_state().numpy().tobytes()
@@ -189,8 +199,10 @@ def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
 
 
 def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:
-    """The generator from which the order of samples is drawn; a sampler without one gets
-    ``private``."""
+    """Return the generator from which the order of samples is drawn; None if there is none.
+
+    A sampler whose ``generator`` is None is given ``private``.
+    """
     if isinstance(draft.dataset, IterableDataset):
         found = getattr(draft.dataset, "generator", None)
         return found if isinstance(found, torch.Generator) else None
@@ -214,7 +226,7 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
 def _share_out(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
-    """Change ``draft`` to read only this rank's share; returns the options adapted to that."""
+    """Change ``draft``, in place, to read only this rank's share; return the adapted options."""
     if isinstance(draft.dataset, IterableDataset):
         return _share_iterable(draft, options, config)
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):
@@ -264,8 +276,11 @@ def _share_iterable(
 
 
 def _divides_itself(dataset: Any, num_processes: int, *, evenly: bool) -> bool:
-    """Whether an iterable dataset (of Hugging Face's, say) has shards for every rank, with
-    ``evenly`` as many for each."""
+    """Return whether an iterable dataset can divide itself: give each rank some of its own shards.
+
+    It needs a method ``shard``, as Hugging Face's datasets have, and at least one shard for each
+    rank. With ``evenly``, each rank must get the same number of shards.
+    """
     num_shards = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
     if not hasattr(dataset, "shard") or num_shards < num_processes:
         return False
@@ -298,31 +313,37 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: DeviceMesh | None = None,
 ) -> DataLoader[Any]:
-    """Return a loader with one rank's part of the batches.
+    """Return a loader that gives one rank's part of the batches of ``dataloader``.
 
     Args:
-        dataloader: the same on every rank.
-        device: where batches are put if ``put_on_device``; None is this rank's.
+        dataloader: the user's loader, made alike on every rank.
+        device: where batches are put if ``put_on_device`` is set; None means this rank's device.
         num_processes: number of ranks; None takes the number that are running.
-        process_index: the rank whose part it is; None is this one.
-        split_batches: divide each batch over the ranks.
+        process_index: the rank whose part is returned; None means this rank.
+        split_batches: True: divide each batch of the loader over the ranks. False: each rank gets
+            whole batches.
         put_on_device: whether batches are put on the device.
-        rng_types: random states that ranks take from rank 0 at the start of each pass, as
-            ``Accelerator`` takes them.
-        dispatch_batches: whether rank 0 alone reads; None: for iterable datasets on a device.
-        even_batches: fill the last round up.
-        slice_fn_for_dispatch: takes a rank's part out of what rank 0 has read for all: called with
-            the batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of
-            the slice.
-        use_seedable_sampler: an order that depends on the seed and the epoch alone.
-        data_seed: that seed.
+        rng_types: names of random states that ranks take from rank 0 at the start of each pass,
+            such as "torch" or "cuda". None: only "generator", from which the order of samples is
+            drawn.
+        dispatch_batches: whether rank 0 alone reads the data and sends each rank its part. None:
+            only for iterable datasets whose batches are put on a device.
+        even_batches: fill up the last batches with samples from the start of the data, so that all
+            ranks get the same number of batches.
+        slice_fn_for_dispatch: cuts one rank's part out of the batch that rank 0 has read for all;
+            called with the batch, a slice, ``process_index`` and ``num_processes``. None takes the
+            rows of the slice.
+        use_seedable_sampler: draw an order of samples that depends on the seed and the epoch alone.
+        data_seed: the seed of that order; None takes the seed of rank 0's random numbers.
         non_blocking: copy from pinned memory while the CPU continues.
-        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
-        torch_device_mesh: the ranks, where several hold one model together: those along its
-            dimensions "dp_replicate" and "dp_shard" read different samples.
+        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
+            restores the state of a dataset that has ``state_dict``.
+        torch_device_mesh: the mesh of the ranks, if several of them hold one model together. Only
+            ranks that differ along a dimension "dp..." ("dp_replicate", "dp_shard") read different
+            samples.
 
     Raises:
-        ConfigError: settings that do not fit the loader.
+        ConfigError: the settings do not fit the loader.
     """
     here = topology.topology()
     data_group = DataGroup.of_all_ranks(

@@ -1,9 +1,9 @@
-"""Results of a batch from all ranks, without those of repeated samples.
+"""Gather the results of a batch from all ranks, without the results of repeated samples.
 
-In the last round of a pass, and wherever ranks have batches of different sizes, each rank first
-cuts the rows of repeated samples off its own results (``ShortRound`` tells how many those are), and
-what is left is joined, however many rows each rank has. In all other rounds the results are joined
-as they are.
+Samples are repeated to fill up the last batches of a pass over a loader. In that last round (step
+of all ranks), and wherever ranks have batches of different sizes, each rank first cuts the rows of
+repeated samples off its own results (``ShortRound`` tells how many). The remaining rows are joined,
+however many each rank has. In all other rounds the results are joined unchanged.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ def gather_for_metrics(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Join what the ranks computed from their batches, each sample counted once.
+    """Join what the ranks computed from their batches, each sample counted once; all ranks call it.
 
-    Samples that were repeated to fill up the last batches are left out. Outside of a loop over a
-    prepared loader nothing is.
+    Results of samples that were repeated to fill up the last batches are left out. Outside of a
+    loop over a prepared loader, nothing is left out.
 
     Args:
         input_data: tensors, in any nesting, whose first dimension has the size of this rank's
             batch, or the batch size that the loader was made with (of other tensors all rows are
-            kept, and so are single numbers such as a loss); lists of objects, one a sample; or a
+            kept, and so are single numbers such as a loss); lists of objects, one per sample; or a
             dict or tuple of both.
         use_gather_object: gather everything as objects: each rank gives a list, and the lists are
             joined into one.
-        group: one rank of each share of the data; all ranks unless given.
+        group: the ranks whose results are joined: one rank for each share of the data, so that
+            ranks that read the same samples count once. None means all ranks.
 
     Returns:
-        The same structure, with tensors of ``(num_samples, ...)`` and lists of ``num_samples``.
+        The same structure, with tensors of shape ``(num_samples, ...)`` and lists of
+        ``num_samples`` items.
     """
     position = active_loaders().position
     if compares(group):
@@ -68,10 +70,11 @@ def gather_for_metrics(
 
 
 def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
-    """Gather tensors as tensors and everything else as objects.
+    """Gather tensors as tensors and everything else as objects, both without repeated samples.
 
-    Every rank must come to the same collectives here. A list that is empty on this rank may hold
-    objects on another (boxes that were found in an image, say), so it is gathered as objects.
+    All ranks must call the same collectives, so the choice cannot depend on one rank's values. A
+    list that is empty on this rank may hold objects on another (boxes that were found in an image,
+    say), so an empty list is gathered as objects.
     """
     found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
     are_tensors = bool(found) and all(found)
@@ -89,7 +92,7 @@ def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> A
 
 
 def _holds_empty(data: Any) -> bool:
-    """Whether a list or tuple somewhere in ``data`` has nothing in it."""
+    """Return whether a list or tuple somewhere in ``data`` is empty."""
     if isinstance(data, Mapping):
         return any(_holds_empty(item) for item in data.values())
     if isinstance(data, (list, tuple)):
@@ -98,7 +101,10 @@ def _holds_empty(data: Any) -> bool:
 
 
 def _cut_objects(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
-    """Return this rank's objects without those of repeated samples."""
+    """Return this rank's list of objects without those of repeated samples.
+
+    Anything but a list or plain tuple is returned unchanged.
+    """
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
     if position.short_round is None or not is_column:
         return data
@@ -117,8 +123,16 @@ def _gather_own_rows(data: Any, position: Position, group: dist.ProcessGroup | N
 
 
 def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:
-    """How many rows to keep of a value that this rank computed: those of samples that are not
-    repeated, or all where the rows are not the batch's."""
+    """Return how many rows to keep, from the start, of a value that this rank computed.
+
+    The rows of repeated samples are dropped. All rows are kept if their number shows that they do
+    not stand for the samples of the batch.
+
+    Args:
+        num_rows: number of rows of the value.
+        position: the state of the running pass over a prepared loader.
+        num_shares: number of ranks whose results are joined.
+    """
     last, loader = position.short_round, position.loader
     # Where the last round has nothing for this rank, its loop still has the batch before, all of
     # whose rows count.

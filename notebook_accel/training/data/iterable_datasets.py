@@ -1,10 +1,11 @@
-"""Which samples of a stream each rank gets, where every rank reads the whole stream.
+"""Which samples of a stream (an iterable dataset) each rank gets, if every rank reads all of it.
 
-It is divided into rounds as ``samplers`` divides an order of indices: each rank takes its own part
-of each round, and leaves the rest out. A stream has no indices, so what is left out is read, too.
+The stream is divided into rounds, as ``samplers`` divides an order of indices: a round is the
+samples on which all ranks work at the same step. Each rank takes its own part of each round and
+drops the rest. A stream has no indices, so the dropped samples have to be read, too.
 
-The stream may run in a worker process of the loader, which sends nothing but samples. So what the
-loader must know of the last round travels with the samples of that round::
+The stream may run in a worker process of the loader, which sends nothing but samples. So the sample
+counts of an incomplete last round travel with the samples of that round::
 
     IterableDatasetShard: sample -> (sample, ShortRound)
       -> ShortRoundCollate: samples -> RoundBatch(batch, ShortRound)
@@ -34,14 +35,18 @@ __all__ = ["IterableDatasetShard", "ShortRoundCollate"]
 
 
 class _ShortRoundSample(NamedTuple):
-    """A sample of the last round."""
+    """A sample of an incomplete last round, with the sample counts of that round for the loader."""
 
     sample: Any
     short_round: ShortRound
 
 
 class ShortRoundCollate:
-    """The loader's ``collate_fn``; of samples of a last round it makes a :class:`RoundBatch`."""
+    """The ``collate_fn`` of a prepared loader over a stream, around the user's own.
+
+    Samples of an incomplete last round (step of all ranks) become a :class:`RoundBatch`, which has
+    the sample counts of that round. Other samples are collated by the user's function alone.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -55,22 +60,25 @@ class ShortRoundCollate:
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one rank, out of an iterable dataset that every rank reads as a whole.
+    """The samples of one rank, from an iterable dataset that every rank reads completely.
+
+    Below, a round is the samples on which all ranks work at the same step.
 
     Args:
         dataset: gives the same samples in the same order on every rank.
-        batch_size: of the loader.
-        drop_last: leave out a last round that lacks samples.
+        batch_size: batch size of the loader; None if each item of the dataset is a whole batch.
+        drop_last: leave out the last round if it lacks samples.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: divide each batch over the ranks, rather than give whole ones to them in
-            turn.
-        even_batches: fill the last round up with samples from the start.
-        marks_last_round: give samples of a last round with what the loader must know of it, which
-            :class:`ShortRoundCollate` takes off again.
+        split_batches: True: divide each batch over the ranks. False: give whole batches to the
+            ranks in turn.
+        even_batches: fill up the last round with samples from the start.
+        marks_last_round: yield each sample of a last round that lacks samples together with the
+            sample counts of that round; :class:`ShortRoundCollate` separates them again.
 
     Raises:
-        ConfigError: ``split_batches`` without a batch size, or with one that cannot be divided.
+        ConfigError: ``split_batches`` is set, and ``batch_size`` is None or not a multiple of
+            ``num_processes``.
     """
 
     def __init__(
@@ -118,14 +126,17 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def remainder(self) -> int:
-        """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
+        """Number of samples that all ranks together get in an incomplete last round.
+
+        It is 0 if the last round is full, and -1 if nothing is known.
+        """
         # A stream that makes its batches itself counts batches, of whatever size.
         is_unknown = self.drop_last or self.batch_size is None
         length = None if is_unknown else length_or_none(self.dataset)
         return -1 if length is None else length % self._samples_a_round
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch comes."""
+        """Tell the dataset the number of the next epoch, if it has a method ``set_epoch``."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

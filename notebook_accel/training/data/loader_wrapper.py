@@ -1,10 +1,10 @@
 """Loaders that keep another loader inside, and how copies of a loader are made.
 
-The loader inside is of the user's own class, whose overrides go on to hold, or torchdata's
-``StatefulDataLoader``. That one is for datasets that say themselves how far they are: a prepared
-loader that goes on in the middle of an epoch counts, reads what was read before, and leaves it out;
-with a dataset that has ``state_dict`` and ``load_state_dict`` (a stream over many files, say)
-torchdata collects its state, from worker processes too, and goes on there.
+The loader inside is either of the user's own class, whose overrides stay in effect, or torchdata's
+``StatefulDataLoader``. The latter matters to datasets that have ``state_dict`` and
+``load_state_dict`` (a stream over many files, say). To resume in the middle of an epoch, a prepared
+loader usually reads the earlier samples again and drops them. torchdata instead collects the
+dataset's state, from worker processes too, and continues from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ __all__ = ["LoaderWrapper", "as_stateful", "copied", "new_loader"]
 
 
 class LoaderWrapper(DataLoader[Any]):
-    """A loader that runs another one, and looks up there what it does not have itself."""
+    """A DataLoader that reads from another one inside, ``base_dataloader``.
+
+    Attributes that it lacks are looked up in the loader inside. It is the base class of prepared
+    loaders and of ``SkipDataLoader``.
+    """
 
     base_dataloader: DataLoader[Any]
 
@@ -34,7 +38,10 @@ class LoaderWrapper(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether the loader inside is torchdata's; asked without importing it."""
+        """Whether the loader inside is torchdata's ``StatefulDataLoader``.
+
+        The name of its class tells, so that torchdata need not be imported.
+        """
         kinds = type(self.base_dataloader).__mro__
         return any(kind.__name__ == "StatefulDataLoader" for kind in kinds)
 
@@ -43,17 +50,22 @@ class LoaderWrapper(DataLoader[Any]):
 
 
 def new_loader(dataset: Any, use_stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:
-    """Make torch's loader, or torchdata's.
+    """Make a new loader: torchdata's ``StatefulDataLoader`` or torch's ``DataLoader``.
+
+    Args:
+        dataset: the dataset.
+        use_stateful: whether to make torchdata's.
+        arguments: further arguments of the class.
 
     Raises:
-        ConfigError: torchdata is not installed.
+        ConfigError: ``use_stateful`` is set, and torchdata is not installed.
     """
     kind = _class_of_torchdata() if use_stateful else DataLoader
     return kind(dataset, **arguments)
 
 
 def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return torchdata's loader with the settings of ``loader``.
+    """Return a ``StatefulDataLoader`` of torchdata with the settings of ``loader``.
 
     Raises:
         ConfigError: torchdata is not installed.
@@ -67,8 +79,11 @@ def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def copied(loader: DataLoader[Any], kind: type[DataLoader[Any]] | None = None) -> DataLoader[Any]:
-    """A copy of ``loader``, of its class or another; it shares the samplers and all else, and has
-    worker processes of its own."""
+    """Return a shallow copy of ``loader``, as an instance of ``kind`` or else of the same class.
+
+    It shares the dataset, the samplers and everything else with ``loader`` except worker processes,
+    of which it starts its own.
+    """
     kind = kind or type(loader)
     new: DataLoader[Any] = kind.__new__(kind)
     vars(new).update(vars(loader), _iterator=None)

@@ -1,4 +1,4 @@
-"""Prepared loaders: torch DataLoaders whose batches are this rank's, and lie on its device.
+"""Prepared loaders: torch DataLoaders that give this rank's batches, on its device.
 
 A prepared loader keeps a loader of torch inside (``base_dataloader``), of the user's own class, and
 runs it. From the samples to the loop::
@@ -11,19 +11,20 @@ runs it. From the samples to the loop::
       -> the loop
 
 Reading one batch ahead of the loop tells, while the loop has the last batch, that it is the last
-(``Position``). What a pass costs beyond torch's own is a few attribute reads a batch: whatever can
-be decided as the pass begins is decided there.
+(``Position``). Whatever can be decided once per pass (run over the loader) is decided as the pass
+begins, so that a batch costs only a few attribute reads more than with torch's own loader.
 
-How it goes on in the middle of an epoch::
+How an epoch is resumed in its middle::
 
     loop has batch n    state_dict() -> the epoch, n + 1 batches given, and the random states
                                         from which the order of the epoch was drawn
     load_state_dict()   sets the epoch; keeps the rest for the pass that comes next
     next pass           _restore() -> the random states are set, and batch n + 1 is its first
 
-A place is counted in batches of this rank, of the whole epoch, those included that were left out
-by ``skip_first_batches``. Which samples they are follows from the order, which the random states
-give again; what reading draws from the global random numbers is in ``replay``.
+The place in an epoch is the number of batches that this rank has got, plus those that
+``skip_first_batches`` left out. The saved random states give the same order of samples again, so
+this number determines the samples. ``replay`` handles the random numbers that reading itself draws
+(augmentations).
 """
 
 from __future__ import annotations
@@ -116,7 +117,12 @@ class LoaderOptions:
 
 
 class PreparedLoader(LoaderWrapper):
-    """Base class of the loaders that ``prepare`` makes around the user's loaders."""
+    """Base class of the loaders that ``prepare`` makes around the user's loaders.
+
+    It gives this rank's batches on its device, and saves and restores its place in the epoch.
+    ``DataLoaderShard`` lets each rank read its own samples; ``DataLoaderDispatcher`` lets rank 0
+    read for all.
+    """
 
     # What a launch tells a user who passes it one of these as an argument
     # (``launch/payload/refusals``).
@@ -134,15 +140,18 @@ class PreparedLoader(LoaderWrapper):
         iteration: int,
         **options: Any,
     ) -> None:
-        """Make a loader as torch's are made, for code that calls the class itself.
+        """Initialise this loader from arguments like those of torch's ``DataLoader``.
+
+        The constructors of the subclasses call it, for code that makes a loader itself. ``prepare``
+        uses :meth:`around` instead.
 
         Args:
-            dataset: as torch's DataLoader.
-            use_stateful: whether the loader inside is torchdata's.
-            arguments: further ones of that.
-            torch_device_mesh: of the ranks, where several of them hold one model together.
+            dataset: the dataset, as for torch's ``DataLoader``.
+            use_stateful: whether the loader inside is torchdata's ``StatefulDataLoader``.
+            arguments: further arguments of the loader inside.
+            torch_device_mesh: mesh of the ranks, if several of them hold one model together.
             iteration: number of the first epoch.
-            **options: of :class:`LoaderOptions`.
+            **options: fields of :class:`LoaderOptions`.
         """
         if arguments.get("generator") is None:
             # Drawn, so that loaders made one after the other have orders of their own.
@@ -159,13 +168,19 @@ class PreparedLoader(LoaderWrapper):
 
     @classmethod
     def around(cls, base: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
-        """Return a prepared loader that runs ``base``, a loader of its own."""
+        """Return a prepared loader that runs ``base``.
+
+        ``base`` is changed, so it must have no other user.
+        """
         new = cls.__new__(cls)
         new._wrap(base, options)
         return new
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """Return this loader without the first ``num_batches`` batches of each epoch."""
+        """Return a loader like this one that leaves out the first ``num_batches`` of each epoch.
+
+        The two share their epoch and their place in it.
+        """
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), _options=replace(self._options, skip_batches=num_batches))
         return new
@@ -187,30 +202,30 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def device(self) -> torch.device | None:
-        """Where batches are put; None where they stay."""
+        """Device on which batches are put; None leaves them where they are."""
         return self._options.device
 
     @property
     def rng_types(self) -> tuple[str, ...]:
-        """Random states that every rank takes from rank 0 when an epoch begins.
+        """Names of the random states that every rank takes from rank 0 when an epoch begins.
 
-        If there are any, the generator of the order is synchronized too.
+        If there are any, :attr:`synchronized_generator` is taken from rank 0 too.
         """
         return self._options.rng_types
 
     @property
     def synchronized_generator(self) -> torch.Generator | None:
-        """The generator that the order comes from, where there is one."""
+        """The generator from which the order of samples is drawn; None if there is none."""
         return self._options.synchronized_generator
 
     @property
     def skip_batches(self) -> int:
-        """Batches at the start of each epoch that are left out."""
+        """Number of batches that are left out at the start of each epoch."""
         return self._options.skip_batches or 0
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of all ranks a step; None where it is not known."""
+        """Number of samples that all ranks together get per step; None if unknown."""
         size = self.given_batch_size
         if size is None or self._options.split_batches:
             return size
@@ -218,41 +233,41 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def own_batch_size(self) -> int | None:
-        """Samples of this rank a step; None where it is not known."""
+        """Number of samples that this rank gets per step; None if unknown."""
         size = self.total_batch_size
         return None if size is None else size // self._options.data_group.size
 
     @property
     def given_batch_size(self) -> int | None:
-        """The batch size that the loader was made with; None where it has none."""
+        """The batch size that the user's loader was made with; None if it has none."""
         parts = (self._shard, self._index.sampler, self)
         return next(filter(None, (getattr(part, "batch_size", None) for part in parts)), None)
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the dataset that the loader was made with."""
+        """Number of samples in the dataset that this loader reads."""
         dataset: Any = self.dataset
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     @property
     def gradient_state(self) -> GradientState:
-        """Place of the training in its accumulation window and in its loader."""
+        """The ``GradientState`` of the Accelerator that prepared this loader."""
         # Imported here: the state asks which loader is read.
         from notebook_accel.training.stepping.gradient_state import GradientState
 
         return GradientState(accumulation=self._accumulation)
 
     def _join(self, accumulation: Accumulation) -> None:
-        """Use the windows of this gradient accumulation."""
+        """Keep ``accumulation``, that of the preparing Accelerator, for :attr:`gradient_state`."""
         self._accumulation = accumulation
 
     def get_sampler(self) -> Any:
-        """The sampler that gives the loader its indices one by one; None where it has none."""
+        """Return the sampler that gives the loader its indices one by one; None if it has none."""
         return get_sampler(self)
 
     @property
     def iteration(self) -> int:
-        """Number of the epoch that comes next, or is under way and not yet at its last batch."""
+        """Number of the running epoch, or of the next one once the loop has got the last batch."""
         return self._progress.iteration
 
     @iteration.setter
@@ -260,7 +275,7 @@ class PreparedLoader(LoaderWrapper):
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, in the samplers and the dataset too."""
+        """Set the number of the next epoch, here, in the samplers and in the dataset."""
         self._progress.iteration = epoch
         ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on to what is inside
         users = [sampler for sampler in samplers_of(self) if not isinstance(sampler, ours)]
@@ -272,11 +287,14 @@ class PreparedLoader(LoaderWrapper):
         return max(0, self._num_batches() - self.skip_batches)
 
     def _num_batches(self) -> int:
-        """Batches an epoch that this rank gets."""
+        """Return the number of batches that this rank gets in an epoch if it skips none."""
         return len(self.base_dataloader)
 
     def _count_total(self) -> int | None:
-        """Batches of a whole pass, those included that this one skips; None where unknown."""
+        """Return the number of batches of a complete epoch, skipped ones included.
+
+        None if it is unknown, as with most streams.
+        """
         # Torch warns of a stream that gives more batches than len() said, if somebody has asked for
         # its len(): that we asked must not count.
         noted = vars(self.base_dataloader)
@@ -290,7 +308,11 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _shard(self) -> Any:
-        """The sampler or dataset that knows which part of the samples is this rank's."""
+        """The part of this loader that divides the samples among the ranks, if one does.
+
+        That is the dataset if it is an :class:`IterableDatasetShard`, otherwise the sampler. A
+        sampler of the user's own may divide nothing.
+        """
         is_ours = isinstance(self.dataset, IterableDatasetShard)  # a user's own knows nothing of it
         return self.dataset if is_ours else self._index.sampler
 
@@ -300,7 +322,10 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _batches_a_step(self) -> int:
-        """Batches that are read for one that the loop gets."""
+        """Number of batches that are read for each batch that the loop gets.
+
+        It is more than 1 only where rank 0 reads whole batches for all ranks.
+        """
         return 1
 
     @property
@@ -310,12 +335,12 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _num_readers(self) -> int:
-        """How many ranks read samples of their own."""
+        """Number of ranks that read different samples; 1 where rank 0 reads for all."""
         return self._options.data_group.size
 
     @property
     def _marks_last_round(self) -> bool:
-        """Whether batches come with the sample counts of their rounds."""
+        """Whether batches may come as a :class:`RoundBatch`, with sample counts to be taken off."""
         return isinstance(self.collate_fn, ShortRoundCollate)
 
     # One pass.
@@ -365,8 +390,13 @@ class PreparedLoader(LoaderWrapper):
             position.loader = None
 
     def _begin_pass(self) -> tuple[Position, Iterator[Any], Callable[[Any], Any] | None]:
-        """Begin a pass; return its position, its batches, and a function that each batch goes
-        through right before the loop gets it."""
+        """Restore and synchronize random states, and begin to read; all ranks call it.
+
+        Returns:
+            The position of the new pass (run over the loader), the iterator over its batches, and a
+            function through which each batch goes right before the loop gets it (None: batches need
+            no change).
+        """
         # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
         # note the states, which a checkpoint of this pass keeps.
         start, restored = self._restore()
@@ -391,10 +421,10 @@ class PreparedLoader(LoaderWrapper):
         return position, source, self._receiver(position)
 
     def _synchronize(self) -> None:
-        """Give every rank rank 0's random states, so that all run through the same order.
+        """Copy rank 0's random states to every rank, so that all use one order; all ranks call it.
 
-        Every rank of the world, not of the data group alone: ranks that hold one model together
-        must read the same samples.
+        That is every rank of the world, not of the data group alone: ranks that hold one model
+        together must read the same samples.
         """
         if num_ranks() == 1 or not self.rng_types:
             return
@@ -409,11 +439,12 @@ class PreparedLoader(LoaderWrapper):
             sampler.agree_on_seed()
 
     def _seed_workers(self) -> None:
-        """Draw the seed of the worker processes, as torch's loader does in each pass.
+        """Draw the seed of the worker processes for this pass, as torch's loader does.
 
-        The loader's generator has the same state on all ranks, whose workers would then augment
-        their samples alike. So each rank that reads other samples gets another seed; those that
-        read the same ones (of one model that they hold together) get the same.
+        The loader's generator has the same state on all ranks. With one seed, the workers of all
+        ranks would augment their samples alike. So each rank that reads other samples gets another
+        seed, and ranks that read the same samples (because they hold one model together) get the
+        same seed.
         """
         drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
         seed = (drawn + self._options.data_group.index * _SEED_STEP) % 2**64
@@ -422,7 +453,11 @@ class PreparedLoader(LoaderWrapper):
         self._index.seed = seed if is_ours else None
 
     def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
-        """Return the batches of this rank from ``position`` on, as the dataset made them."""
+        """Return the batches of this rank from ``position`` on, as the dataset made them.
+
+        ``at_start`` is called right before the first of them is read, unless that is the first
+        batch of the epoch.
+        """
         return self._read_from(position, position.num_given, at_start)
 
     def _read_from(
@@ -432,15 +467,16 @@ class PreparedLoader(LoaderWrapper):
         at_start: Callable[[], None] | None,
         keeps_first: bool = False,
     ) -> Iterator[Any]:
-        """Return the batches from ``start`` on, from the loader inside.
+        """Return the batches of the loader inside, from batch ``start`` of the epoch on.
 
         Args:
-            position: of the pass.
-            start: the first batch to read. It is not ``position.num_given`` where one rank reads
-                for all.
-            at_start: called right before that is read, unless it is the first of the epoch.
-            keeps_first: give the first batch of the epoch before it, for a reader that fills the
-                last round up with its samples.
+            position: the state of this pass, which has the saved states of the dataset.
+            start: number of the first batch to read. It differs from ``position.num_given`` where
+                rank 0 reads the batches of all ranks.
+            at_start: called right before batch ``start`` is read, unless that is the first of the
+                epoch.
+            keeps_first: yield the first batch of the epoch too, ahead of batch ``start``. A reader
+                that fills up the last round needs the samples of the first.
         """
         base, index = self.base_dataloader, self._index
         keeps_states = self.use_stateful_dataloader and hasattr(self.dataset, "state_dict")
@@ -458,10 +494,11 @@ class PreparedLoader(LoaderWrapper):
     def _note_reader_states(
         self, reader: Iterator[Any], position: Position, start: int
     ) -> Iterator[Any]:
-        """Yield the batches of ``reader``, and keep the dataset's state after the newest ones.
+        """Yield the batches of ``reader``, and note the dataset's state after each of the newest.
 
-        The loader reads ahead of the loop; a checkpoint takes the state after the batch that the
-        loop has. ``start`` is the number of batches before the first.
+        The states go into ``position.reader_states``. Several are kept because the loader reads
+        ahead: a checkpoint needs the state after the batch that the loop has. ``start`` is the
+        number of batches before the first one here.
         """
         base: Any = self.base_dataloader
         for number, batch in enumerate(reader, start + 1):
@@ -470,8 +507,11 @@ class PreparedLoader(LoaderWrapper):
             yield batch
 
     def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch to the device and notes its sample counts in
-        ``position``; None if batches stay, and come without counts."""
+        """Return the function through which each batch goes right before the loop gets it.
+
+        It moves the batch to the device and notes the sample counts of its round in ``position``.
+        None if batches stay where they are and come without sample counts.
+        """
         device, non_blocking = self._options.device, self._options.non_blocking
         move: Callable[[Any], Any] | None = None
         if device is not None and not devices.is_only_device(device):
@@ -495,7 +535,10 @@ class PreparedLoader(LoaderWrapper):
         return receive
 
     def _reach_end(self, position: Position) -> None:
-        """Note the end of the pass, the sample counts of its last round, and the next epoch."""
+        """Note in ``position`` that no batch follows, and the sample counts of the last round.
+
+        It also sets the number of the next epoch. It is called before the loop gets the last batch.
+        """
         position.end_of_dataloader = True
         # What the sampler has found once it has no more.
         found = position.shard_pass or getattr(self._shard, "newest_pass", None)
@@ -515,7 +558,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _num_samples(self) -> int | None:
-        """Samples of all ranks in an epoch; None where that is not known."""
+        """Number of samples of all ranks in an epoch; None if unknown."""
         dataset: Any = self.dataset
         if isinstance(dataset, IterableDatasetShard):
             length = length_or_none(dataset.dataset)
@@ -538,12 +581,15 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch that the newest pass gave is its last."""
+        """Whether the newest pass (run over this loader) has given its last batch."""
         return self._progress.position.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last round, as :class:`Position` has it."""
+        """Number of samples that all ranks together get in an incomplete last step.
+
+        It is 0 if the last step is full, and -1 if nothing is known.
+        """
         return self._progress.position.remainder
 
     @property
@@ -554,17 +600,21 @@ class PreparedLoader(LoaderWrapper):
     # Its state, and going on from one.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, its random states at the start, and the number of its batches so far.
+        """Return a state from which :meth:`load_state_dict` resumes the epoch at the next batch.
 
-        While the loop has the last batch, that is the start of the next epoch; after a ``break``
-        the start of the same one; after a stop of the run the place where it stopped.
+        It has the number of the epoch, the random states at its start, and the number of its
+        batches so far. While the loop has the last batch, it is the start of the next epoch; after
+        a ``break``, the start of the same epoch; after the run was stopped, the batch at which it
+        stopped.
         """
         return self._state(at_step=False)
 
     def state_at_step(self) -> dict[str, Any]:
-        """Return the state at the last step of an optimizer in the running pass, or at its begin.
+        """Return the state of the running pass at its last optimizer step; see :meth:`state_dict`.
 
-        Without a running pass, it is the present state.
+        A checkpoint between two optimizer steps of gradient accumulation uses it, since it holds no
+        gradients: batches since the last step are read again. Without a step so far, it is the
+        start of the pass; without a running pass, the present state.
         """
         return self._state(at_step=True)
 
@@ -606,10 +656,10 @@ class PreparedLoader(LoaderWrapper):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state from ``state_dict``: the next pass is the rest of its epoch.
+        """Load a state from ``state_dict``: the next pass gives the remaining batches of its epoch.
 
-        Where a step had another number of samples then (of more ranks, say), the rest begins with
-        the batch that holds the first sample not yet seen.
+        If a step had another number of samples when the state was saved (more ranks, say), the next
+        pass begins with the batch that holds the first sample not yet seen.
         """
         # How much a step took: samples, or batches where these are unknown.
         before, now = state_dict.get("total_batch_size"), self.total_batch_size
@@ -629,10 +679,14 @@ class PreparedLoader(LoaderWrapper):
         self._progress.restored = restored
 
     def progress(self, state: Mapping[str, Any] | None = None) -> tuple[int, int, int | None]:
-        """Return the epoch, its batches so far, and the samples of all ranks over all epochs.
+        """Return how far a state of this loader is.
 
         Args:
-            state: a state of this loader; None for the present one.
+            state: a state from :meth:`state_dict`; None for the present one.
+
+        Returns:
+            The number of the epoch, the number of its batches that this rank has got, and the
+            number of samples that all ranks have got over all epochs (None if unknown).
         """
         state, size, an_epoch = state or self.state_dict(), self.total_batch_size, self._num_samples
         epoch, given = state["iteration"], state["given"]
@@ -641,14 +695,16 @@ class PreparedLoader(LoaderWrapper):
         return epoch, given, epoch * an_epoch + min(given * size, an_epoch)
 
     def is_part_of(self, other: PreparedLoader) -> bool:
-        """Whether the two are one loader, one of them perhaps without its first batches."""
+        """Return whether both are one loader; ``skip_first_batches`` may have shortened either."""
         return self._progress is other._progress
 
     def _skips_complete_epoch(self) -> bool:
-        """Whether the script skips the whole epoch that was complete when the state was saved.
+        """Return whether the script skips a whole epoch, one that was complete when it was saved.
 
-        Scripts that count batches themselves then skip all of them. The restored state is the start
-        of the next epoch, so this pass gives nothing, and the next pass uses the state.
+        Scripts that count batches themselves do so on resuming from a state of the last batch. The
+        restored state is then the start of the next epoch. So this pass must give no batch and
+        leave that state to the next pass. If ranks may have different numbers of batches, all ranks
+        call this together.
         """
         restored = self._progress.restored
         if restored is None or restored["given"] or not self.skip_batches:
@@ -661,10 +717,11 @@ class PreparedLoader(LoaderWrapper):
         return total is not None and self.skip_batches >= total
 
     def _restore(self) -> tuple[int, Mapping[str, Any]]:
-        """Go back to the start of a restored epoch.
+        """Set the generators to a state from ``load_state_dict``, if one waits for this pass.
 
         Returns:
-            the batch to begin with, and what else the state has that this pass goes on with.
+            The number of the batch to begin with, and the state, whose other parts this pass uses;
+            an empty state if none was loaded.
         """
         restored, self._progress.restored = self._progress.restored, None
         if restored is None:
@@ -691,19 +748,21 @@ class PreparedLoader(LoaderWrapper):
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader of which each rank reads its own batches.
+    """A prepared loader from which each rank reads its own batches.
 
     ``prepare`` makes it from a ``DataLoader``. One that you make by hand divides nothing: each rank
-    gets all that the samplers give.
+    gets all samples that its samplers give.
 
     Args:
-        dataset: as torch's DataLoader.
+        dataset: the dataset, as for torch's ``DataLoader``.
         device: device of the batches; None leaves them where they are.
-        rng_types: random states that every rank takes from rank 0 when an epoch begins.
-        synchronized_generator: the generator that gives the order.
+        rng_types: names of random states that every rank takes from rank 0 when an epoch begins.
+        synchronized_generator: the generator from which the order of samples is drawn. Every rank
+            takes the state of this generator from rank 0, too, unless ``rng_types`` is empty.
         skip_batches: number of batches to skip at the start of each epoch.
-        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
-        _drop_last: without effect; ``drop_last`` counts.
+        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
+            restores the state of a dataset that has ``state_dict``.
+        _drop_last: without effect; pass torch's ``drop_last`` instead.
         _non_blocking: copy from pinned memory while the CPU continues.
         torch_device_mesh: mesh of the ranks, if several of them hold one model together; these read
             the same batches.
@@ -711,7 +770,7 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
-        ConfigError: torchdata's loader is asked for, and torchdata is not installed.
+        ConfigError: ``use_stateful_dataloader`` is set, and torchdata is not installed.
 
     Example:
         >>> import torch

@@ -1,15 +1,15 @@
-"""What a pass reads, given again exactly where it is resumed: indices, and random numbers.
+"""Resume a pass over a loader with the indices and random numbers that it would have had.
 
-A pass that goes on at batch n takes the indices of the batches before it, and loads none of them
-(:class:`IndexSource`). What its reads draw from the random numbers (an augmentation, say) is drawn
-again:
+A pass (one run over a loader) that is resumed at batch n takes the indices of the batches before
+it, and loads none of them (:class:`IndexSource`). The random numbers that reading draws (in an
+augmentation, say) are drawn again:
 
 - Worker processes are seeded anew for each batch, by the seed of the pass and the number of the
   batch, unless the user has a ``worker_init_fn``, which may seed them.
 - Reads in the rank's own process draw from the global random numbers, between the draws of the
-  steps (dropout). The loader reads one batch ahead of its loop, so that a batch may be read before
-  the states of a checkpoint are taken, and read again after they are restored. So the states before
-  the newest read are kept (``Position.before_read``)::
+  training steps (dropout). The loader reads one batch ahead of its loop. So a batch may be read
+  before the states of a checkpoint are taken, and read again after they are restored. Therefore the
+  states before the newest read are kept (``Position.before_read``)::
 
     read 0   read 1   step 0   read 2   step 1   | saved while the loop has batch 1
                                ^                    batch 2 is read already: `before_read` has the
@@ -17,8 +17,8 @@ again:
 
     resumed  [states of the save]   back to `before_read`: read 2   forth again   read 3   step 2
 
-Keeping them costs more than reading a small tensor. So it ends for the rest of a pass with the
-second read in a row that drew nothing.
+Keeping the states costs more than reading a small tensor. After two reads in a row that drew no
+random numbers, they are not kept for the rest of the pass.
 
 ``Position.begin`` has the states as the pass began, from which a sampler without a generator of its
 own draws its order.
@@ -53,14 +53,18 @@ _QUIET_READS = 2
 
 
 class IndexSource:
-    """The sampler of a prepared loader, from batch ``start`` on.
+    """Wraps the sampler of a prepared loader and yields its indices from batch ``start`` on.
+
+    The prepared loader sets the attributes before each pass.
 
     Attributes:
-        sampler: that of the loader.
-        start: the batch to begin with.
-        keeps_first: give the first batch of the epoch too, ahead of the others.
-        at_start: called right before batch ``start`` is asked for, unless that is the first.
-        seed: seeds the random numbers of worker processes, batch by batch; None leaves them.
+        sampler: the wrapped sampler (of batches or of single indices).
+        start: number of the batch to begin with.
+        keeps_first: yield the first batch of the epoch too, ahead of batch ``start``.
+        at_start: called right before batch ``start`` is taken from the sampler, unless ``start`` is
+            0.
+        seed: base of the seeds that worker processes set before each batch; None leaves their
+            random numbers alone.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -94,7 +98,15 @@ def skip(
     keeps_first: bool = False,
     at_start: Callable[[], None] | None = None,
 ) -> Iterator[Any]:
-    """Leave out the first ``number`` batches, as :class:`IndexSource` does."""
+    """Yield ``batches`` without the first ``number`` of them.
+
+    Args:
+        batches: the batches of an epoch, from its start.
+        number: how many are left out.
+        keeps_first: yield the very first batch all the same.
+        at_start: called after the skipped batches were taken, right before the next one is; not if
+            ``number`` is 0.
+    """
     for position, batch in enumerate(itertools.islice(batches, number)):
         if keeps_first and not position:
             yield batch
@@ -104,10 +116,10 @@ def skip(
 
 
 class _Seeding:
-    """Indices that seed the random numbers of the worker process that receives them.
+    """Indices of a batch that seed the random numbers of the worker process that receives them.
 
-    The worker gets the plain indices: it reads them as they are unpickled, one batch at a time,
-    right before it loads them.
+    Unpickling one in the worker sets the seeds and gives the plain indices. That happens for one
+    batch at a time, right before the worker loads it.
     """
 
     def __init__(self, indices: Any, seed: int) -> None:
@@ -137,14 +149,15 @@ def replayed(
     *,
     reads_here: bool,
 ) -> Iterator[Any]:
-    """Yield the batches of a pass, read with the random numbers of the pass that is resumed.
+    """Return the batches of a pass; a resumed pass reads them with the same random numbers again.
 
     Args:
-        make: begins to read; it is given what :class:`IndexSource` calls ``at_start``.
-        position: of the pass, which keeps the states.
-        restored: "begin" of the pass that this one goes on with, if it does, and as "ahead" its
-            ``before_read``.
-        reads_here: whether samples are read in this process.
+        make: returns the iterator over the batches; it is called with the function that is to run
+            before the first one is read (``at_start`` of :class:`IndexSource`), or None.
+        position: the state of the pass; the random states are kept in it.
+        restored: the random states of the pass that is resumed: "begin" as that pass began, "ahead"
+            before its newest read (``Position.before_read``). None for a pass that begins anew.
+        reads_here: whether samples are read in this process, rather than in worker processes.
     """
     now = position.begin = note_random_states()
     known: Mapping[str, Any] = {}
@@ -172,12 +185,15 @@ def replayed(
 def _first_reads(
     source: Iterator[Any], position: Position, again: Mapping[str, Any] | None
 ) -> Iterator[Any]:
-    """Yield batches before whose reads the random states are kept.
+    """Yield batches while the random states before each read are kept.
+
+    It ends after two reads in a row that drew no random numbers; the caller then takes the
+    remaining batches from ``source`` itself.
 
     Args:
-        source: all batches.
-        position: keeps the states.
-        again: the states to set after the first read, where the pass is resumed.
+        source: the iterator over all batches.
+        position: the state of the pass; the random states are kept in it.
+        again: random states to set after the first read, if the pass is resumed; else None.
     """
     num_quiet = 0
     while num_quiet < _QUIET_READS:

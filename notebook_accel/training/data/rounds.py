@@ -1,15 +1,16 @@
-"""How the batches that one rank has read are divided over all of them.
+"""How the batches that rank 0 has read are divided over all ranks.
 
-A *round* is what all ranks work on at the same step: one batch a rank, or with ``split_batches``
+A *round* is what all ranks work on at the same step: one batch per rank, or with ``split_batches``
 one batch for all of them. With 2 ranks, 10 samples and batches of 3::
 
     rank 0 reads   [0 1 2] [3 4 5]      as many as ranks, of one size: each goes whole to its rank
                    [6 7 8] [9]          else joined, and divided evenly:  [6 7]  [8 9]
 
-What an even division lacks is taken from the first batch of the pass. Batches that cannot be
-joined (padded to different lengths, say), and those of a user's own batch sampler, whose samples
-belong together, stay whole: a rank for which none is left gets the first batch of the pass again.
-With ``split_batches`` each of the latter is divided, and filled up with samples of its own.
+If the samples do not divide evenly, samples from the first batch of the pass (run over the loader)
+fill up the last parts. Two kinds of batches stay whole: those that cannot be joined (padded to
+different lengths, say), and those of a user's own batch sampler, whose samples belong together. A
+rank for which no batch is left then gets the first batch of the pass again. With ``split_batches``,
+each batch of a user's own batch sampler is divided, and filled up with its own samples.
 
 Each rank gets something in each round, whatever ``even_batches`` says, as with Accelerate: a rank
 whose loop ended before those of the others would leave them waiting in a collective.
@@ -35,18 +36,22 @@ __all__ = ["RoundDivider", "count_rows", "join_rows", "slice_rows"]
 
 @dataclass
 class RoundDivider:
-    """Divides the batches of one pass over the ranks, round by round.
+    """Divides the batches of one pass over a loader among the ranks, one round (step) at a time.
+
+    Rank 0 uses it. Ranks that hold one model together count as one rank here.
 
     Attributes:
         num_parts: number of ranks.
-        batches_a_round: number of batches in a round.
-        batch_size: samples a batch, None where it is not known.
-        drop_last: leave out a round that lacks batches.
-        keeps_batches: never mix samples of two batches: a user's own batch sampler made them.
-        slice_fn: the user's way of taking one rank's part out of a joined round, called with the
-            batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of the
-            slice.
-        first: the first batch of the pass, which fills rounds up.
+        batches_a_round: number of batches read per round: ``num_parts``, or 1 with
+            ``split_batches``.
+        batch_size: number of samples per batch; None if unknown.
+        drop_last: leave out the last round if it lacks batches.
+        keeps_batches: never mix samples of two batches, because a user's own batch sampler made
+            them.
+        slice_fn: the user's function that cuts one rank's part out of a joined round, called with
+            the batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of
+            the slice.
+        first: the first batch of the pass, whose samples fill up rounds.
     """
 
     num_parts: int
@@ -59,14 +64,17 @@ class RoundDivider:
     _most_rows: int = field(default=0, init=False)
 
     def divide(self, raw: Iterator[Any], has_first: bool = False) -> Iterator[list[RoundBatch]]:
-        """Yield the rounds of a pass, each with a batch for every rank.
+        """Yield the rounds of a pass, each as a list with one batch for every rank.
 
         Args:
-            raw: its batches.
-            has_first: whether the first one comes ahead of them, and is in no round.
+            raw: the batches of the pass, as the dataset made them.
+            has_first: whether ``raw`` begins with the first batch of the epoch, ahead of the
+                batches of a resumed pass. That batch is in no round; its samples fill up the last
+                one.
 
         Raises:
-            ConfigError: a batch that has to be divided has no rows.
+            ConfigError: a batch that has to be divided has no rows, or several rows for each
+                sample.
         """
         if has_first:
             self.first = next(raw, None)
@@ -91,8 +99,10 @@ class RoundDivider:
         return self._divide_evenly(joined, rows)
 
     def _has_several_rows_a_sample(self) -> bool:
-        """Whether a batch of the pass had more rows than samples: its collate function makes
-        several rows of a sample, which dividing could separate."""
+        """Return whether a batch of the pass had more rows than samples.
+
+        The collate function then makes several rows of a sample, which dividing could separate.
+        """
         if self.batch_size is None:
             return False
         # In a pass that is resumed, the first batch of the epoch is in none of the rounds.
@@ -100,7 +110,10 @@ class RoundDivider:
         return self._most_rows > self.batch_size
 
     def _divide_evenly(self, joined: Any, rows: int) -> list[RoundBatch]:
-        """Parts of one size, the last ones filled up with repeated samples."""
+        """Return parts with the same number of rows, the last ones filled up with repeated samples.
+
+        ``joined`` is all batches of the round in one, and ``rows`` is its number of rows.
+        """
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
         lacks = self.batch_size is not None and rows < self.batch_size * self.batches_a_round
@@ -128,7 +141,13 @@ class RoundDivider:
         )
 
     def _keep_whole(self, batches: list[Any]) -> list[RoundBatch]:
-        """A batch for each rank; those for which none is left get the first of the pass again."""
+        """Return a whole batch for each rank.
+
+        Ranks for which the round has no batch left get the first batch of the pass again.
+
+        Raises:
+            ConfigError: the settings ask to divide these batches, which cannot be divided.
+        """
         is_divided = self.slice_fn is not None or self.batches_a_round == 1
         if is_divided and self._has_several_rows_a_sample():
             setting = "slice_fn_for_dispatch" if self.slice_fn else "split_batches=True"
@@ -161,7 +180,7 @@ class RoundDivider:
 
 
 def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
-    """Yield ``missing`` rows from the start of ``source``, repeated if it has fewer."""
+    """Yield slices from the start of ``source``, again and again, up to ``missing`` rows in all."""
     available = count_rows(source) or 1
     while missing > 0:
         yield slice_rows(source, 0, min(missing, available))
@@ -169,9 +188,10 @@ def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
 
 
 def count_rows(batch: Any) -> int | None:
-    """Rows of a batch: the length of the first dimension of its tensors, or of its list of objects.
+    """Return the number of rows of a batch; None if that is not clear.
 
-    None where its tensors differ in that, or where there is neither.
+    It is the length of the first dimension of the batch's tensors, or of its list of objects. None
+    if the tensors differ in that length, or if the batch has neither.
     """
     size = find_batch_size(batch)
     if size is None:
@@ -181,14 +201,14 @@ def count_rows(batch: Any) -> int | None:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether a sequence holds one object a row (words, say), rather than parts of a batch."""
+    """Return whether a sequence holds one object per row (words, say), not the parts of a batch."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
     return not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) for item in value)
 
 
 def slice_rows(batch: Any, start: int, stop: int) -> Any:
-    """Rows ``start`` to ``stop`` of a batch; values without rows stay."""
+    """Return rows ``start`` to ``stop`` of a batch; values without rows are kept as they are."""
     rows = count_rows(batch)
 
     def cut(value: Any) -> Any:
@@ -206,7 +226,7 @@ def slice_rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def _try_to_join(batches: list[Any]) -> Any:
-    """The batches as one; None where their forms differ (padded to different lengths, say)."""
+    """Return the batches joined into one; None if their forms differ (in their padding, say)."""
     try:
         return join_rows(batches)
     except (RuntimeError, TypeError, ValueError, KeyError):
@@ -214,7 +234,7 @@ def _try_to_join(batches: list[Any]) -> Any:
 
 
 def join_rows(batches: list[Any]) -> Any:
-    """The rows of several batches as those of one.
+    """Return one batch with the rows of several; a value without rows is that of the first batch.
 
     Raises:
         RuntimeError, TypeError, ValueError, KeyError: the batches are of different forms.

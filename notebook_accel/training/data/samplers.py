@@ -1,4 +1,4 @@
-"""Which samples each rank gets, by their indices; those of streams are in ``iterable_datasets``.
+"""Samplers that choose each rank's samples, by their indices; ``iterable_datasets`` is for streams.
 
 Every rank runs through the whole order of samples and takes its own part of each *round*: the
 samples on which all ranks work at the same step. With 2 ranks, 8 samples and batches of 3::
@@ -7,21 +7,21 @@ samples on which all ranks work at the same step. With 2 ranks, 8 samples and ba
              rank 0  rank 1    rank 0  rank 1
              first round       last round: lacks 4 samples
 
-A last round that lacks samples is filled up with those from the start of the data (``6 7 0`` for
-rank 0 and ``1 2 3`` for rank 1), is given out as it is (``even_batches=False``), or is left out
+A last round that lacks samples is filled up with samples from the start of the data (``6 7 0`` for
+rank 0 and ``1 2 3`` for rank 1), is given out incomplete (``even_batches=False``), or is left out
 (``drop_last``). Where it is filled up, the repeated samples come last in the order of the ranks,
-and ``gather_for_metrics`` cuts them off the end of what a rank computed; :class:`ShortRound` tells
-it how much.
+and ``gather_for_metrics`` cuts their results off the end of what a rank computed;
+:class:`ShortRound` tells it how many.
 
 No rank tells another what it reads. So all this holds only while every rank runs through the same
-order: prepared loaders give all ranks the same random state as a pass begins. Ranks that hold one
-model together (tensor parallelism, pipelines) read the same samples; they count as one rank in
-``num_processes`` and ``process_index`` here.
+order: prepared loaders give all ranks the same random state as a pass (run over the loader) begins.
+Ranks that hold one model together (tensor parallelism, pipelines) read the same samples; they count
+as one rank in ``num_processes`` and ``process_index`` here.
 
 The batches of torch's own ``BatchSampler`` are nothing but its samples in groups, so a round is
-filled up sample by sample. The batches of a user's own batch sampler may have a meaning (images
-of one size, say, which alone can be stacked): their samples are never mixed, and a round is
-filled up with whole batches.
+filled up sample by sample. The batches of a user's own batch sampler may have a meaning (images of
+one size, say, which alone can be stacked): their samples are never mixed, and a round is filled up
+with whole batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ __all__ = [
 
 
 class RoundBatch(NamedTuple):
-    """A batch with what the loader must know of its round, on its way to the loop."""
+    """A batch together with facts about its round (the samples of all ranks at one step).
+
+    It is made where batches are read. The prepared loader takes the batch out before the loop gets
+    it.
+    """
 
     batch: Any
     short_round: ShortRound | None
@@ -70,29 +74,39 @@ class RoundBatch(NamedTuple):
 
 @dataclass
 class ShardPass:
-    """The sample counts of the last round that a pass over a :class:`BatchSamplerShard` found.
+    """What a pass (one run over a :class:`BatchSamplerShard`) has found out about its last round.
 
-    Each pass has one of its own: another one over the same sampler may begin before it ends, as
-    ``next(iter(loader))`` does within a loop over the loader.
+    Each pass has its own object, because a second pass over the same sampler may begin before the
+    first one ends, as ``next(iter(loader))`` does within a loop over the loader.
 
     Attributes:
-        last_round: what the last round has, once it is reached; None where it is known to be full.
+        last_round: sample counts of an incomplete last round, set when the pass reaches it. None
+            before that, and if the last round is full.
     """
 
     last_round: ShortRound | None = None
 
 
 def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
-    """The round, filled up to ``size`` with samples (or batches) of the first one, which are taken
-    again and again where they are few."""
+    """Return ``round_`` filled up to ``size`` items with those of ``first_round``.
+
+    Items are samples or batches. They are taken again and again if ``first_round`` has too few.
+    """
     return round_ + list(itertools.islice(itertools.cycle(first_round), size - len(round_)))
 
 
 def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
-    """Samples that each rank gets in a round, from a loader of this batch size.
+    """Return the number of samples that each rank gets per step from a loader of this batch size.
+
+    Args:
+        batch_size: batch size of the loader.
+        num_processes: number of ranks.
+        split_batches: True: each batch is divided over the ranks. False: each rank gets whole
+            batches.
 
     Raises:
-        ConfigError: ``split_batches`` with a batch size that cannot be divided.
+        ConfigError: ``split_batches`` is set, and the batch size is not a multiple of
+            ``num_processes``.
     """
     if not split_batches:
         return batch_size
@@ -106,19 +120,20 @@ def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one rank, out of a batch sampler that every rank runs through.
+    """A batch sampler that yields the batches of one rank, from one that every rank runs through.
 
     Args:
         batch_sampler: gives lists of indices, in the same order on every rank.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: divide each batch over the ranks, rather than give whole ones to them in
-            turn.
-        even_batches: fill the last round up with samples from the start.
+        split_batches: True: divide each batch over the ranks. False: give whole batches to the
+            ranks in turn.
+        even_batches: fill up the last round (the samples of all ranks at one step) with samples
+            from the start.
 
     Raises:
-        ConfigError: ``split_batches`` with a batch size that cannot be divided, or with batches of
-            a user's own batch sampler.
+        ConfigError: ``split_batches`` is set with a batch size that is not a multiple of
+            ``num_processes``, or with a batch sampler of the user's own.
     """
 
     def __init__(
@@ -145,7 +160,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def batch_sampler(self) -> Any:
-        """What every rank runs through; a script may set another one."""
+        """The batch sampler that every rank runs through; a script may set another one."""
         return self._batch_sampler
 
     @batch_sampler.setter
@@ -156,7 +171,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler whose indices are shared out: that of the batch sampler as it is now."""
+        """The sampler of :attr:`batch_sampler`, whose indices are divided among the ranks."""
         return getattr(self.batch_sampler, "sampler", self.batch_sampler)
 
     @sampler.setter
@@ -166,8 +181,10 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def _share(self) -> int:
-        """Samples of a round that are one rank's. 0 without a batch size (a user's own batch
-        sampler): such batches stay whole."""
+        """Number of samples that each rank gets in a round (step of all ranks).
+
+        It is 0 without a batch size, as for a user's own batch sampler, whose batches stay whole.
+        """
         # Computed at each use: a script may set num_processes and process_index afterwards.
         return share_of(self.batch_size or 0, self.num_processes, self.split_batches)
 
@@ -187,25 +204,30 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches that the batch sampler gives in an epoch, for all ranks together."""
+        """Number of batches that :attr:`batch_sampler` gives all ranks together in an epoch."""
         return len(self.batch_sampler)
 
     @property
     def remainder(self) -> int:
-        """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
+        """Number of samples that all ranks together get in an incomplete last round.
+
+        It is 0 if the last round is full, and -1 if nothing is known.
+        """
         if self.drop_last or not self._shares_samples or length_or_none(self.sampler) is None:
             return -1
         return self._num_samples % self._samples_a_round
 
     @property
     def _shares_samples(self) -> bool:
-        """True: rounds are cut out of the stream of samples. False: batches are the user's own,
-        given whole."""
+        """Whether single samples are divided among the ranks, rather than whole batches.
+
+        The batches of a user's own batch sampler stay whole, because they may have a meaning.
+        """
         return not has_own_batches(self.batch_sampler)
 
     @property
     def _num_skipped(self) -> int:
-        """Samples at the start of the order that ``skip_first_batches`` leaves out."""
+        """Number of samples at the start of the order that ``skip_first_batches`` leaves out."""
         return _num_left_out(self.batch_sampler) * int(self.batch_size)
 
     @property
@@ -213,7 +235,7 @@ class BatchSamplerShard(BatchSampler):
         return max(0, len(self.sampler) - self._num_skipped)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers inside which epoch comes."""
+        """Tell the samplers inside the number of the next epoch, if they have ``set_epoch``."""
         parts: tuple[Any, ...] = (self.batch_sampler, self.sampler)
         for inner in parts:
             if hasattr(inner, "set_epoch"):
@@ -277,14 +299,14 @@ class BatchSamplerShard(BatchSampler):
 
 
 def has_own_batches(batch_sampler: Any) -> bool:
-    """Whether a batch sampler makes its batches in a way of its own, rather than as torch's."""
+    """Return whether a batch sampler makes batches in another way than torch's ``BatchSampler``."""
     while isinstance(batch_sampler, SkipBatchSampler):
         batch_sampler = batch_sampler.batch_sampler
     return type(batch_sampler).__iter__ is not BatchSampler.__iter__
 
 
 def _num_left_out(batch_sampler: Any) -> int:
-    """Batches at the start of the order that ``skip_first_batches`` made this leave out."""
+    """Return how many batches at the start ``skip_first_batches`` has removed from this sampler."""
     number = 0
     while isinstance(batch_sampler, SkipBatchSampler):
         number += batch_sampler.skip_batches
@@ -293,10 +315,10 @@ def _num_left_out(batch_sampler: Any) -> int:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """``len(sized)``; None where it has none or cannot say it.
+    """Return ``len(sized)``, or None if that has no length or cannot tell it.
 
-    A ``__len__`` says little: that of torch's ``ChainDataset`` (``stream + stream``) raises a
-    TypeError, and users' streams raise NotImplementedError in theirs.
+    A ``__len__`` may exist and not work: that of torch's ``ChainDataset``, which adding two streams
+    gives, raises a TypeError, and users' streams raise NotImplementedError in theirs.
     """
     try:
         return len(sized)
@@ -328,7 +350,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """The samplers of a loader, outer ones first, each once."""
+    """Return all samplers of a loader, each once: outer ones first, then those inside of them."""
     found: list[Any] = []
     waiting = [loader.batch_sampler, loader.sampler]
     while waiting:
@@ -340,11 +362,11 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches.
+    """A batch sampler that leaves out the first batches of another one, in each epoch.
 
     Args:
-        batch_sampler: gives lists of indices.
-        skip_batches: number of batches to skip.
+        batch_sampler: the other batch sampler, which gives lists of indices.
+        skip_batches: number of batches to leave out.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
@@ -372,7 +394,7 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         *args: those of torch's ``RandomSampler``.
-        data_seed: the seed; None takes that of torch's global random numbers.
+        data_seed: the seed; None takes the seed of torch's global random numbers.
         **kwargs: those of torch's ``RandomSampler``.
     """
 
@@ -387,19 +409,21 @@ class SeedableRandomSampler(RandomSampler):
         self._is_agreed = data_seed is not None
 
     def agree_on_seed(self) -> None:
-        """Take rank 0's seed, unless one was given: with different orders some samples would be
-        read twice, and others never."""
+        """Take rank 0's seed, unless the user gave one; all ranks call it.
+
+        With different orders on the ranks, some samples would be read twice, and others never.
+        """
         if not self._is_agreed:
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
             self._is_agreed = True
 
     def restore_seed(self, seed: int) -> None:
-        """Take the seed of a checkpoint, which all ranks read."""
+        """Take the seed of a checkpoint. Ranks need not agree on it: all read the same file."""
         self.initial_seed = seed
         self._is_agreed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch's order comes next."""
+        """Set the epoch whose order is given next."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

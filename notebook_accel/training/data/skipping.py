@@ -1,4 +1,4 @@
-"""Loaders without the first batches of each epoch."""
+"""Leave out the first batches of each epoch of a loader."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ __all__ = ["SkipDataLoader", "skip_first_batches"]
 
 
 class SkipDataLoader(LoaderWrapper):
-    """A loader, not prepared, without the first batches of an iterable dataset.
+    """A DataLoader (not prepared) over an iterable dataset, without its first batches.
+
+    :func:`skip_first_batches` makes it. The skipped batches are read and dropped.
 
     Args:
-        dataset: as torch's DataLoader, like all other arguments.
-        skip_batches: batches at the start of each epoch that are left out.
-        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
+        dataset: the dataset, as for torch's ``DataLoader``.
+        skip_batches: number of batches that are left out at the start of each epoch.
+        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
+            restores the state of a dataset that has ``state_dict``.
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
-        ConfigError: torchdata's loader is asked for, and torchdata is not installed.
+        ConfigError: ``use_stateful_dataloader`` is set, and torchdata is not installed.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class SkipDataLoader(LoaderWrapper):
 
     @classmethod
     def around(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
-        """``loader`` without its first batches."""
+        """Return a loader over ``loader`` that leaves out the first batches of each epoch."""
         new = cls.__new__(cls)
         new.base_dataloader, new.skip_batches = loader, skip_batches
         return new
@@ -59,20 +62,20 @@ class SkipDataLoader(LoaderWrapper):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader that begins each epoch at batch ``num_batches``.
 
-    The batches before are not loaded; those of a stream are read and dropped. Use it for the epoch
-    that is resumed, and the loader itself for later ones. The number counts from the start of the
-    epoch, also if the loader was restored in the middle.
+    The batches before are not loaded; those of a stream are read and dropped. Use the returned
+    loader for the epoch that is resumed, and ``dataloader`` itself for later epochs. The number
+    counts from the start of the epoch, even if the loader was restored in the middle.
 
     Args:
         dataloader: the loader, prepared or not.
-        num_batches: batches to skip, 0 or more: of this rank for a prepared loader, else of the
-            loader as it is, for all ranks together.
+        num_batches: number of batches to skip, 0 or more. For a prepared loader it counts batches
+            of this rank, otherwise batches of the loader itself.
 
     Returns:
         The shorter loader.
 
     Raises:
-        ConfigError: ``num_batches`` is no whole number from 0 on.
+        ConfigError: ``num_batches`` is not a whole number, or is negative.
 
     Example:
         >>> import torch

@@ -1,1 +1,1 @@
-"""How states and weights become files, and are read again."""
+"""Write states and weights into files, and read them again."""

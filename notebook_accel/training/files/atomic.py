@@ -1,18 +1,19 @@
-"""Files and folders that are there whole or not at all, whenever the process dies.
+"""Files and folders that are complete or not there, whenever the process dies.
 
-A folder is written beside its final path and then renamed to it. Where there is one already::
+A folder is written beside its final path and then renamed to it. If the final path exists already,
+the new folder is first moved into the old one, as its *update*::
 
     rename into the old one, as its update  <- from here on the new one counts
     bring the entries of the old one up to date, by hard links; remove the update
 
-Invariant: at every instant :func:`complete_version` is one of the two whole folders. The old folder
-stays in its place, with the user's own entries: a process that sits in it, such as the notebook's
-kernel, keeps its current directory. The two folders do not trade places, which many shared disks
-cannot do, and which would need a link to each of these entries.
+Invariant: at every instant :func:`complete_version` is one of the two complete folders. The old
+folder stays in its place, with the user's own entries: a process whose current directory it is,
+such as the notebook's kernel, keeps that. The two folders are not swapped, because many shared
+disks cannot do that, and because the new one would need a link to each of the user's entries.
 
 Several processes may save side by side. Each holds a lock on the folder that it writes, which ends
-with the process: so what dead writers left is told from what others write. Who begins or publishes
-a folder holds a lock on its parent meanwhile.
+with the process. The lock tells the folders of dead writers, which are removed, from those of
+living ones. Beginning or publishing a folder also holds a lock on its parent meanwhile.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ _CANNOT_WRITE = re.compile(r"inline_container\.cc|PytorchStreamWriter|os error (
 
 @contextmanager
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a path beside ``path`` to write to; it replaces ``path`` when the block ends well."""
+    """Give a path beside ``path``; the file written there replaces ``path`` as the block ends.
+
+    If the block raises, ``path`` stays as it was. So it always has a complete file or none.
+    """
     final = Path(path)
     staged = staging_path(final)
     try:
@@ -67,13 +71,15 @@ def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Write files inside of the block; where the disk is full, an error says that.
+    """Run a block that writes files; if the disk is full, raise an error that says that.
+
+    torch and safetensors report a full disk with messages that do not mention it.
 
     Args:
-        folder: where they are to be.
+        folder: the folder that the files are for, for the message.
 
     Raises:
-        NotebookAccelError: in place of what the block raised.
+        NotebookAccelError: in place of an error of the block that means that the disk is full.
     """
     try:
         yield
@@ -89,22 +95,25 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 def staging_path(final: Path) -> Path:
-    """Return a new name beside ``final``, on the same disk."""
+    """Return a new, unused path beside ``final``, on the same disk, so that it can be renamed."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
 
 
 class StagedFolder:
-    """A folder to write in, which no other process removes as long as this one lives.
+    """A temporary folder to write in, which is then published at its final path.
+
+    No other process removes it while this one lives.
 
     Args:
-        parent: where it is made; what dead writers left there is removed.
-        pattern: matches the name of the final folder, and of those that it stands beside.
-        choose: gives that name, from those that others are writing. Until it is taken, no other
-            process chooses one in ``parent``.
+        parent: the folder in which it is made. Remains of dead writers there are removed.
+        pattern: regular expression of final names. Only the remains of folders with such a name are
+            removed, and only such names are passed to ``choose``.
+        choose: returns the final name, given the names that other processes are writing. While it
+            runs, no other process chooses a name in ``parent``.
 
     Attributes:
-        final: where it belongs.
-        path: where to write.
+        final: the final path.
+        path: the temporary folder to write in.
     """
 
     def __init__(self, parent: Path, pattern: str, choose: Callable[[Sequence[str]], str]) -> None:
@@ -125,11 +134,11 @@ class StagedFolder:
         return cls(final.parent, re.escape(final.name), lambda _: final.name)
 
     def publish(self, *, is_ours: Callable[[str], bool]) -> None:
-        """Move the staged folder to its final path, where one may exist.
+        """Move the staged folder to its final path; a folder that exists there is updated.
 
         Args:
-            is_ours: whether an entry of this name in the old folder belongs to the old checkpoint,
-                and is removed with it. All other entries stay.
+            is_ours: returns whether an entry of this name in the old folder belongs to the old
+                checkpoint, and is removed with it. All other entries stay.
         """
         final = self.final.resolve()
         with _locked(final.parent):
@@ -151,14 +160,14 @@ class StagedFolder:
         self.discard()
 
     def discard(self) -> None:
-        """Remove the staged folder, unless it was published."""
+        """Remove the staged folder, if it is still there, and release its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let no other process or thread begin or publish a folder in ``folder`` meanwhile."""
+    """Run a block while no other process or thread begins or publishes a folder in ``folder``."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a disk without locks
@@ -171,7 +180,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _sweep(parent: Path, pattern: str) -> list[str]:
-    """Remove what dead writers of such names left; return the names that others are writing."""
+    """Remove the staged folders of dead writers; return the names that living ones are writing.
+
+    Only final names that ``pattern`` matches count.
+    """
     partial = re.compile(rf"\.(?P<name>{pattern})\.[0-9a-f]{{8}}{_PARTIAL}")
     found = ((partial.fullmatch(name), parent / name) for name in os.listdir(parent))
     return [match["name"] for match, path in found if match and not _remove_if_dead(path)]
@@ -194,18 +206,19 @@ def _remove_if_dead(path: Path) -> bool:
 
 
 def complete_version(folder: Path) -> Path:
-    """Where to read what was published as ``folder`` last.
+    """Return the folder from which to read what was last published as ``folder``.
 
-    That is the folder itself, but for one whose writer died while it brought it up to date.
+    That is ``folder`` itself, unless a writer died while it brought ``folder`` up to date: then it
+    is the update inside.
     """
     update = folder / _UPDATE
     return update if _is_own_folder(update) else folder
 
 
 def _finish_update(final: Path) -> None:
-    """Bring the entries of ``final`` to what its update has, if it has one; then remove that.
+    """Bring the entries of ``final`` to those of its update, if it has one; then remove the update.
 
-    It may be killed and begun anew at any step: the update stays as it is until all is done.
+    It may be killed and begun anew at any step: the update stays unchanged until all is done.
     """
     update = final / _UPDATE
     if update.is_symlink():
@@ -233,7 +246,7 @@ def _finish_update(final: Path) -> None:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether it is a folder, and no link, which may lead anywhere."""
+    """Return whether a path is a folder and not a symbolic link, which may lead anywhere."""
     return path.is_dir() and not path.is_symlink()
 
 

@@ -1,12 +1,13 @@
-"""What DeepSpeed writes into a checkpoint, for those that do not train by it.
+"""The files that DeepSpeed writes into a checkpoint, and how to read weights from them.
 
-Each rank writes its parts of the weights and of the optimizer's states::
+They are readable by trainings that do not use DeepSpeed, too. Each rank writes its parts of the
+weights and of the optimizer's states::
 
     pytorch_model/   *_model_states.pt, *_optim_states.pt   DeepSpeed's own, by rank
     latest           the name of that folder
     zero_to_fp32.py  joins the weights, without this package
 
-DeepSpeed reads its files without regard to what they could run, so they are looked through first.
+DeepSpeed unpickles its files, which can run any code. So the files are checked first.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ _RECORDS = {
 
 
 class EnginePiece(Piece):
-    """What an engine writes itself. Its ranks communicate while they write, so all of it is written
-    at once, and nothing is left for the background."""
+    """The piece of a checkpoint that a DeepSpeed engine writes itself: models and optimizers.
+
+    Its ranks communicate while they write. So ``prepare``, which all ranks call, writes everything,
+    and nothing is left to write in the background.
+    """
 
     def __init__(self, engine: Any, options: dict[str, Any]) -> None:
         super().__init__(None, lambda _, __: None)
@@ -49,15 +53,15 @@ class EnginePiece(Piece):
 
 
 def is_in(folder: Path) -> bool:
-    """Whether DeepSpeed wrote into this checkpoint."""
+    """Return whether a checkpoint has models and optimizers that DeepSpeed wrote."""
     return (folder / FOLDER).is_dir()
 
 
 def check(folder: Path) -> None:
-    """Look through DeepSpeed's files, which it trusts.
+    """Check that DeepSpeed's files can be unpickled without running harmful code.
 
     Raises:
-        NotebookAccelError: one is broken, or names what is not known to be safe.
+        NotebookAccelError: a file is broken, or names a class or function not known to be safe.
     """
     for path in sorted((folder / FOLDER).glob("*.pt")):
         try:
@@ -74,14 +78,16 @@ def check(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """The whole weights of the model, in float32 where DeepSpeed stepped them so.
+    """Return the whole weights of the model; any single process can call it.
+
+    They are in float32 if DeepSpeed kept such a copy for its steps.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
 
     Raises:
         ConfigError: DeepSpeed, which joins the parts of the ranks, is not installed.
-        NotebookAccelError: as of :func:`check`.
+        NotebookAccelError: a file is broken or not safe; see :func:`check`.
     """
     check(folder)
     if not is_installed("deepspeed"):

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: pieces that are collected first, and written then.
+"""The pieces that a checkpoint is made of: each is collected first, and then written.
 
 ::
 
@@ -8,8 +8,8 @@
     write        this rank's file, no collective          in the loop, or in the background
     complete     what rank 0 adds once all have written   wherever it is written
 
-A save that training waits for collects and writes one piece after the other, so that no more than
-one is in memory beside the training's own.
+A save that the training loop waits for collects and writes one piece after the other, so that
+memory holds only one of them at a time beside the training's own state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Piece", "complete", "state_file", "write_one_by_one", "write_prepare
 
 @dataclass
 class Piece:
-    """One file of a checkpoint, or this rank's part of several."""
+    """One file of a checkpoint, or this rank's part of a file or folder that all ranks write."""
 
     state: Any
     """What is written."""
@@ -38,23 +38,23 @@ class Piece:
     """Writes a state into a folder."""
 
     def with_state(self, state: Any) -> Piece:
-        """The same piece of another state."""
+        """Return a copy of this piece that writes another state."""
         new = copy.copy(self)
         new.state = state
         return new
 
     def prepare(self, folder: Path) -> None:
-        """Agree with the other ranks on what each writes; all of them call it."""
+        """Agree with the other ranks on what each of them writes; all ranks call it together."""
 
     def write(self, folder: Path) -> Any:
-        """Write the piece; returns what rank 0 needs to complete it, in types of JSON."""
+        """Write the piece; return facts for ``complete`` on rank 0, as values that JSON has."""
         self.into(self.state, folder)
 
     def complete(self, results: Sequence[Any]) -> None:
-        """Write the index of the parts of all ranks; rank 0 calls it.
+        """Write the index of all ranks' parts, if this piece has one; rank 0 calls it at the end.
 
         Args:
-            results: what ``write`` gave on each rank, in order of the ranks.
+            results: the value that ``write`` returned on each rank, in order of the ranks.
         """
 
 
@@ -64,10 +64,16 @@ def state_file(state: Any, name: str, owner: str) -> Piece:
 
 
 def write_one_by_one(pieces: Iterable[Piece], folder: Path) -> tuple[list[Piece], list[Any]]:
-    """Collect, prepare and write one piece after the other, and let go of each.
+    """Collect, prepare and write one piece after the other, and free the state of each.
+
+    All ranks call it, since preparing a piece is a collective.
+
+    Args:
+        pieces: yields the pieces; each is collected when it is asked for.
+        folder: the folder to write into.
 
     Returns:
-        the pieces, without their states, and what rank 0 has to know of each.
+        The pieces, without their states, and the value that ``write`` returned for each.
     """
     written, results = [], []
     for piece in pieces:
@@ -79,12 +85,20 @@ def write_one_by_one(pieces: Iterable[Piece], folder: Path) -> tuple[list[Piece]
 
 
 def write_prepared(pieces: Sequence[Piece], folder: Path) -> list[Any]:
-    """Write prepared pieces; returns what ``write`` returned for each."""
+    """Write pieces that are prepared already; return the value that ``write`` returned for each.
+
+    No collective, so a thread may call it.
+    """
     with naming_full_disk(folder.parent):
         return [piece.write(folder) for piece in pieces]
 
 
 def complete(pieces: Sequence[Piece], results: Sequence[Sequence[Any]]) -> None:
-    """Complete all pieces; ``results`` are those of each rank, in order of the ranks."""
+    """Complete all pieces, on rank 0 after all ranks have written theirs.
+
+    Args:
+        pieces: the pieces of rank 0.
+        results: for each rank, in order, the values that ``write`` returned for its pieces.
+    """
     for index, piece in enumerate(pieces):
         piece.complete([of_rank[index] for of_rank in results if index < len(of_rank)])

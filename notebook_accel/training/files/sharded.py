@@ -1,15 +1,16 @@
-"""Sharded state: every rank writes its parts, by torch.distributed.checkpoint (DCP).
+"""Sharded states: every rank writes its parts, by torch.distributed.checkpoint (DCP).
 
-A folder a model and one an optimizer::
+There is a folder for each model and each optimizer::
 
     pytorch_model_fsdp_0/   .metadata, __0_0.distcp, __1_0.distcp, ...   tensors by name
                             extra.bin                                    what is no tensor
     optimizer_0/            .metadata, __0_0.distcp, ...                 "state.<weight>.<entry>"
                             groups.bin                                   what is no tensor
 
-Tensors are found by the names of the weights, so the ranks that read may be others in number and
-mesh than those that wrote, one process among them. What DCP would pickle (learning rates and other
-plain values) is kept beside it, where it is read without trusting the file.
+Tensors are found by the names of the weights. So the ranks that read may differ in number and
+device mesh from those that wrote; a single process can read them, too. DCP would pickle other
+values (learning rates, say). These are kept in a file beside it instead, which is read without
+trusting it.
 """
 
 from __future__ import annotations
@@ -70,10 +71,15 @@ _INDEX_NAMES = {
 
 
 class ShardedPiece(Piece):
-    """This rank's parts of the tensors in one folder.
+    """This rank's parts of the tensors in one folder, with a plain file beside them on rank 0.
 
-    DCP's own ``save`` does all of this at once, collectives between the steps; here what needs the
-    other ranks comes first, and writing needs none of them, so that it can go on in the background.
+    DCP's own ``save`` mixes collectives and writing. Here, ``prepare`` does all collectives first,
+    and ``write`` needs no other rank, so that it can run in the background.
+
+    Args:
+        state: tensors by name; of a sharded tensor, DCP writes this rank's part.
+        name: name of the folder in the checkpoint.
+        beside: the piece that writes the values that are no tensors; None on other ranks than 0.
     """
 
     def __init__(self, state: dict[str, Any], name: str, beside: Piece | None = None) -> None:
@@ -104,7 +110,10 @@ class ShardedPiece(Piece):
 
 
 def _as_plain(written: WriteResult) -> dict[str, Any]:
-    """Where a part lies, in plain values: rank 0 takes no objects from the ranks' store."""
+    """Return where a part was written, as plain values.
+
+    Ranks send it to rank 0 by a store that others can write to, so it must not be a pickle.
+    """
     index, stored = written.index, vars(written.storage_data)
     return {**vars(index), "size": written.size_in_bytes, "stored": stored}
 
@@ -115,7 +124,12 @@ def _from_plain(written: Mapping[str, Any]) -> WriteResult:
 
 
 def model_piece(state: Mapping[str, Any], index: int) -> Piece:
-    """This rank's parts of a model's weights; all ranks call it."""
+    """Return the piece with this rank's parts of a model's weights; all ranks call it.
+
+    Args:
+        state: the weights that this rank has, whole or sharded, by name.
+        index: number of the model, in order of ``prepare``.
+    """
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
     # A stage of a pipeline has other modules than the next; of what several ranks have, the lowest
@@ -132,17 +146,19 @@ def model_piece(state: Mapping[str, Any], index: int) -> Piece:
 def read_model(
     model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
 ) -> None:
-    """Read a model's weights into the parts, or the whole, that this rank has; all ranks call it.
+    """Read a model's weights from a sharded checkpoint, in place; all ranks call it.
+
+    Each rank reads only the parts of the weights that it has.
 
     Args:
-        model: without wrapper.
-        folder: of the checkpoint.
-        index: of the model.
-        options: of :func:`read_state`, for what is no tensor.
-        strict: whether all weights have to be there.
+        model: the model, without wrapper.
+        folder: folder of the checkpoint.
+        index: number of the model, in order of ``prepare``.
+        options: options of :func:`read_state`, for values that are no tensors.
+        strict: whether the checkpoint must have all weights of the model.
 
     Raises:
-        RuntimeError: ``strict``, and the checkpoint lacks a weight of the model.
+        RuntimeError: ``strict`` is set, and the checkpoint lacks a weight of the model.
     """
     path = folder / f"pytorch_model_fsdp_{index}"
     known = _tensors_in(path)
@@ -168,7 +184,10 @@ def read_model(
 
 
 def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
-    """A name for each weight, alike on every rank: the model's own, numbered from the second on."""
+    """Return a name for each weight of the models, the same on every rank.
+
+    It is the name in its model, preceded by the model's index from the second model on.
+    """
     return {
         weight: f"{index}.{name}" if index else name
         for index, model in enumerate(models)
@@ -177,7 +196,13 @@ def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
 
 
 def optimizer_piece(optimizer: Optimizer, names: Mapping[torch.Tensor, str], index: int) -> Piece:
-    """This rank's parts of an optimizer's state; all ranks call it."""
+    """Return the piece with this rank's parts of an optimizer's state; all ranks call it.
+
+    Args:
+        optimizer: the optimizer.
+        names: names of the weights, from :func:`names_of`.
+        index: number of the optimizer, in order of ``prepare``.
+    """
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
     for weight, name in _named(optimizer, names):
@@ -202,7 +227,20 @@ def read_optimizer(
     index: int,
     options: dict[str, Any],
 ) -> None:
-    """Read an optimizer's state into the parts, or the whole, that this rank has."""
+    """Read an optimizer's state from a sharded checkpoint; all ranks call it.
+
+    Each rank reads only the entries of the weights, or parts of weights, that it has.
+
+    Args:
+        optimizer: the optimizer whose state is replaced.
+        names: names of the weights, from :func:`names_of`.
+        folder: folder of the checkpoint.
+        index: number of the optimizer, in order of ``prepare``.
+        options: options of :func:`read_state`, for values that are no tensors.
+
+    Raises:
+        ValueError: the saved optimizer has another number of groups of weights.
+    """
     path = folder / f"optimizer_{index}"
     beside = read_state(path / "groups.bin", options)
     stored, own_groups = len(beside["groups"]), len(optimizer.param_groups)
@@ -257,10 +295,12 @@ def _named(
 def _room_for(
     stored: TensorStorageMetadata, weight: torch.Tensor, *, on_device: bool
 ) -> torch.Tensor:
-    """An empty tensor for an entry: in parts like its weight where it has the weight's shape.
+    """Return a tensor to read an entry of ``weight``'s optimizer state into.
 
-    Others, such as counts of steps, stay on the host, where optimizers make them, unless
-    ``on_device``: fused loops count on the device, and read an address of the host as one there.
+    If the entry has the weight's shape, the tensor is divided over the ranks like the weight. Other
+    entries, such as counts of steps, stay on the host, where optimizers make them. With
+    ``on_device`` they are on the weight's device: fused optimizers count there, and would take an
+    address of host memory for one of the device.
     """
     dtype = stored.properties.dtype
     if stored.size == weight.shape:
@@ -269,7 +309,10 @@ def _room_for(
 
 
 class _CarefulReader(FileSystemReader):
-    """Torch's reader, which would unpickle the index of a folder as if it could be trusted."""
+    """A reader of sharded checkpoints for DCP that does not trust the index file.
+
+    Torch's own reader unpickles the index, which can run any code.
+    """
 
     def read_metadata(self) -> Metadata:
         index = read_index(Path(self.path))
@@ -280,12 +323,12 @@ class _CarefulReader(FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of a folder of parts, read without trusting the file.
+    """Return the index of a folder of sharded tensors, read without trusting the file.
 
     Raises:
-        FileNotFoundError: there is none.
-        NotebookAccelError: it is broken, names what is not known to be safe, or leads out of its
-            folder.
+        FileNotFoundError: there is no index.
+        NotebookAccelError: the index is broken, names a type that is not known to be safe, or
+            points to files outside of its folder.
     """
     path = folder / _INDEX
     index = read_pickle(path, _INDEX_NAMES)
@@ -306,10 +349,16 @@ def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> None:
-    """Fill the tensors of ``state`` where they are; all ranks call it, or (``alone``) one.
+    """Fill the tensors of ``state`` in place from the sharded checkpoint in ``path``.
+
+    Args:
+        state: tensors by their names in the checkpoint; sharded ones are filled with this rank's
+            part.
+        path: folder of one model or optimizer.
+        alone: True: this process reads by itself. False: all ranks call it together.
 
     Raises:
-        ValueError: what is stored has other shapes.
+        ValueError: the stored tensors have other shapes.
         NotebookAccelError: a file is damaged.
     """
     no_dist = alone or not has_process_group()

@@ -1,9 +1,10 @@
-"""All files of a checkpoint that are no safetensors: read without trusting them.
+"""Write and read states as torch files, without trusting the files that are read.
 
-A pickle may name any function and have it called. What is read here may name only what is known
-to do no harm: what torch itself allows, the common types of Python and numpy, and enums and plain
-dataclasses of modules that the program has imported already. A file that names anything else is
-refused as it is written, where the remedy is still at hand, and not weeks later.
+All files of a checkpoint but safetensors are such files. A pickle may name any function and have it
+called. What is read here may name only functions and classes that are known to do no harm: those
+that torch itself allows, the common types of Python and numpy, and enums, named tuples and plain
+dataclasses of modules that the program has imported already. A state that needs any other name is
+refused when it is written, since then it can still be changed, and not weeks later when it is read.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def write_state(state: Any, path: Path, owner: str) -> None:
     """Write a state to a file that :func:`read_state` reads.
 
     Args:
-        state: what ``state_dict()`` gave.
-        path: of the file.
-        owner: whose state it is, for messages.
+        state: the state, from an object's ``state_dict()``.
+        path: path of the file.
+        owner: name of that object, for messages.
 
     Raises:
-        ConfigError: it holds what cannot be pickled, or would not be read without trusting the
-            file.
+        ConfigError: the state holds something that cannot be pickled, or that :func:`read_state`
+            would refuse.
     """
     try:
         torch.save(state, path)
@@ -94,17 +95,19 @@ def write_state(state: Any, path: Path, owner: str) -> None:
 
 
 def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
-    """Read a file of :func:`write_state`; tensors are on the CPU unless the options say otherwise.
+    """Read a file of :func:`write_state`.
 
     Args:
-        path: of the file.
-        options: further arguments of ``torch.load``; with ``weights_only=False`` the file is
-            trusted.
+        path: path of the file.
+        options: further arguments of ``torch.load``. Without ``map_location``, tensors are put on
+            the CPU. With ``weights_only=False`` the file is trusted and may run any code.
 
     Raises:
-        NotebookAccelError: the file is empty or broken, or names what is not known to be safe.
-        ConfigError: the file is whole, and cannot be read with these options.
-        FileNotFoundError, PermissionError, MemoryError: that says nothing of the file.
+        NotebookAccelError: the file is empty or broken, or names something that is not known to be
+            safe.
+        ConfigError: the file is complete, and cannot be read with these options.
+        FileNotFoundError, PermissionError, MemoryError: as raised by torch; they do not mean that
+            the file is damaged.
     """
     given = dict(options or {})
     try:
@@ -128,12 +131,14 @@ def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
     """Read a plain pickle without trusting it.
 
     Args:
-        path: of the file.
-        names: more names that are allowed, as "module.name", with the objects they stand for.
+        path: path of the file.
+        names: more names that the pickle may use, as "module.name", with the objects they stand
+            for.
 
     Raises:
-        NotebookAccelError: as of :func:`read_state`.
-        FileNotFoundError, PermissionError, MemoryError: that says nothing of the file.
+        NotebookAccelError: the file is empty or broken, or names something that is not known to be
+            safe.
+        FileNotFoundError, PermissionError, MemoryError: they do not mean that the file is damaged.
     """
     try:
         with path.open("rb") as file:
@@ -157,18 +162,18 @@ def _read(path: Path, options: dict[str, Any]) -> Any:
 
 
 def on_host(options: dict[str, Any] | None) -> dict[str, Any]:
-    """Return options of ``torch.load`` without ``map_location``: the state stays on the host."""
+    """Return options of ``torch.load`` but for ``map_location``: tensors then stay on the CPU."""
     return {name: value for name, value in (options or {}).items() if name != "map_location"}
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether what a pickle calls so, module first, is known to do no harm."""
+    """Return whether a pickle may use a name ("module.name"), because it is known to do no harm."""
     module, _, own = name.rpartition(".")
     return _find(module, own) is not None
 
 
 def explain(path: Path, error: Exception) -> str:
-    """Return a message that says why a file could not be read."""
+    """Return a message that says that a file could not be read, why, and what to do."""
     size = path.stat().st_size if path.exists() else 0
     state = f"could not be read ({size:,} bytes)" if size else "is empty"
     return (
@@ -178,7 +183,7 @@ def explain(path: Path, error: Exception) -> str:
 
 
 class _UnknownNameError(pickle.UnpicklingError):
-    """A pickle names something that it may not."""
+    """A pickle names a function or class that is not known to be safe."""
 
 
 class _SafeUnpickler(pickle.Unpickler):
@@ -205,7 +210,7 @@ _SafePickle = SimpleNamespace(
 
 
 def _find(module: str, name: str) -> Any:
-    """What a pickle means by a name, if it is known to be safe, else None."""
+    """Return the object that a pickle means by a name; None if it is not known to be safe."""
     module, name = _NAMES_OF_PYTHON_2.get(f"{module}.{name}", (module, name))
     module = _MODULES_OF_PYTHON_2.get(module, module)
     known = _known().get(f"{module}.{name}") or _of_user().get(f"{module}.{name}")
@@ -220,7 +225,10 @@ def _find(module: str, name: str) -> Any:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether making one runs none of its code: an enum's member, or fields and nothing else."""
+    """Return whether making an instance of a class runs none of the class's own code.
+
+    That holds for enums, named tuples, and dataclasses with fields and nothing else.
+    """
     if issubclass(kind, enum.Enum):
         return True
     if issubclass(kind, tuple):
@@ -241,7 +249,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _of_user() -> dict[str, Any]:
-    """What the user told torch to trust."""
+    """Return the names that the user told torch to trust (``add_safe_globals``), with objects."""
     named = (
         item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
         for item in torch.serialization.get_safe_globals()
@@ -251,7 +259,10 @@ def _of_user() -> dict[str, Any]:
 
 @cache
 def _known() -> dict[str, Any]:
-    """Names that a pickle may have, as it spells them, and what they mean."""
+    """Return the names of torch, Python and numpy that a pickle may use, with their objects.
+
+    Names are spelled as pickles spell them, which differs between versions.
+    """
     known: dict[str, Any] = of_torch.loadable_names()
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
     numbers = {np.dtype(code).type for code in np.typecodes["All"]}

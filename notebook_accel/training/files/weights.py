@@ -1,4 +1,7 @@
-"""Weights in files: safetensors, whole or in shards, with tied tensors written once."""
+"""Files of model weights: safetensors or torch files, tied weights written once.
+
+Exports of large models are divided into several files.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +59,15 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 def numbered(stem: str, index: int, suffix: str) -> str:
-    """Name of the ``index``-th of several files: the first has no number."""
+    """Return the file name of the ``index``-th of several objects; the first has no number."""
     return f"{stem}{f'_{index}' if index else ''}{suffix}"
 
 
 def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bool) -> None:
-    """Write the weights of the ``index``-th model.
+    """Write the weights of the ``index``-th model of a checkpoint to one file in ``folder``.
 
-    Safetensors hold tensors alone: a state with other values goes into a torch file.
+    With ``safe`` it is a safetensors file. These hold tensors alone, so a state with other values
+    goes into a torch file all the same.
     """
     if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
         write_safetensors(state, folder / numbered("model", index, ".safetensors"))
@@ -74,12 +78,12 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
 def load_weights(
     folder: Path, index: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Read the weights that :func:`save_weights` wrote; None without such a file.
+    """Read the weights that :func:`save_weights` wrote; None if there is no such file.
 
     Args:
-        folder: of the checkpoint.
-        index: of the model.
-        options: of :func:`read_state`, for a torch file.
+        folder: folder of the checkpoint.
+        index: number of the model, in order of ``prepare``.
+        options: options of :func:`read_state`, for a torch file.
 
     Raises:
         NotebookAccelError: the file is empty or broken.
@@ -98,13 +102,19 @@ def load_weights(
 
 
 def write_safetensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors as safetensors; a name that is tied to another goes into the header."""
+    """Write tensors to a safetensors file, each once.
+
+    Of a tensor with several names (tied weights), the other names go into the file's header.
+    """
     tensors, ties = _untie(state)
     save_file(tensors, path, metadata={"format": "pt", **ties})
 
 
 def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
-    """``state`` with the names that ``model`` ties to others, where they were left out."""
+    """Return ``state`` with the missing names of tied weights added.
+
+    Files have only one name of a weight that ``model`` has under several names.
+    """
     several: dict[Any, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if torch.is_tensor(value):
@@ -118,19 +128,19 @@ def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
 
 
 def _memory_of(value: torch.Tensor) -> Any:
-    """What tied weights have in common: the same memory, seen the same way."""
+    """Return a key that two tensors share if they are tied: the same memory, seen the same way."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
         return id(value)  # in parts or empty (as DeepSpeed's stage 3 leaves it): no memory to tell
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
 
 
 def save_object(obj: Any, target: Any, *, safe: bool) -> None:
-    """Write an object to a path, where the file is whole or not there, or to an open file.
+    """Write an object to a path or an open file; at a path, the file is complete or not there.
 
     Args:
-        obj: the object.
+        obj: the object; with ``safe``, a dictionary of tensors.
         target: path or open file.
-        safe: write a dictionary of tensors as safetensors.
+        safe: write safetensors; without effect on an open file.
     """
     if not isinstance(target, (str, os.PathLike)):
         torch.save(obj, target)
@@ -145,10 +155,16 @@ def save_object(obj: Any, target: Any, *, safe: bool) -> None:
 def save_model(
     state: Mapping[str, Any], folder: Path, max_shard_size: float | str, *, safe: bool
 ) -> None:
-    """Write a model's weights into a folder, in place of those that it may have.
+    """Write a model's weights into a folder, in place of model weights that it may have.
+
+    Args:
+        state: the weights by name.
+        folder: the folder, which is made if it is missing.
+        max_shard_size: largest size of a file: bytes, or a text such as "10GB".
+        safe: write safetensors rather than torch files.
 
     Raises:
-        ConfigError: the size makes no sense.
+        ConfigError: ``max_shard_size`` is not a valid size.
     """
     limit = _as_bytes(max_shard_size)
     final = folder.expanduser().resolve()
@@ -162,15 +178,15 @@ def save_model(
 
 
 def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe: bool) -> None:
-    """Write weights as one file, or several of a limited size with an index beside them.
+    """Write weights as one file, or as several files of a limited size with an index file.
 
     A state with other values than tensors goes into torch files, as in a checkpoint.
 
     Args:
-        state: the weights.
+        state: the weights by name.
         folder: where to write; it exists.
-        limit: bytes a file.
-        safe: safetensors rather than a torch file.
+        limit: largest size of a file, in bytes. A single tensor may be larger.
+        safe: write safetensors rather than torch files.
     """
     others = {name: value for name, value in state.items() if not torch.is_tensor(value)}
     safe = safe and not others
@@ -235,8 +251,11 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors, each once and with memory of its own; and for each name that was left out, the
-    name that has its tensor."""
+    """Return the tensors, each once and with memory of its own, and the other names of tied ones.
+
+    Returns:
+        The tensors by name, and for each name that was left out the name that has its tensor.
+    """
     tensors: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     seen: dict[Any, str] = {}
@@ -258,13 +277,16 @@ def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
 def save(
     obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write an object to a file, once; a file is complete or not there.
+    """Write an object to a file on rank 0; all ranks may call it, and the others do nothing.
+
+    A file at a path is complete or not there.
 
     Args:
         obj: the object, such as a state dict.
         f: path or open file.
-        save_on_each_node: the first rank of each machine writes, rather than rank 0 only.
-        safe_serialization: write a mapping of tensors as safetensors.
+        save_on_each_node: the first rank of each machine writes, rather than rank 0 alone.
+        safe_serialization: write a mapping of tensors as safetensors; without effect on an open
+            file.
 
     Example:
         >>> import os, tempfile, torch
@@ -283,8 +305,10 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     Args:
         f: path or open file.
-        map_location: device of the tensors, as in ``torch.load``.
-        **kwargs: further arguments of ``torch.load``; ``weights_only=False`` trusts the file.
+        map_location: device of the tensors, as in ``torch.load``. None: the device that they were
+            on when saved.
+        **kwargs: further arguments of ``torch.load``; ``weights_only=False`` trusts the file, which
+            may then run any code.
 
     Raises:
         NotebookAccelError: the file is empty or broken, or names a type that is not known to be

@@ -1,1 +1,1 @@
-"""Code that uses an ``Accelerator``: local SGD, FSDP functions, the names that a cell finds."""
+"""Code on top of ``Accelerator``: local SGD, FSDP functions, names that notebook cells get."""

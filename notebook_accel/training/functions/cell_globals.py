@@ -1,7 +1,8 @@
-"""Names that cells on the ranks have from the start.
+"""Names that notebook cells on the ranks can use without defining them.
 
-A cell that imports ``accelerator`` from here makes it then and not before: one that does not speak
-of an accelerator gets no process group.
+They are ``rank``, ``world_size``, ``device`` and ``accelerator``. Each value is made when it is
+read. ``accelerator`` is read only for cells that use this name, as an ``Accelerator`` makes a
+process group.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Accelerate's functions for weights in parts, for code that saves a model by hand (Transformers').
+"""Accelerate's functions to save and load one FSDP model or optimizer, used by Transformers.
 
-Each does with one model or optimizer what the methods of ``Accelerator`` do with all that was
-prepared. What is written, by ``state_dict_type`` of the plugin::
+``Accelerator.save_state`` and ``load_state`` do the same for everything that was prepared. The
+plugin's ``state_dict_type`` decides which files are written::
 
-    FULL_STATE_DICT       pytorch_model_fsdp.bin      optimizer.bin
-    SHARDED_STATE_DICT    pytorch_model_fsdp_0/       optimizer_0/       as save_state writes them
+    FULL_STATE_DICT       pytorch_model_fsdp.bin      optimizer.bin      by rank 0, whole
+    SHARDED_STATE_DICT    pytorch_model_fsdp_0/       optimizer_0/       each rank writes its shards
+
+The sharded folders are the same as those of ``save_state``.
 """
 
 from __future__ import annotations
@@ -56,16 +58,18 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,  # noqa: ARG001
 ) -> None:
-    """Write the weights of a model; all ranks call it.
+    """Write the weights of a prepared model to a folder; all ranks have to call it.
 
     Args:
-        fsdp_plugin: says whether they are written whole.
-        accelerator: which has prepared the model.
-        model: as ``prepare`` gave it.
-        output_dir: the folder, made if need be.
-        model_index: the number in the files' names.
-        adapter_only: of a model of PEFT, only the weights that train.
-        use_dcp: accepted: no rank waits for another while it writes its parts.
+        fsdp_plugin: its ``state_dict_type`` says whether rank 0 writes whole weights, or each rank
+            its shards.
+        accelerator: the ``Accelerator`` that prepared the model.
+        model: the prepared model.
+        output_dir: the folder, which is created if it does not exist.
+        model_index: the model's number in the names of files.
+        adapter_only: whether to write only the trainable weights of a PEFT model; no effect on
+            other models.
+        use_dcp: accepted for Accelerate's signature, without effect.
     """
     own = _inner(model)
     state = accelerator._strategy.state_dict(
@@ -94,20 +98,22 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,  # noqa: ARG001
 ) -> None:
-    """Read what ``save_fsdp_model`` or ``save_state`` wrote of a model; all ranks call it.
+    """Load weights that ``save_fsdp_model`` or ``save_state`` wrote; all ranks have to call it.
 
     Args:
-        fsdp_plugin: says whether weights were written whole.
-        accelerator: which has prepared the model.
-        model: as ``prepare`` gave it.
-        input_dir: the folder, or the one in it with the parts.
-        model_index: the number in the files' names.
-        adapter_only: of a model of PEFT, only the weights that train were written.
-        use_dcp: accepted, as in ``save_fsdp_model``.
+        fsdp_plugin: its ``state_dict_type`` says whether the weights were written whole or as
+            shards.
+        accelerator: the ``Accelerator`` that prepared the model.
+        model: the prepared model.
+        input_dir: the folder that was given to the save; for shards also the folder
+            ``pytorch_model_fsdp_0`` in it.
+        model_index: the model's number in the names of files.
+        adapter_only: whether only the trainable weights of a PEFT model were written.
+        use_dcp: accepted for Accelerate's signature, without effect.
 
     Raises:
-        FileNotFoundError: there are no such weights in the folder.
-        RuntimeError: weights of the model are not among them.
+        FileNotFoundError: the folder has no such weights.
+        RuntimeError: the saved weights lack some of the model's.
     """
     own, folder = _inner(model), Path(input_dir)
     strict = not (adapter_only and _is_of_peft(own))
@@ -138,16 +144,17 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,  # noqa: ARG001
 ) -> None:
-    """Write the state of an optimizer; all ranks call it.
+    """Write the state of a prepared optimizer to a folder; all ranks have to call it.
 
     Args:
-        fsdp_plugin: says whether it is written whole.
-        accelerator: which has prepared the optimizer.
-        optimizer: as ``prepare`` gave it.
-        model: whose weights it steps.
-        output_dir: the folder, made if need be.
-        optimizer_index: the number in the files' names.
-        use_dcp: accepted, as in ``save_fsdp_model``.
+        fsdp_plugin: its ``state_dict_type`` says whether rank 0 writes the whole state, or each
+            rank its shards.
+        accelerator: the ``Accelerator`` that prepared the optimizer.
+        optimizer: the prepared optimizer.
+        model: the prepared model whose weights the optimizer steps.
+        output_dir: the folder, which is created if it does not exist.
+        optimizer_index: the optimizer's number in the names of files.
+        use_dcp: accepted for Accelerate's signature, without effect.
     """
     own, folder = inner_optimizer(optimizer), _made(output_dir)
     if fsdp_plugin.saves_shards:
@@ -174,20 +181,24 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,  # noqa: ARG001
     use_dcp: bool = True,  # noqa: ARG001
 ) -> None:
-    """Read what ``save_fsdp_optimizer`` or ``save_state`` wrote; all ranks call it.
+    """Load an optimizer state that ``save_fsdp_optimizer`` or ``save_state`` wrote.
+
+    All ranks have to call it.
 
     Args:
-        fsdp_plugin: says whether it was written whole.
-        accelerator: which has prepared the optimizer.
-        optimizer: as ``prepare`` gave it.
-        model: whose weights it steps.
-        input_dir: the folder, or the one in it with the parts.
-        optimizer_index: the number in the files' names.
-        adapter_only: accepted: an optimizer has states of the weights that train alone.
-        use_dcp: accepted, as in ``save_fsdp_model``.
+        fsdp_plugin: its ``state_dict_type`` says whether the state was written whole or as shards.
+        accelerator: the ``Accelerator`` that prepared the optimizer.
+        optimizer: the prepared optimizer.
+        model: the prepared model whose weights the optimizer steps.
+        input_dir: the folder that was given to the save; for shards also the folder
+            ``optimizer_0`` in it.
+        optimizer_index: the optimizer's number in the names of files.
+        adapter_only: accepted without effect, since an optimizer only has states of trainable
+            weights.
+        use_dcp: accepted for Accelerate's signature, without effect.
 
     Raises:
-        FileNotFoundError: there is no such state in the folder.
+        FileNotFoundError: the folder has no such state.
     """
     own, folder = inner_optimizer(optimizer), Path(input_dir)
     accelerator.wait_for_everyone()
@@ -220,12 +231,18 @@ def _made(folder: Path_) -> Path:
 
 
 def _folder_of(folder: Path, parts: str) -> Path:
-    """The folder in which the one with the parts is, which may have been given itself."""
+    """Return the folder that contains the folder ``parts``.
+
+    ``folder`` is either that folder, or the folder ``parts`` itself.
+    """
     return folder.parent if folder.name == parts else folder
 
 
 def _remove(accelerator: Accelerator, parts: Path) -> None:
-    """Let nothing of an earlier save stay, such as what a model kept beside its tensors."""
+    """Delete the folder of an earlier save, so that none of its files mix with the new ones.
+
+    Rank 0 deletes, and all ranks have to call it: they wait until it is done.
+    """
     if accelerator.is_main_process:
         shutil.rmtree(parts, ignore_errors=True)
     accelerator.wait_for_everyone()

@@ -21,18 +21,20 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD:
-    """A block in which ranks train apart, and average their weights every few steps.
+    """Context manager in which ranks train separately, and average their weights every few steps.
 
-    When the block ends, weights are averaged once more, unless it ends by an exception.
+    All ranks have to enter it. Inside, backward does not exchange gradients. At the end the weights
+    are averaged once more, unless the block ends by an exception.
 
     Args:
         accelerator: the ``Accelerator`` that prepared the model.
-        model: a prepared model.
-        local_sgd_steps: number of steps between two averages.
-        enabled: False trains as without the block.
+        model: the prepared model.
+        local_sgd_steps: number of calls of :meth:`step` from one average to the next.
+        enabled: False: train as without this context manager, with gradients exchanged.
 
     Raises:
-        ConfigError: weights are spread over ranks, or the number of steps is not at least 1.
+        ConfigError: the model's weights are sharded over ranks, the ranks compute on XLA, or
+            ``local_sgd_steps`` is no whole number of at least 1.
 
     Source: S. U. Stich, "Local SGD Converges Fast and Communicates Little" (2019).
 
@@ -89,7 +91,10 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count a step, and average the weights where it is time; all ranks call it."""
+        """Count a training step, and average the weights after every ``local_sgd_steps`` of them.
+
+        All ranks have to call it after each step of the optimizer.
+        """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -1,7 +1,7 @@
-"""Prepared models: their tied weights and replaced forwards.
+"""Helpers for prepared models: tied weights and replaced forwards.
 
-Tied weights (one parameter under several names) are found and tied again; a forward is put in place
-of a module's own, and taken off.
+Tied weights (one parameter under several names) are found, and tied again after the weights were
+loaded or moved. A module's ``forward`` is replaced by a wrapping callable, which can be removed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,17 @@ __all__ = [
 
 
 class ReplacedForward:
-    """A callable in place of one module's forward; :attr:`plain` is the forward before it.
+    """Base class of callables that replace one module's ``forward`` and wrap the former one.
 
-    It sits in the instance's ``__dict__``, so the module stays of its class and keeps its name,
-    attributes and state. A deep copy (an average of the weights, say) gets one of its own; a
-    pickled module comes back with its plain forward.
+    An object lies in the module's ``__dict__["forward"]``, so the module keeps its class, names,
+    attributes and state dict. Several may be nested. A deep copy of the module (as for averaged
+    weights) gets its own copy of this object; a module that is pickled and unpickled has its
+    original forward.
+
+    Attributes:
+        module: the module whose forward is replaced.
+        replaced: the former ``__dict__["forward"]``; None if the module had only the forward of its
+            class.
     """
 
     def __init__(self, module: Module) -> None:
@@ -55,11 +61,14 @@ class ReplacedForward:
 
     @property
     def plain(self) -> Callable[..., Any]:
-        """The forward that was there before."""
+        """The forward that this object replaced, as a bound callable."""
         return forward_of(self.module, self.replaced)
 
     def put_back(self) -> None:
-        """Remove this forward: the module calls :attr:`plain` again."""
+        """Remove this object from the module, which then calls :attr:`plain` in its place.
+
+        Replaced forwards around it or inside of it stay.
+        """
         forwards = [*replaced_forwards(self.module)]
         outer = forwards[forwards.index(self) - 1] if self is not forwards[0] else None
         if outer is not None:
@@ -85,11 +94,16 @@ class ReplacedForward:
 
 
 class RemovableForward(ReplacedForward):
-    """A replaced forward that ``unwrap_model(keep_fp32_wrapper=False)`` removes."""
+    """Base class of replaced forwards that ``unwrap_model(keep_fp32_wrapper=False)`` removes."""
 
 
 class AutocastForward(RemovableForward):
-    """The forward of one module under autocast, with float32 outputs."""
+    """Runs a module's forward under autocast, and converts the outputs to float32.
+
+    Args:
+        module: the module.
+        autocast: returns the context manager of one forward.
+    """
 
     def __init__(
         self,
@@ -103,7 +117,7 @@ class AutocastForward(RemovableForward):
     def install(
         cls, module: Module, autocast: Callable[[], AbstractContextManager[Any, bool | None]]
     ) -> None:
-        """Put the forward of ``module`` under ``autocast``."""
+        """Replace the forward of ``module`` by one that runs in the context of ``autocast()``."""
         module.__dict__["forward"] = cls(module, autocast)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +127,7 @@ class AutocastForward(RemovableForward):
 
 
 def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
-    """Yield the replaced forwards of ``module``, the outermost first."""
+    """Yield the :class:`ReplacedForward` objects of ``module``, the outermost first."""
     forward = module.__dict__.get("forward")
     while isinstance(forward, ReplacedForward):
         yield forward
@@ -121,19 +135,23 @@ def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
 
 
 def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward) -> None:
-    """Remove the replaced forwards of a kind from ``module``; others stay."""
+    """Remove replaced forwards that are instances of ``kind`` from ``module``; others stay."""
     for forward in [*replaced_forwards(module)]:
         if isinstance(forward, kind):
             forward.put_back()
 
 
 def uncompiled(module: Module) -> Module:
-    """The module that ``torch.compile`` was given, or the module itself."""
+    """Return the module inside the wrapper of ``torch.compile``; without a wrapper, ``module``."""
     return of_torch.original_module(module)
 
 
 def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the forward of a module without a :class:`ReplacedForward`, once it is unpickled."""
+    """Return ``replaced`` if it is not None, else the forward of the module's class, bound to it.
+
+    It is a function of its own because pickles name it: :class:`ReplacedForward` objects are
+    pickled as a call of it.
+    """
     return replaced or type(module).forward.__get__(module)
 
 
@@ -142,11 +160,12 @@ class PreparedModel:
     """A prepared model: the user's model, and the wrapper that the loop calls.
 
     Attributes:
-        inner: the model.
-        wrapped: what the user calls.
-        training: whether it is trained.
-        meta_copy: the model without weights, as it was before the strategy spread it; None where it
-            did not.
+        inner: the user's model, without the wrapper.
+        wrapped: the object that the loop calls, such as a ``DistributedDataParallel``; ``inner``
+            itself if there is no wrapper.
+        training: False for a model that was prepared for evaluation only.
+        meta_copy: a copy of the model from before the strategy sharded it, with its weights on the
+            meta device; None if it was not sharded, or could not be copied.
     """
 
     inner: Module
@@ -156,10 +175,10 @@ class PreparedModel:
 
 
 def tied_names(model: Module) -> list[list[str]]:
-    """The groups of names that stand for one parameter, each in the order of the model's modules.
+    """Return the names of tied weights: a list of names for each parameter that has several.
 
-    The first name is that of the module whose initial values a tied weight has: of the embedding,
-    where ``head.weight = embedding.weight`` was said.
+    The names of a group are in the order of the model's modules. The first is taken as the owner:
+    with ``head.weight = embedding.weight`` and the embedding first, "embedding.weight".
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -168,13 +187,14 @@ def tied_names(model: Module) -> list[list[str]]:
 
 
 def retie_parameters(model: Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make each group of names one parameter again: the first that is not on the meta device.
+    """Tie weights again that were loaded or moved one name at a time, in place.
 
-    A group whose parameters are all on the meta device stays as it is.
+    Each group of names gets one parameter: that of the first name which is not on the meta device.
+    A group whose parameters are all on the meta device is left unchanged.
 
     Args:
-        model: whose weights were loaded or moved name by name.
-        tied_params: as :func:`tied_names` gave them before.
+        model: the model whose names no longer share their parameters.
+        tied_params: the groups of names, from :func:`tied_names` before the weights were changed.
     """
     for group in tied_params:
         found = (model.get_parameter(name) for name in group)

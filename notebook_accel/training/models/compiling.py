@@ -1,8 +1,8 @@
 """``torch.compile`` on a whole model, or on each of its repeated blocks.
 
-A model whose layers are alike (a ModuleList of one class) needs one compilation for all of them
-when the blocks are compiled instead of the whole: a start that is many times faster, for nearly
-the same speed after it.
+In a model with repeated layers (a ``ModuleList`` of one class), compiling the layers one by one
+needs a single compilation for all of them. Training then starts many times sooner than with the
+whole model compiled, and runs at nearly the same speed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class DynamoBackend(TextEnum):
-    """Backends of ``torch.compile``; NO compiles nothing."""
+    """Names of the backends of ``torch.compile``; NO means that models are not compiled."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -65,7 +65,10 @@ def _flag(name: str) -> Any:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Settings of ``torch.compile``; a field not given is read from ``ACCELERATE_DYNAMO_*``.
+    """Settings of ``torch.compile``, for ``Accelerator(dynamo_plugin=...)``.
+
+    Fields that are not given, other than ``options`` and ``disable``, are read from environment
+    variables ``ACCELERATE_DYNAMO_*``.
 
     Raises:
         ConfigError: there is no such backend.
@@ -109,11 +112,11 @@ class TorchDynamoPlugin(KwargsHandler):
         self.mode = self.mode or "default"
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, the backend as torch spells it."""
+        """Return all fields by name, the backend in lower case, as torch spells it."""
         return {**super().to_dict(), "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of ``torch.compile`` that differ from its defaults."""
+        """Return the arguments for ``torch.compile``: the fields that differ from its defaults."""
         plain: dict[str, Any] = {"backend": "no", "mode": "default", "dynamic": None}
         plain |= {"fullgraph": False, "options": None, "disable": False}
         given = self.to_dict()
@@ -121,10 +124,14 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
-    """Return the settings of compiling: arguments of ``Accelerator``, else the environment.
+    """Return the settings of ``torch.compile``: arguments of ``Accelerator``, else environment.
+
+    Args:
+        plugin: the argument ``dynamo_plugin``; None if it was not given.
+        backend: the argument ``dynamo_backend``; None if it was not given.
 
     Raises:
-        ConfigError: both were given, or one is not what it should be.
+        ConfigError: both were given, ``plugin`` is of another class, or there is no such backend.
     """
     if plugin is not None and backend is not None:
         raise ConfigError(
@@ -141,8 +148,10 @@ def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
 
 
 def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:
-    """The model compiled as the plugin says; the model itself where it says "no", or where the
-    user has compiled it."""
+    """Return the model compiled with the plugin's settings: whole, or its repeated blocks.
+
+    The model itself is returned if the backend is "no", or if the user has compiled it or a part.
+    """
     if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
         return model
     kwargs = plugin.to_kwargs()
@@ -152,7 +161,15 @@ def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:
 
 
 class _CompiledForward(ReplacedForward):
-    """The forward of one module, compiled; what hooks of the module do stays outside of it."""
+    """Replaces a module's forward by the compiled one.
+
+    Forward hooks of the module run outside of the compiled code, as :func:`compile_in_place` needs.
+
+    Args:
+        module: the module.
+        replaced: the forward to compile, from the module's ``__dict__``; None: that of its class.
+        compile_kwargs: arguments of ``torch.compile``.
+    """
 
     def __init__(
         self,
@@ -178,16 +195,18 @@ class _CompiledForward(ReplacedForward):
 def compile_in_place(
     model: Module, plugin: TorchDynamoPlugin, blocks: Sequence[Module] = ()
 ) -> None:
-    """Compile a model so that it stays the object that it is, with all its names.
+    """Compile the forwards of a model that is sharded or divided over ranks, in place.
 
-    Whatever spreads a model replaces its weights and puts hooks on its modules; only the forwards
-    are compiled, so that gathering weights and sending activations stay outside of the graphs.
+    The model keeps its identity and the names of its weights. Sharding and tensor parallelism put
+    hooks on modules, which gather weights and exchange activations. Only forwards are compiled, so
+    that these hooks stay outside of the compiled graphs. Nothing happens if the backend is "no", or
+    if the user has compiled the model or a part of it.
 
     Args:
-        model: the one that ``prepare`` spreads.
-        plugin: how.
-        blocks: what is compiled, each on its own; none: the whole, or each repeated block where
-            the plugin asks for regions.
+        model: the model that ``prepare`` spreads over the ranks.
+        plugin: settings of ``torch.compile``.
+        blocks: modules of the model to compile one by one. Empty: the whole model, or each repeated
+            block if the plugin has ``use_regional_compilation``.
     """
     if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
         return
@@ -206,15 +225,15 @@ def compile_in_place(
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
-    """Return a model whose repeated blocks, and other children, are compiled one by one.
+    """Return a copy of a model whose repeated blocks, and other children, are compiled one by one.
 
     Args:
-        module: stays as it is.
-        **compile_kwargs: as of ``torch.compile``.
+        module: the model; it is not changed.
+        **compile_kwargs: arguments of ``torch.compile``.
 
     Returns:
-        a model with the same weights whose parts are compiled; the whole compiled, where it has
-        no repeated blocks.
+        A model that shares the weights of ``module``. If ``module`` has no repeated blocks, this is
+        ``torch.compile(module)``.
     """
     if _is_repeated_blocks(module):
         compiled: Module = _compiled_blocks(module, compile_kwargs)
@@ -232,7 +251,7 @@ def _compiled_blocks(module: Module, compile_kwargs: dict[str, Any]) -> nn.Modul
 
 
 def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Module:
-    """A module that shares everything with another but its children, which are compiled."""
+    """Return a shallow copy of ``module`` with compiled children; all else is shared with it."""
     new = copy.copy(module)
     children = of_torch.own_children(new)
     forward = module.__dict__.get("forward")
@@ -250,7 +269,7 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
 
 
 def is_compiled_module(module: Module) -> bool:
-    """Return whether ``torch.compile`` made this module.
+    """Return whether ``torch.compile`` returned this module.
 
     Args:
         module: the module.
@@ -261,7 +280,7 @@ def is_compiled_module(module: Module) -> bool:
 
 
 def has_compiled_regions(module: Module) -> bool:
-    """Return whether ``torch.compile`` made this module, or one inside of it.
+    """Return whether ``torch.compile`` returned this module or a module inside of it.
 
     Args:
         module: the module.
@@ -270,7 +289,7 @@ def has_compiled_regions(module: Module) -> bool:
 
 
 def _is_repeated_blocks(module: Module) -> bool:
-    """Whether it is a list of modules of one class; a list of one is one, as in Accelerate."""
+    """Whether ``module`` is a non-empty ``ModuleList`` of one class; one item is enough."""
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
 
 

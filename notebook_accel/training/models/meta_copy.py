@@ -1,8 +1,11 @@
-"""A model without its weights, as it was before a strategy spread it over the ranks.
+"""Copies of a model without weights, from before the model was sharded over the ranks.
 
-rank:      prepare --> copy_on_meta(model), then the model is cut, divided or sharded in place
-rescue:    the meta copy travels to the notebook, and so do the pieces of its weights
-notebook:  fill(meta_copy, whole weights) --> the model as the user made it
+When a run is stopped, the notebook gets the trained model back as the user made it. A sharded model
+cannot be sent as it is, so a copy on torch's meta device is kept from before::
+
+    rank:      prepare --> copy_on_meta(model), then the model is sharded in place
+    stop:      rank 0 sends the meta copy to the notebook, all ranks their pieces of the weights
+    notebook:  fill(meta_copy, joined weights) --> the model, unsharded
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ __all__ = ["copy_on_meta", "fill"]
 
 
 def copy_on_meta(model: Module) -> Module | None:
-    """A copy of a model whose weights take no memory; they lie on torch's meta device.
+    """Return a deep copy of a model whose weights are on the meta device and take no memory.
 
-    Buffers and tensors among the attributes of a module are shared with the model; everything else
-    is copied, so that what a module gets later is not the copy's.
+    Buffers, and tensors that are plain attributes of a module, are shared with the model. All else
+    is copied, so that later changes of the model, such as hooks, do not reach the copy.
 
-    None where a weight is of another library's class, for which an empty tensor could not stand,
-    and where the model's own classes cannot be copied.
+    Returns:
+        The copy. None if a weight is not a plain ``torch.nn.Parameter`` (as in quantized models),
+        or if deep copying the model fails; training goes on without a copy.
     """
     if any(type(weight) is not Parameter for weight in model.parameters()):
         return None
@@ -47,10 +51,14 @@ def copy_on_meta(model: Module) -> Module | None:
 
 
 def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:
-    """Give a meta copy whole weights, whose memory it shares from then on, and whole buffers.
+    """Fill a copy of :func:`copy_on_meta` with unsharded weights and buffers, in place.
+
+    Args:
+        meta_copy: the copy. Its parameters share the memory of ``weights`` afterwards.
+        weights: a full state dict of the model.
 
     Raises:
-        Exception: the weights are not those of the model, or its classes do not take them.
+        Exception: names or shapes of the weights do not match, or user code in the model raised.
     """
     made: dict[int, Parameter] = {}
     for name, empty in [*meta_copy.named_parameters(remove_duplicate=False)]:

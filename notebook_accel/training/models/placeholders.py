@@ -1,7 +1,7 @@
-"""Stand-ins for an optimizer and a scheduler that a DeepSpeed configuration describes.
+"""Placeholders for an optimizer and a scheduler that are described in a DeepSpeed configuration.
 
-The loop makes them where it would make its own, so that it reads like any other; ``prepare`` puts
-DeepSpeed's in their place.
+A training script creates them where it would create an optimizer and a scheduler of torch, and
+passes them to ``prepare``, which returns the ones that DeepSpeed made from its configuration.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ __all__ = ["DummyOptim", "DummyScheduler"]
 
 
 class DummyOptim(torch.optim.Optimizer):
-    """Stands for the optimizer of a DeepSpeed configuration.
+    """Placeholder for the optimizer in the section "optimizer" of a DeepSpeed configuration.
+
+    ``prepare`` returns DeepSpeed's optimizer in its place.
 
     Attributes:
         params: the parameters or groups, as given.
-        lr, weight_decay, kwargs: what the configuration's "auto" entries are filled in with.
+        lr, weight_decay, kwargs: values for entries of that section that are "auto".
     """
 
     def __init__(
@@ -36,13 +38,13 @@ class DummyOptim(torch.optim.Optimizer):
         weight_decay: float = 0,
         **kwargs: Any,
     ) -> None:
-        """Note the parameters.
+        """Store the parameters, and the values for "auto" entries of the configuration.
 
         Args:
-            params: parameters, or dictionaries of groups.
-            lr: the learning rate.
-            weight_decay: the weight decay.
-            **kwargs: further settings, such as ``betas`` and ``eps``.
+            params: parameters, or dictionaries of parameter groups.
+            lr: learning rate, used if the configuration says "auto".
+            weight_decay: weight decay, used if the configuration says "auto".
+            **kwargs: values for further "auto" entries, such as ``betas`` and ``eps``.
         """
         given = list(params)
         # The base class completes the groups in place; DeepSpeed gets them as they were.
@@ -53,7 +55,7 @@ class DummyOptim(torch.optim.Optimizer):
         super().__init__(given, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Raise: there is nothing to step.
+        """Raise: the placeholder was not replaced by DeepSpeed's optimizer in ``prepare``.
 
         Raises:
             ConfigError: always.
@@ -62,10 +64,13 @@ class DummyOptim(torch.optim.Optimizer):
 
 
 class DummyScheduler(LRScheduler):
-    """Stands for the scheduler of a DeepSpeed configuration.
+    """Placeholder for the scheduler in the section "scheduler" of a DeepSpeed configuration.
+
+    ``prepare`` returns DeepSpeed's scheduler in its place.
 
     Attributes:
-        optimizer, total_num_steps, warmup_num_steps, lr_scheduler_callable, kwargs: as given.
+        optimizer, total_num_steps, warmup_num_steps, lr_scheduler_callable, kwargs: the arguments
+            of the constructor, unchanged.
     """
 
     def __init__(
@@ -76,16 +81,16 @@ class DummyScheduler(LRScheduler):
         lr_scheduler_callable: Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Note what the configuration's "auto" entries are filled in with.
+        """Store the values for "auto" entries of the configuration.
 
         Args:
-            optimizer: the optimizer whose rates the scheduler sets.
-            total_num_steps: length of the schedule, counted like that of every scheduler that is
-                prepared: with ``len()`` of the loader before ``prepare``.
-            warmup_num_steps: steps until the full rate, counted in the same way.
-            lr_scheduler_callable: makes a scheduler of an optimizer, instead of the
-                configuration.
-            **kwargs: accepted.
+            optimizer: the optimizer whose learning rates the scheduler sets.
+            total_num_steps: length of the schedule. As for every prepared scheduler, it counts
+                batches of the loader before ``prepare``: ``num_epochs * len(loader)``.
+            warmup_num_steps: steps until the full learning rate, counted in the same way.
+            lr_scheduler_callable: called with the optimizer; returns a scheduler to use instead of
+                the one in the configuration.
+            **kwargs: values for further "auto" entries.
         """
         # Not the base class's, which would begin a schedule.
         self.optimizer = optimizer
@@ -95,7 +100,7 @@ class DummyScheduler(LRScheduler):
         self.kwargs = kwargs
 
     def step(self, epoch: int | None = None) -> NoReturn:
-        """Raise: there is nothing to move.
+        """Raise: the placeholder was not replaced by DeepSpeed's scheduler in ``prepare``.
 
         Raises:
             ConfigError: always.

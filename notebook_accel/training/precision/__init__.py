@@ -1,4 +1,4 @@
-"""The precisions in which models compute: a class for each, and the table of their names."""
+"""The precisions in which models compute, full or mixed: a class for each, and a table of names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,21 @@ __all__ = [
 
 
 class Precision:
-    """Full precision, and the base class of the other precisions."""
+    """Full precision, and the base class of the mixed precisions.
+
+    An ``Accelerator`` makes one object by :func:`make_precision`.
+
+    Args:
+        device: the device of this rank.
+        autocast: the user's settings of ``torch.autocast``.
+        scaler: the user's settings of fp16's loss scaling.
+        recipe: how fp8 converts layers; the other precisions ignore it.
+
+    Attributes:
+        name: the precision's name in ``Accelerator(mixed_precision=...)``.
+        dtype: the type to which autocast casts operations; None for full precision.
+        scaling: the loss scaling; None if the precision needs none.
+    """
 
     name: ClassVar[str] = "no"
     dtype: ClassVar[torch.dtype | None] = None
@@ -54,33 +68,41 @@ class Precision:
         self.scaling = self.make_scaling(LossScaling)
 
     def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
-        """Return a loss scaling of class ``kind``; None if this precision needs none."""
+        """Return a loss scaling, an object of ``kind``; None if this precision needs none."""
         return None
 
     def autocast(
         self, options: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any, bool | None]:
-        """A context in which operations compute in this precision."""
+        """Return a context in which operations compute in this precision.
+
+        Args:
+            options: settings of ``torch.autocast``; None takes those of the ``Accelerator``.
+        """
         if not self.is_on:
             return nullcontext()
         return autocast_to(self.name, self.device_type, options or self.options)
 
     def wrap(self, model: torch.nn.Module) -> None:
-        """Let the model's forward compute in this precision, in place; outputs are float32."""
+        """Make the model's forward compute in this precision, in place.
+
+        In a mixed precision the model returns float32 all the same. Subclasses may also convert
+        layers.
+        """
         strip_forward(model, AutocastForward)
         if self.dtype is not None:
             AutocastForward.install(model, self.autocast)
 
 
 class BFloat16(Precision):
-    """Float32's range in 16 bits: needs no loss scaling."""
+    """Mixed precision in bfloat16; it has float32's range, so that it needs no loss scaling."""
 
     name = "bf16"
     dtype = torch.bfloat16
 
 
 class Float16(Precision):
-    """A narrow range in 16 bits: small gradients would vanish, so the loss is scaled."""
+    """Mixed precision in float16; small gradients would become 0 in it, so the loss is scaled."""
 
     name = "fp16"
     dtype = torch.float16
@@ -92,7 +114,7 @@ class Float16(Precision):
 
 
 class Float8(BFloat16):
-    """Linear layers multiply in 8 bits, by torchao; all else is as in bfloat16."""
+    """Mixed precision whose linear layers multiply in 8 bits, by torchao; the rest is bfloat16."""
 
     name = "fp8"
     converts_layers = True
@@ -117,7 +139,7 @@ _PRECISIONS: dict[str, type[Precision]] = {
 def autocast_to(
     name: str, device_type: str, options: AutocastKwargs
 ) -> AbstractContextManager[Any, bool | None]:
-    """A context in which operations compute in the precision of this name."""
+    """Return a context in which operations compute in the precision ``name``, such as "bf16"."""
     dtype = _PRECISIONS[name].dtype
     if dtype is None:
         return nullcontext()
@@ -127,7 +149,11 @@ def autocast_to(
 
 
 def resolve_precision(asked: str | None) -> str:
-    """Return the name of the precision: the argument, else the environment's, else "no".
+    """Return the name of the precision to use.
+
+    Args:
+        asked: the user's argument. None takes the variable ACCELERATE_MIXED_PRECISION; if that is
+            unset, the precision is "no" (full precision).
 
     Raises:
         ConfigError: there is no precision of that name.
@@ -144,10 +170,12 @@ def resolve_precision(asked: str | None) -> str:
 
 
 def refuse_divided_layers(name: str) -> None:
-    """Raise for a precision that does not go with layers that are divided over ranks.
+    """Raise if a precision does not work with layers of which a rank may hold only a part.
+
+    Tensor parallelism and DeepSpeed have such layers.
 
     Raises:
-        ConfigError: it converts layers, which needs them whole.
+        ConfigError: the precision converts layers (fp8), and can only convert whole ones.
     """
     if _PRECISIONS[name].converts_layers:
         raise ConfigError(
@@ -158,9 +186,14 @@ def refuse_divided_layers(name: str) -> None:
 
 
 def make_precision(name: str, device: torch.device, **options: Any) -> Precision:
-    """The precision of this name on this device.
+    """Return the precision with a name, for a device.
+
+    Args:
+        name: "no", "bf16", "fp16" or "fp8".
+        device: the device of this rank.
+        **options: the other arguments of :class:`Precision`.
 
     Raises:
-        ConfigError: the device, or what is installed, does not have it.
+        ConfigError: the device does not support the precision, or a library for it is missing.
     """
     return _PRECISIONS[name](device, **options)

@@ -1,8 +1,8 @@
-"""Linear layers that multiply in 8 bits, by torchao; what is around them computes in bfloat16.
+"""Linear layers that multiply in 8 bits, by torchao; all other operations compute in bfloat16.
 
-Weights, gradients and steps stay in the type of the model: a layer rounds its inputs, its weight
-and the gradients of its outputs to 8 bits for each product, with a scale a tensor. So a converted
-model has the weights of the one before, under the same names, and an optimizer keeps them.
+Weights, gradients and optimizer steps stay in the type of the model. For each product a layer
+rounds its inputs, its weight and the gradients of its outputs to 8 bits, with one scale per tensor.
+So conversion keeps a model's weights and their names, and an optimizer that holds them stays valid.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def require_torchao(asked: str) -> None:
-    """Raise where torchao is not installed.
+    """Raise if torchao is not installed.
+
+    Args:
+        asked: name of the setting or function that needs torchao, for the message.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: torchao is not installed.
     """
     if not is_installed("torchao"):
         raise ConfigError(
@@ -49,10 +52,11 @@ def require_torchao(asked: str) -> None:
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How ``mixed_precision="fp8"`` computes, by torchao.
+    """Settings of ``mixed_precision="fp8"``, for ``kwargs_handlers``: how torchao converts layers.
 
     Raises:
-        ConfigError: torchao is not installed, or a field asks for what is not there.
+        ConfigError: torchao is not installed, or ``enable_fsdp_float8_all_gather`` is True, which
+            is not supported.
     """
 
     config: Any = None
@@ -84,10 +88,10 @@ class AORecipeKwargs(KwargsHandler):
             )
 
     def check_device(self, device: torch.device) -> None:
-        """Raise where a device does not multiply in 8 bits.
+        """Raise if a device cannot multiply in 8 bits.
 
         Raises:
-            ConfigError: it does not, and the configuration does not emulate it.
+            ConfigError: it cannot, and ``config.emulate`` is False.
         """
         if self.config.emulate:
             return
@@ -107,12 +111,18 @@ def convert_model_to_fp8_ao(
     config: Any = None,
     module_filter_func: Callable[[Module, str], bool] | None = None,
 ) -> None:
-    """Let linear layers of a model multiply in 8 bits, in place; their weights stay the same.
+    """Convert linear layers of a model in place, so that they multiply in 8 bits.
+
+    Their weights stay the same. Layers that are converted already are left as they are.
 
     Args:
-        model: layers that are converted already stay as they are.
-        config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's own.
-        module_filter_func: as of :class:`AORecipeKwargs`.
+        model: the model.
+        config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's default.
+        module_filter_func: called with a layer and its name; returns whether to convert it. None
+            takes all linear layers whose sizes are multiples of 16, but the first and the last.
+
+    Raises:
+        ConfigError: torchao is not installed.
     """
     require_torchao("convert_model_to_fp8_ao()")
     from torchao.float8 import convert_to_float8_training
@@ -131,7 +141,7 @@ def convert_model_to_fp8_ao(
 
 
 def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layer; None without one.
+    """Return the names of a model's first and last linear layer; (None, None) if it has none.
 
     Args:
         model: the model.
@@ -151,12 +161,15 @@ def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None
 def filter_linear_layers(
     module: Module, fqn: str, layers_to_filter: Collection[str | None]
 ) -> bool:
-    """Whether a layer is one to convert: a linear one has sizes that are multiples of 16.
+    """Return whether to convert a layer to 8-bit products; torchao asks this for linear layers.
+
+    A linear layer is converted if both of its sizes are multiples of 16, which the product of 8-bit
+    numbers needs, and its name is not in ``layers_to_filter``.
 
     Args:
         module: the layer.
-        fqn: its name.
-        layers_to_filter: names of layers that are left as they are.
+        fqn: its full name in the model.
+        layers_to_filter: names of layers that are not converted.
     """
     if isinstance(module, torch.nn.Linear) and (
         module.in_features % _DIVISOR or module.out_features % _DIVISOR

@@ -1,4 +1,8 @@
-"""Loss scaling for float16: the gradients are kept in range, and overflows skip a step."""
+"""Loss scaling for float16.
+
+The loss is multiplied by a scale, so that small gradients do not become 0 in float16. A step whose
+gradients overflow is skipped.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,16 @@ __all__ = ["LossScaling", "gradient_marks"]
 
 
 class LossScaling:
-    """A ``GradScaler`` whose scale holds for all optimizers of one backward.
+    """A ``GradScaler`` whose scale holds for all optimizers that use the gradients of one backward.
 
-    The scale is updated before the next loss is scaled rather than after each optimizer's step:
-    a second optimizer would otherwise divide gradients by a scale that they were not made with.
+    The scale is updated only before the next loss is scaled, not after each optimizer's step.
+    Otherwise a second optimizer would divide gradients by another scale than the loss had.
+
+    Args:
+        scaler: torch's scaler, which holds the scale.
 
     Attributes:
-        kind_of_scaler: the class of the scaler that this is for.
+        kind_of_scaler: the class that ``scaler`` has to have.
     """
 
     kind_of_scaler: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
@@ -39,12 +46,16 @@ class LossScaling:
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """The scaler, up to date."""
+        """Torch's scaler, after the scale was updated for the steps that were made so far."""
         self._settle()
         return self._scaler
 
     def begin_backward(self) -> torch.amp.GradScaler:
-        """The scaler for the losses of a backward that begins; every rank calls it."""
+        """Return the scaler for the losses of a new backward, with the scale updated.
+
+        Every rank has to call it before its backward, since some subclasses exchange here whether
+        gradients were cleared.
+        """
         if not self._is_used:
             # Gradients may be cleared without their optimizer: by the model's zero_grad, say.
             self._is_used = any(
@@ -56,7 +67,7 @@ class LossScaling:
         return self._scaler
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of a backward that begins, times the scale."""
+        """Return the loss times the scale, for the backward that follows; every rank calls it."""
         return self.begin_backward().scale(loss)
 
     def unscale(
@@ -64,14 +75,15 @@ class LossScaling:
         optimizers: Iterable[Optimizer],
         parameters: Collection[torch.Tensor] | None = None,
     ) -> None:
-        """Divide the optimizers' gradients by the scale, once from one backward to the next.
+        """Divide the optimizers' gradients by the scale, once for each backward; all ranks call it.
 
         Args:
-            optimizers: the same on every rank, in one order.
-            parameters: only optimizers that step at least one of these; all unless given.
+            optimizers: the optimizers, the same on every rank and in the same order.
+            parameters: only optimizers of at least one of these parameters are taken; None takes
+                all.
 
         Raises:
-            RuntimeError: a backward has added to gradients that are unscaled already.
+            RuntimeError: a backward has added scaled gradients to some that were divided already.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
@@ -97,10 +109,14 @@ class LossScaling:
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
-        """Step unless a gradient overflowed.
+        """Let an optimizer step, after dividing its gradients by the scale; skip on an overflow.
+
+        Args:
+            optimizer: the optimizer, which is not a prepared one but the one inside.
+            closure: computes the loss again, for the optimizer's ``step``; None for none.
 
         Returns:
-            what the optimizer's step gave, and whether it was skipped.
+            the result of the optimizer's ``step``, and a bool: whether the step was skipped.
         """
         given = () if closure is None else (closure,)
         if not self.is_so_anywhere(_has_gradients(optimizer)):
@@ -113,17 +129,21 @@ class LossScaling:
         return result, of_torch.overflowed(self._scaler, optimizer)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Note that the optimizer's gradients were cleared, whether a step used them or not.
+        """Record that the optimizer's gradients were cleared, whether a step used them or not.
 
-        Those of the next backward are unscaled anew, and an overflow that was found in the ones
-        that are gone still lowers the scale.
+        The gradients of the next backward will be divided by the scale again. If the cleared
+        gradients had overflowed, the scale is still lowered.
         """
         if id(optimizer) in self._done:
             self._is_used = True
 
     def is_so_anywhere(self, is_so: bool) -> bool:
-        """Whether it is so on one rank or more. Here all ranks have gradients of the same weights,
-        so that the answer of each is that of all."""
+        """Return whether ``is_so`` is True on at least one rank.
+
+        Here all ranks have gradients of the same weights, so that ``is_so`` is the same everywhere
+        and nothing is exchanged. Subclasses for sharded weights ask all ranks, which have to call
+        this method together.
+        """
         return is_so
 
     def _settle(self) -> None:
@@ -134,7 +154,10 @@ class LossScaling:
 
 
 def gradient_marks(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """What changes with every backward: which tensors, and how often each was written to."""
+    """Return a list that differs after every backward, to detect whether there was one.
+
+    For each weight it has the ``id`` of its gradient, and how often torch has changed that tensor.
+    """
     return [
         (id(weight.grad), 0 if weight.grad is None else of_torch.count_of_changes(weight.grad))
         for weight in _weights_of(optimizer)

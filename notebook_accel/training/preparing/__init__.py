@@ -1,1 +1,1 @@
-"""How the objects of a training loop are made ready."""
+"""``Accelerator.prepare``: settings, prepared objects, and their state after a stopped run."""

@@ -1,4 +1,4 @@
-"""What an ``Accelerator``'s arguments come to: checked, completed from the environment, joined."""
+"""The settings of an ``Accelerator``: arguments, checked and completed from the environment."""
 
 from __future__ import annotations
 
@@ -68,7 +68,24 @@ _NOTHING = (None, "no", "NO")
 
 @dataclass
 class Plan:
-    """What holds for everything that one ``Accelerator`` prepares; the user may set parts of it."""
+    """The settings with which one ``Accelerator`` prepares its objects.
+
+    :func:`make_plan` makes it. Setters of the ``Accelerator`` change some fields later.
+
+    Attributes:
+        topology: rank, number of ranks and device of this process.
+        strategy: the kind of parallelism, which wraps or shards models.
+        precision: the mixed precision.
+        accumulation: state and settings of gradient accumulation.
+        loaders: how the ranks share the batches of a loader.
+        handlers: the ``kwargs_handlers``.
+        device_placement: whether models and batches are moved to the device.
+        step_scheduler_with_optimizer: whether schedulers move only when their optimizer stepped.
+        rng_types: random states that ranks copy from rank 0 when an epoch begins; None: that of the
+            order of samples alone.
+        plugins: the plugins in use, by the name of the ``Accelerator`` argument.
+        dynamo: settings of ``torch.compile``.
+    """
 
     topology: topology.Topology
     strategy: Strategy
@@ -83,7 +100,7 @@ class Plan:
     dynamo: TorchDynamoPlugin
 
     def settings(self) -> AcceleratorSettings:
-        """What ``AcceleratorState`` shows of it."""
+        """Return the settings that ``AcceleratorState`` shows."""
         return AcceleratorSettings(
             self.precision.name,
             # None where the topology tells it.
@@ -112,11 +129,15 @@ def make_plan(
 ) -> Plan:
     """Check the settings, make the process group and choose the strategy; return the plan.
 
-    The settings are checked before the group is made, so that a mistake leaves no rank waiting in
-    it, and costs no time. ``num_steps`` and ``plugin`` are those of gradient accumulation.
+    All ranks call it, since they make the process group together. Settings are checked before that,
+    so that an invalid one raises at once and no rank is left waiting for the others.
+
+    ``num_steps`` and ``plugin`` are the settings of gradient accumulation. ``plugins`` has the
+    arguments of ``Accelerator`` that choose a strategy, by name. The other arguments are those of
+    ``Accelerator``.
 
     Raises:
-        ConfigError: a setting makes no sense.
+        ConfigError: a setting is invalid, or two settings contradict each other.
     """
     checked = _check_handlers(handlers)
     _check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
@@ -184,7 +205,12 @@ def make_plan(
 def resolve_loaders(
     config: DataLoaderConfiguration | None, **given: bool | None
 ) -> DataLoaderConfiguration:
-    """The configuration with what was given as an argument of its own.
+    """Return a copy of the loader configuration, changed by separate arguments of ``Accelerator``.
+
+    Args:
+        config: the argument ``dataloader_config``; None: the defaults.
+        **given: fields of the configuration that were passed as arguments of their own, such as
+            ``split_batches``. They override ``config`` unless they are None.
 
     Raises:
         ConfigError: ``config`` is of another class.
@@ -197,7 +223,12 @@ def resolve_loaders(
 def resolve_project(
     config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """The configuration, which stays the user's own object, with the folder filled in.
+    """Return the project configuration, with ``project_dir`` filled in.
+
+    Args:
+        config: the argument ``project_config``. It is changed in place, since user code may read
+            the folder from its own object. None: the defaults.
+        project_dir: the argument of that name; ignored if ``config`` has a folder.
 
     Raises:
         ConfigError: ``config`` is of another class.
@@ -217,11 +248,15 @@ def _check_type(name: str, given: object, expected: type) -> None:
 
 
 def refuse_unbuilt(others: dict[str, Any]) -> None:
-    """Raise for what ``Accelerator`` does not take, unless its value asks for nothing (None, "no").
+    """Refuse further keyword arguments of ``Accelerator`` that are unknown or not supported.
+
+    Args:
+        others: the arguments by name. Those of a strategy's plugin are accepted. Accelerate's
+            unsupported ones are accepted only with the values None and "no", which request nothing.
 
     Raises:
-        ConfigError: the argument is not built here.
-        TypeError: nobody knows the argument.
+        ConfigError: Accelerate has the argument, and this package does not support it.
+        TypeError: Accelerate does not have the argument either.
     """
     for name, value in others.items():
         if name in PLUGIN_ARGUMENTS:
@@ -234,10 +269,14 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
 
 
 def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
-    """The names of random numbers; this rank has each of them.
+    """Return the names of random states ("torch", "generator", "cuda", ...) as strings.
+
+    Args:
+        given: names, or members of an enum of Accelerate's whose values are names.
+        device: the device of this rank, whose type is a valid name unless it is the CPU.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: this rank has no random state of that name.
     """
     names = tuple(str(getattr(kind, "value", kind)) for kind in given)
     known = ["torch", "generator"] + [device.type] * (device.type != "cpu")
@@ -261,7 +300,11 @@ _KNOWN = (
 
 
 def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
-    """The handlers as a list: each of a known class, none of a class twice."""
+    """Return the ``kwargs_handlers`` as a list.
+
+    Raises:
+        ConfigError: they are no iterable, one is of an unknown class, or two are of one class.
+    """
     if not isinstance(handlers, Iterable):
         raise ConfigError(
             f"kwargs_handlers is a {type(handlers).__name__}: expected a list, such as "

@@ -1,4 +1,4 @@
-"""What one ``Accelerator`` prepared: how each kind of object is made ready, and which there are."""
+"""``Preparation``: prepares the objects of one ``Accelerator``, and keeps lists of them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,15 @@ _FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}
 
 
 class Preparation:
-    """Makes objects ready and remembers them.
+    """Prepares models, optimizers, schedulers and loaders for one ``Accelerator``.
+
+    It keeps lists of them, for checkpoints and for the state of a stopped run.
 
     Attributes:
-        models, optimizers, schedulers, loaders: what was prepared, in that order.
+        plan: the settings of the ``Accelerator``.
+        models, optimizers, schedulers, loaders: the prepared objects of each kind, in the order in
+            which they were prepared.
+        watch: warns if an optimizer of a prepared model steps without having been prepared.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -67,18 +72,24 @@ class Preparation:
         placement: Sequence[bool | None],
         accelerator: Any,
     ) -> list[Any]:
-        """Make all objects ready, whatever their order: a scheduler needs its optimizer ready.
+        """Return the prepared objects, in the order given; all ranks call it.
+
+        Models are prepared first, then optimizers, then loaders and schedulers, since a scheduler
+        needs its prepared optimizer.
 
         Args:
-            objects: others than those of torch are given back as they are.
-            placement: for each, whether it is put on the device; None: as ``Accelerator`` says.
-            accelerator: the ``Accelerator``. Its ``prepare_model``, ``prepare_data_loader`` and so
-                on are called for each object that can be prepared by itself; a subclass may
-                override them.
+            objects: models, optimizers, loaders and schedulers of torch. Other objects are returned
+                unchanged.
+            placement: for each object, whether it is moved to the device; None: as
+                ``Accelerator(device_placement=...)`` says.
+            accelerator: the ``Accelerator``. Its ``prepare_model``, ``prepare_optimizer``,
+                ``prepare_data_loader`` and ``prepare_scheduler`` prepare the objects, since a
+                subclass may override them. A strategy that needs models and optimizers together
+                (DeepSpeed) gets these directly.
 
         Raises:
-            ConfigError: ``placement`` has not one entry an object.
-            TypeError: an object belongs to another framework.
+            ConfigError: ``placement`` is not a list with one entry per object.
+            TypeError: an object belongs to another framework, such as JAX.
         """
         if not isinstance(placement, Sequence):
             raise ConfigError(
@@ -114,7 +125,14 @@ class Preparation:
     def model(
         self, model: Module, placement: bool | None = None, *, evaluation: bool = False
     ) -> Module:
-        """Return the prepared model: on its device, in its precision, wrapped or sharded."""
+        """Return the prepared model: on its device, in mixed precision, wrapped or sharded.
+
+        Args:
+            model: the model. One that is prepared already is returned unchanged.
+            placement: whether it is moved to the device; None: as
+                ``Accelerator(device_placement=...)`` says.
+            evaluation: whether the model will not be trained.
+        """
         self._renew(model)
         ready: list[Any] = [model]
         self._prepare_together(ready, [placement], evaluation=evaluation)
@@ -123,13 +141,22 @@ class Preparation:
     def optimizer(
         self, optimizer: Optimizer, placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Return the prepared optimizer, which steps at the end of an accumulation window."""
+        """Return the prepared optimizer, which steps once all batches of a step are accumulated.
+
+        Args:
+            optimizer: the optimizer. One that is prepared already is returned unchanged.
+            placement: whether its state is moved to the device of its weights; None: as
+                ``Accelerator(device_placement=...)`` says.
+        """
         ready: list[Any] = [optimizer]
         self._prepare_together(ready, [placement])
         return ready[0]  # type: ignore[no-any-return]
 
     def _is_ready(self, item: object) -> bool:
-        """Whether the object was returned by ``prepare``, and so must not be wrapped again."""
+        """Return whether ``prepare`` returned this object, so that it must not be wrapped again.
+
+        A model that was prepared for evaluation does not count: it may be prepared for training.
+        """
         trained = [known.wrapped for known in self.models if known.training]
         lists: list[Sequence[object]] = [trained, self.optimizers, self.schedulers, self.loaders]
         return any(item is known for each in lists for known in each)
@@ -137,7 +164,11 @@ class Preparation:
     def _prepare_apart(
         self, objects: list[Any], placement: Sequence[bool | None], accelerator: Any
     ) -> None:
-        """Replace the models among ``objects``, and then the optimizers, one by one."""
+        """Replace the models and then the optimizers in the list ``objects``, one by one.
+
+        It calls ``accelerator.prepare_model`` and ``accelerator.prepare_optimizer``, which a
+        subclass may override.
+        """
         for index, item in enumerate(objects):
             if isinstance(item, torch.nn.Module) and not self._is_ready(item):
                 made = accelerator.prepare_model(item, device_placement=placement[index])
@@ -156,10 +187,17 @@ class Preparation:
     def _prepare_together(
         self, objects: list[Any], placement: Sequence[bool | None], *, evaluation: bool = False
     ) -> None:
-        """Replace the models and optimizers among ``objects`` by what the strategy makes of them.
+        """Replace the models and optimizers in the list ``objects`` by their prepared forms.
 
-        A strategy that makes a model and its optimizer ready in one step sees both; any other may
-        be given them one by one, models first.
+        The strategy gets all of them in one call. One that prepares a model and its optimizer in
+        one step (DeepSpeed) needs both in the list. For all others a list of one object will do, if
+        models come before their optimizers.
+
+        Args:
+            objects: the objects; the list is changed in place.
+            placement: for each object, whether it is moved to the device; None: as
+                ``Accelerator(device_placement=...)`` says.
+            evaluation: whether the models will not be trained.
         """
         models: dict[int, ModelToPrepare] = {}  # by id: one may be given twice
         optimizers: dict[int, Optimizer] = {}
@@ -195,8 +233,11 @@ class Preparation:
             objects[index] = self._as_accelerated(optimizer, placement[index])
 
     def _renew(self, item: object) -> None:
-        """Forget a model that is given once more, if the strategy cannot keep it: code may have
-        thawed some of its weights, or added a layer."""
+        """Forget a prepared model that is passed to ``prepare`` again, if its wrapper is outdated.
+
+        User code may have unfrozen weights or added a layer since. The strategy updates the wrapper
+        in place if it can. If it cannot, the model is forgotten here, so that it is prepared anew.
+        """
         self.models[:] = [
             known
             for known in self.models
@@ -205,7 +246,16 @@ class Preparation:
         ]
 
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
-        """Return the prepared form of a model that is prepared or wrapped already, else None."""
+        """Return the prepared form of a model that needs no preparing, else None.
+
+        That is a model which was prepared before, or which the user has wrapped in DDP or the like:
+        the latter is registered, and returned as it is.
+
+        Args:
+            model: the model, with or without its wrapper.
+            training: whether it will be trained; then an earlier preparation for evaluation does
+                not count.
+        """
         inner = without_wrappers(model)
         if inner is not model:
             return self._take_wrapped(model, inner)
@@ -215,7 +265,12 @@ class Preparation:
         return None
 
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
-        """Register a model that is wrapped already, and return it with its wrapper."""
+        """Register a model that is in a wrapper already, set its precision, and return it.
+
+        Args:
+            model: the wrapped model, which is returned.
+            inner: the model inside the wrapper.
+        """
         if not any(known.wrapped is model for known in self.models):
             if self.plan.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
                 notice_once(
@@ -235,12 +290,13 @@ class Preparation:
         current().note_training(self)
 
     def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
-        """Yield this rank's part of the training in one form after another, the best first.
+        """Yield this rank's training state in alternative forms, the most complete first.
 
-        Whoever rescues it takes the first form that can be pickled.
+        It is called on each rank of a run that was stopped or interrupted. The rank sends the
+        notebook the first form that can be pickled.
 
         Args:
-            num_steps: how many steps the optimizers have made.
+            num_steps: number of optimizer steps so far.
         """
         return parts_of(self, num_steps)
 
@@ -250,7 +306,15 @@ class Preparation:
         placement: bool | None = None,
         slice_fn: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """Return the prepared loader, which gives the batches of this rank."""
+        """Return the prepared loader, which gives the batches of this rank.
+
+        Args:
+            loader: the loader. One that is prepared already is returned unchanged.
+            placement: whether batches are moved to the device; None: as
+                ``Accelerator(device_placement=...)`` says.
+            slice_fn: takes one rank's part of a batch that rank 0 has read for all ranks (see
+                ``Accelerator.prepare_data_loader``); None takes rows of tensors.
+        """
         if any(known is loader for known in self.loaders):
             return loader
         plan = self.plan
@@ -279,7 +343,10 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """Return the prepared scheduler, which moves when its optimizer has stepped."""
+        """Return the prepared scheduler, which moves when its prepared optimizer has stepped.
+
+        If no prepared optimizer is the scheduler's own, it follows all prepared optimizers.
+        """
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
         for known in self.schedulers:
@@ -305,17 +372,20 @@ class Preparation:
 
     @property
     def _num_shares(self) -> int:
-        """Number of ranks that divide one batch of a loader; 1 unless ``split_batches``."""
+        """Into how many parts the ranks divide a batch of a loader; 1 without ``split_batches``."""
         return self.plan.strategy.data_group.size if self.plan.loaders.split_batches else 1
 
     @property
     def _schedule_steps(self) -> int:
-        """Schedule steps per optimizer step: batches of the loader before ``prepare`` which all
-        ranks used for it."""
+        """By how much a schedule advances with an optimizer step.
+
+        It is the number of batches of the loader before ``prepare`` that all ranks use together
+        for a step, without gradient accumulation.
+        """
         return self.plan.strategy.data_group.size // self._num_shares
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Empty the lists of prepared models, optimizers, schedulers and loaders."""
         for known in (self.models, self.optimizers, self.schedulers, self.loaders):
             cast("list[Any]", known).clear()
 
@@ -325,7 +395,12 @@ class Preparation:
 
 
 def _batch_sizes(item: object, num_shares: int) -> list[int]:
-    """Return [samples of a rank's batch] for a loader that has a batch size, else []."""
+    """Return a list of one number, the samples in a rank's batch; [] if that is not known.
+
+    Args:
+        item: a loader, prepared or not. Any other object gives [].
+        num_shares: into how many parts the ranks divide a batch of an unprepared loader.
+    """
     if not isinstance(item, DataLoader):
         return []
     if isinstance(item, PreparedLoader):  # it is divided already
@@ -348,10 +423,13 @@ def _refuse_foreign(item: object) -> None:
 
 
 def _is_spread(model: Module, num_processes: int) -> bool:
-    """Whether a device map spreads a model over devices, where it then stays.
+    """Return whether a ``device_map`` of Transformers spreads a model over several devices.
+
+    Such a model is not moved by ``prepare``.
 
     Raises:
-        ConfigError: it is spread over several devices, and there are several ranks.
+        ConfigError: it is, and there are several ranks, each of which would use these devices.
+            ``ACCELERATE_BYPASS_DEVICE_MAP=true`` allows that.
     """
     devices = set((getattr(uncompiled(model), "hf_device_map", None) or {}).values())
     if len(devices) < 2:
@@ -375,11 +453,12 @@ def extract_model_from_parallel(
 
     Args:
         model: a prepared model.
-        keep_fp32_wrapper: keep the mixed precision of its forward. False restores the original
-            forward, for good.
-        keep_torch_compile: keep it compiled. False returns the model that was compiled. A model
-            that was spread over ranks is compiled in place, and stays compiled.
-        recursive: remove the wrappers of modules inside of it, too.
+        keep_fp32_wrapper: whether the forward keeps its mixed precision. False restores the
+            original forward, for the prepared model too.
+        keep_torch_compile: whether a compiled model stays compiled. False returns the model that
+            ``torch.compile`` was given. A model that was sharded over ranks is compiled in place,
+            and stays compiled in any case.
+        recursive: remove the wrappers (DDP and the like) of modules inside of the model, too.
 
     Example:
         >>> import torch
@@ -407,9 +486,10 @@ def extract_model_from_parallel(
 
 
 def without_wrappers(model: Module) -> Module:
-    """Return the model without wrappers, the user's and those of ``prepare``.
+    """Return the model inside all wrappers (DDP and the like), added by the user or ``prepare``.
 
-    A model that was compiled before it was wrapped stays compiled.
+    If ``torch.compile`` was applied to the wrapper, the uncompiled model is returned; if it was
+    applied to the model inside, the compiled model.
     """
     inner = unwrap(model)
     given = unwrap(uncompiled(inner))

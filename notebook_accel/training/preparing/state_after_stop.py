@@ -1,12 +1,12 @@
 """Training state of a stopped or interrupted run: from the ranks to the notebook.
 
-    each rank:  parts_of(preparation) -> RankPart --pickled, with the rank's end of the call--+
-    notebook:   RankPart.join(those of the other ranks) -> Rescued <--------------------------+
-                Rescued.write --the run's folder--> Rescued.read, also in another kernel
+    each rank:  parts_of(preparation) -> RankPart, pickled and sent with the rank's last message
+    notebook:   RankPart.join(parts of the other ranks) -> Rescued, which is ``run.rescued``
+                Rescued.write -> file in the run's folder -> Rescued.read, also in another kernel
 
-A rank tells what it has itself: nothing is gathered, so that no rank waits for another one that
-was interrupted somewhere else. Where weights are spread over ranks, each sends its pieces with
-their places in the whole, and the notebook puts them together.
+Ranks use no collectives for this: a rank that was interrupted in other code would never join one.
+If weights are sharded, each rank sends its pieces with their offsets in the full tensors, and the
+notebook puts them together.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ __all__ = ["TensorPiece", "RankPart", "Rescued", "parts_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rescued:
-    """Training state of a stopped run: what the newest ``Accelerator`` had prepared.
+    """Training state of a stopped or interrupted run, as ``run.rescued`` gives it in the notebook.
 
-    After an Interrupt it is what rank 0 had at that instant, which may lie in the middle of a step.
+    It has the objects that the newest ``Accelerator`` of the launched function had prepared. After
+    Stop, all ranks ended at the same step. After an Interrupt, it is the state at the moment of the
+    interrupt, possibly in the middle of a step. Models and state dicts are full, even if weights
+    were sharded over the ranks.
     """
 
     models: list[Module | None]
@@ -59,11 +62,11 @@ class Rescued:
     """A line for each thing that could not be rescued, or not as it should be."""
 
     def write(self, file: IO[bytes]) -> None:
-        """Write all but the models, so that ``torch.load(file, weights_only=True)`` reads it.
+        """Write all fields but ``models`` to a file that ``torch.load(weights_only=True)`` reads.
 
         Raises:
-            Exception: a state holds one of the user's own classes, which cannot be read that way,
-                or what such classes or the disk raise.
+            TypeError: a state dict holds an object of a class that is not safe to load.
+            Exception: pickling such an object, or writing the file, failed.
         """
         state = {
             "weights": self.weights,
@@ -80,7 +83,11 @@ class Rescued:
 
     @classmethod
     def read(cls, file: IO[bytes]) -> Rescued:
-        """Return the state that :meth:`write` wrote; raises what torch raises for other files."""
+        """Return the state from a file of :meth:`write`; all its ``models`` are None.
+
+        Raises:
+            Exception: it is another file; ``torch.load`` raises errors of many classes.
+        """
         kept = torch.load(file, map_location="cpu", weights_only=True)
         kept["missing"].append(
             "models: the file has state dicts alone; make each model anew and load its weights"
@@ -102,7 +109,13 @@ class Rescued:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One rank's part of a sharded tensor: its values, and their position in the whole."""
+    """One rank's piece of a sharded tensor.
+
+    Attributes:
+        values: the piece.
+        offset: index of the piece's first element in the full tensor, one number per dimension.
+        shape: shape of the full tensor.
+    """
 
     values: torch.Tensor
     offset: tuple[int, ...]
@@ -111,11 +124,19 @@ class TensorPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """One rank's part of the training state of a stopped run.
+    """One rank's part of the training state of a stopped run, which the rank sends pickled.
 
-    A model is sent with its weights, and then its entry in ``weights`` is None. Or it is a
-    meta copy (meta_copy.py) or None, and ``weights`` has its state dict, with a
-    :class:`TensorPiece` in place of each tensor of which other ranks have the rest.
+    Each entry of ``models`` has one of two forms. It is a model with its weights, and the entry of
+    ``weights`` is None. Or it is a copy without weights (``meta_copy``) or None, and the entry of
+    ``weights`` is this rank's state dict, with a :class:`TensorPiece` for each sharded tensor.
+
+    Attributes:
+        models: an entry for each prepared model. On ranks other than 0 all are None.
+        weights: an entry for each prepared model.
+        optimizers: this rank's state dict of each optimizer, with the same pieces; None if the
+            notebook could not join the states of the ranks.
+        schedulers: the state dict of each scheduler.
+        step: number of optimizer steps that this rank has made.
     """
 
     models: list[Module | None]
@@ -125,7 +146,13 @@ class RankPart:
     step: int
 
     def join(self, others: Sequence[RankPart]) -> Rescued:
-        """Return the whole training state, from this part of rank 0 and those of the others."""
+        """Return the full training state, joined from the parts of all ranks, in the notebook.
+
+        Call it on the part of rank 0. Objects that cannot be joined are named in ``missing``.
+
+        Args:
+            others: the parts of the other ranks; empty if weights are not sharded.
+        """
         parts = [self, *others]
         missing: list[str] = []
         if len({part.step for part in parts}) > 1:
@@ -156,11 +183,14 @@ class RankPart:
 
 
 def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
-    """Yield this rank's part: first with the models, then without, if they do not pickle.
+    """Yield this rank's part in alternative forms; the caller sends the first that pickles.
+
+    Rank 0 yields a form with the models, then one with state dicts alone. Other ranks yield the
+    latter if a model is sharded, else nothing: rank 0 has it all.
 
     Args:
-        preparation: what was prepared.
-        num_steps: how many steps the optimizers have made.
+        preparation: the objects that the newest ``Accelerator`` has prepared.
+        num_steps: number of optimizer steps so far.
     """
     strategy, known_models = preparation.plan.strategy, preparation.models
     is_first = preparation.plan.topology.process_index == 0
@@ -192,12 +222,12 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
 
 
 def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
-    """Return the items at ``index`` of all lists that are long enough."""
+    """Return the items at ``index`` of all lists that have one."""
     return [one[index] for one in lists if index < len(one)]
 
 
 def _in_pieces(values: Any) -> Any:
-    """Return ``values`` with a :class:`TensorPiece` for each tensor that is spread over ranks."""
+    """Return nested ``values`` with a :class:`TensorPiece` in place of each ``DTensor``."""
     from torch.distributed.tensor import DTensor
 
     return recursively_apply(_piece, values, test_type=lambda value: isinstance(value, DTensor))
@@ -212,7 +242,15 @@ def _piece(spread: Any) -> TensorPiece:
 def _whole_model(
     model: Module | None, own: list[dict[str, Any] | None], name: str, missing: list[str]
 ) -> tuple[Module | None, dict[str, Any] | None]:
-    """Return a model and its weights, from rank 0's model and the weights of all ranks."""
+    """Return a model with its weights, and its full state dict; None for each that is lacking.
+
+    Args:
+        model: rank 0's model: with its weights, a copy without weights, or None.
+        own: the state dicts of all ranks, with pieces of tensors. The first entry is None if
+            ``model`` has its weights.
+        name: the name of the model in messages.
+        missing: gets a line for each problem.
+    """
     if model is not None and own[0] is None:  # it came with its weights
         return model, model.state_dict()
     weights = _whole(own, name, missing)
@@ -238,9 +276,13 @@ def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return one value from the parts of all ranks.
+    """Return one value, joined from the corresponding values of all ranks.
 
-    Pieces become one tensor; a dictionary gets the keys of all ranks.
+    The pieces of a tensor become the full tensor, and dictionaries one with the keys of all ranks.
+    Items of lists and tuples are joined one by one. Any other value is that of the first rank.
+
+    Raises:
+        ValueError: pieces of a tensor are missing.
     """
     first = parts[0]
     if isinstance(first, TensorPiece):

@@ -1,4 +1,7 @@
-"""Base class with a rank's numbers and the methods that coordinate it with the other ranks."""
+"""Ranks and their devices; here the base class of the objects that describe a rank.
+
+The class has the rank's numbers, and the methods that coordinate the rank with the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,14 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 class ProcessInfo:
-    """Base of ``PartialState``, ``AcceleratorState`` and ``Accelerator``."""
+    """Base of ``PartialState``, ``AcceleratorState`` and ``Accelerator``: rank, world size, device.
+
+    Its methods run code on one rank only or in turn, and divide inputs among the ranks.
+    """
 
     @property
     def num_processes(self) -> int:
-        """Number of ranks."""
+        """Number of ranks on all machines (the world size)."""
         return topology.topology().num_processes
 
     @property
@@ -42,7 +48,7 @@ class ProcessInfo:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
+        """Device on which this rank computes."""
         return topology.topology().device
 
     @property
@@ -81,7 +87,9 @@ class ProcessInfo:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run a block on rank 0 first; the other ranks wait until it is done.
+        """Run a ``with`` block on rank 0 first, then on the others; all ranks have to enter it.
+
+        If the block raises on rank 0, the others keep waiting, as what they need was not made.
 
         Example:
             >>> from notebook_accel import PartialState
@@ -92,7 +100,9 @@ class ProcessInfo:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run a block on the first rank of each machine first; the other ranks wait.
+        """Run a ``with`` block on the first rank of each machine first, then on the others.
+
+        All ranks have to enter it.
 
         Example:
             >>> from notebook_accel import PartialState
@@ -111,13 +121,15 @@ class ProcessInfo:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each rank its share of ``inputs``, in order; the first ranks take one more.
+        """Return a context that gives each rank its share of ``inputs``: one contiguous part.
 
-        Ranks that hold one model together (tensor parallelism, pipelines) get the same share.
+        If the parts cannot be equal, the first ranks get one item more. Ranks that hold one model
+        together (tensor parallelism, pipelines) get the same share.
 
         Args:
             inputs: list, tuple, tensor or array (along the first dimension), a dataset with
-                ``select``, or a mapping of these. It does not change.
+                ``select``, or a mapping of these; anything else goes whole to every rank. It is
+                not modified.
             apply_padding: repeat the last item until all shares have the same length.
 
         Raises:
@@ -134,7 +146,10 @@ class ProcessInfo:
 
     @property
     def _data_group(self) -> DataGroup:
-        """Return the data group of the newest ``Accelerator``, else one share for each rank."""
+        """Return which share of the data this rank gets, and of how many.
+
+        The newest ``Accelerator`` says it; without one, each rank gets its own share.
+        """
         shown = current_data_group()
         return shown or DataGroup.of_all_ranks(self.num_processes, self.process_index)
 
@@ -158,7 +173,7 @@ class ProcessInfo:
         """Decorate a function so that it runs on the first rank of each machine only.
 
         Args:
-            function: the function. It returns None elsewhere.
+            function: the function. On the other ranks a call returns None.
 
         Example:
             >>> from notebook_accel import PartialState
@@ -174,7 +189,7 @@ class ProcessInfo:
         """Decorate a function so that it runs on the last rank only.
 
         Args:
-            function: the function. It returns None elsewhere.
+            function: the function. On the other ranks a call returns None.
 
         Example:
             >>> from notebook_accel import PartialState
@@ -189,10 +204,11 @@ class ProcessInfo:
     def on_process(self, function: Any = None, process_index: int = 0) -> Any:
         """Decorate a function so that it runs on one rank only.
 
-        A single rank always runs it.
+        If there is only one rank, it runs the function whatever ``process_index`` is.
 
         Args:
-            function: the function. It returns None elsewhere. None gives a decorator.
+            function: the function. On the other ranks a call returns None. Leave it out to get a
+                decorator, as in the example.
             process_index: the rank.
 
         Example:
@@ -212,10 +228,11 @@ class ProcessInfo:
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
         """Decorate a function so that it runs on one rank of each machine only.
 
-        A single rank always runs it.
+        If there is only one rank, it runs the function whatever ``local_process_index`` is.
 
         Args:
-            function: the function. It returns None elsewhere. None gives a decorator.
+            function: the function. On the other ranks a call returns None. Leave it out to get a
+                decorator, as in the example.
             local_process_index: the rank on its machine.
 
         Example:
@@ -234,11 +251,11 @@ class ProcessInfo:
         )
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on the first rank of each machine.
+        """Print on the first rank of each machine; do nothing on the other ranks.
 
         Args:
-            *values: as ``print``.
-            **options: as ``print``.
+            *values: the values, as for Python's ``print``.
+            **options: the options of Python's ``print``, such as ``end``.
 
         Example:
             >>> from notebook_accel import PartialState

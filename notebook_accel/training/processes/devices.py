@@ -1,8 +1,8 @@
-"""Everything that depends on the device type; the only file that does, and it asks torch.
+"""Everything that depends on the type of device, such as "cuda" or "xpu".
 
-``torch.accelerator`` tells the kind, the count and the current device;
-``torch.distributed.get_default_backend_for_device`` the backend. What a kind needs beyond that is
-one entry in a table here.
+Most of it comes from torch: ``torch.accelerator`` gives the type, the count and the current device,
+and ``torch.distributed.get_default_backend_for_device`` the backend. Each exception for a type is
+one entry in a table of this file.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ _HOST = torch.device("cpu")
 
 
 def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.device:
-    """Return the device of a rank, after making it the current device of the process.
+    """Choose the device of this rank, make it the process's current device, and return it.
 
-    The variable ACCELERATE_TORCH_DEVICE may name one ("cpu", "cuda:1"), which all ranks of this
-    machine then share; without an index it names the kind alone.
+    The environment variable ACCELERATE_TORCH_DEVICE may name a device ("cpu", "cuda:1"), which all
+    ranks of this machine then share. A name without an index ("cuda") only chooses the type.
 
     Args:
-        cpu: take the host whatever else is there.
-        local_rank: of this rank on its machine.
-        shared: several ranks may sit on one device (their backend allows it).
+        cpu: compute on the CPU even if there are accelerators.
+        local_rank: rank of this process on its machine.
+        shared: whether several ranks may use one device, since their backend allows it.
 
     Raises:
-        ConfigError: there are several devices, and more ranks on this machine than these. A single
-            device may be all that this rank was given: any number of ranks sits on it. Or the
-            variable names none that there is.
+        ConfigError: this machine has several devices, but fewer than ranks, and ``shared`` is
+            False; or the environment variable names a device that does not exist. With one visible
+            device there is no error, as each rank may see only its own.
     """
     if cpu:
         return _HOST
@@ -124,7 +124,11 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
 
 
 def _named_device(accelerator: torch.device | None) -> torch.device | None:
-    """Return the device named by ACCELERATE_TORCH_DEVICE; None if it is unset."""
+    """Return the device named by the variable ACCELERATE_TORCH_DEVICE; None if it is unset.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
     text = environment.read("TORCH_DEVICE")
     if text is None:
         return None
@@ -141,39 +145,46 @@ def _named_device(accelerator: torch.device | None) -> torch.device | None:
 
 
 def _driver(kind: str) -> Any:
-    """Return our module for a kind that torch does not know; None for the others."""
+    """Return our module for a device type that torch does not know (XLA); None for the others."""
     return import_module(_DRIVERS[kind]) if kind in _DRIVERS else None
 
 
 def device_module(kind: str) -> Any:
-    """Return torch's module for a type of device, such as ``torch.cuda``.
+    """Return the module with the functions of a device type, such as ``torch.cuda`` for "cuda".
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: torch has no such module, and neither has this package.
     """
     return _driver(kind) or torch.get_device_module(kind)
 
 
 def connect(device: torch.device) -> Exchange | None:
-    """Return the collectives of a device type such as XLA; None if a process group does them."""
+    """Connect this rank to the others by the library of its device type, if that is XLA.
+
+    Returns:
+        the collectives of that library; None for other types, whose ranks use a process group.
+    """
     driver = _driver(device.type)
     return driver and driver.connect()  # type: ignore[no-any-return]
 
 
 def batch_boundary(device: torch.device) -> Callable[[], None] | None:
-    """Return a function to call before each batch is moved to the device, or None."""
+    """Return a function that loaders call before they move a batch to the device.
+
+    None if the device type needs none; XLA uses it to run the operations recorded so far.
+    """
     driver = _driver(device.type)
     return driver and driver.begin_batch  # type: ignore[no-any-return]
 
 
 def manual_seed(device: torch.device, seed: int) -> None:
-    """Seed the device, where ``torch.manual_seed`` does not."""
+    """Seed the device's random numbers if ``torch.manual_seed`` does not do it (XLA)."""
     if device.type in _DRIVERS:
         device_module(device.type).manual_seed(seed)
 
 
 def default_device() -> torch.device:
-    """Return the type of device on which a rank computes by default, without using it."""
+    """Return the current accelerator, or the CPU if there is none, without initializing it."""
     if not torch.accelerator.is_available():
         return _HOST
     return torch.accelerator.current_accelerator() or _HOST
@@ -193,9 +204,10 @@ class Inventory:
     Attributes:
         kind: torch's device type of the accelerators; "cpu" if there are none.
         names: name of each accelerator.
-        memory: bytes of memory of each; 0 if unknown.
-        versions: versions of torch and of the accelerators' library.
-        problem: why there are none (an old or broken driver), as torch says; "" if it does not.
+        memory: bytes of memory of each accelerator; 0 if unknown.
+        versions: version by name, of torch and of the accelerators' libraries such as CUDA.
+        problem: torch's warning why it finds no accelerator, such as an old driver; "" if torch
+            gave none.
     """
 
     kind: str
@@ -206,7 +218,7 @@ class Inventory:
 
 
 def inventory() -> Inventory:
-    """Return the accelerators that this process sees."""
+    """Find the accelerators that this process sees, with their memory and library versions."""
     accelerator = torch.accelerator.current_accelerator()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -243,15 +255,19 @@ _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
 
 
 def default_backend(device: torch.device) -> str:
-    """Return the backends of a process group on such devices, with gloo for host tensors."""
+    """Return the backends for a process group of ranks on such devices.
+
+    CPU tensors use gloo, so that for CUDA it is "cpu:gloo,cuda:nccl".
+    """
     own = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 
 def with_host(backend: str, device: torch.device) -> str:
-    """Return ``backend``, with gloo for host tensors beside it if it is the device's own.
+    """Return ``backend``, with gloo added for CPU tensors if it is the device's default ("nccl").
 
-    Checkpoints, offloaded weights and objects are on the host.
+    The ranks exchange CPU tensors too: checkpoints, offloaded weights and pickled objects. Any
+    other ``backend`` is returned unchanged.
     """
     host, _, both = default_backend(device).partition(",")
     return f"{host},{both}" if both == f"{device.type}:{backend}" else backend
@@ -265,30 +281,30 @@ def distributed_type(device: torch.device, num_processes: int) -> DistributedTyp
 
 
 def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
-    """Return ``device_ids`` for ``DistributedDataParallel``; None for a device without index."""
+    """Return the ``device_ids`` of ``DistributedDataParallel``; None for a device without index."""
     return None if device.index is None else [device]
 
 
 def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
-    """Return the arguments of ``dist.barrier``: the device, where the backend needs it."""
+    """Return the keyword arguments of ``dist.barrier``: the device for NCCL, else none."""
     return {"device_ids": [device.index]} if backend == "nccl" else {}
 
 
 def has_ring_attention(device: torch.device) -> bool:
-    """Return whether torch supports ring attention on such devices.
+    """Return whether torch supports ring attention on such devices, which is not so on the CPU.
 
-    That needs kernels that return the sums of exponentials along with the result.
+    Ring attention needs kernels that return the log-sum-exp of the scores along with the result.
     """
     return device.type != "cpu"
 
 
 def is_host(device: torch.device) -> bool:
-    """Return whether a device is the host itself."""
+    """Return whether a device is the CPU."""
     return device.type == "cpu"
 
 
 def is_only_device(device: torch.device) -> bool:
-    """Return whether the device is the host of a machine without accelerators."""
+    """Return whether the device is the CPU and there is no accelerator besides."""
     return is_host(device) and not torch.accelerator.is_available()
 
 
@@ -298,7 +314,11 @@ def cuda_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
-    """Return a function that returns the bytes in use on the device; None for the host."""
+    """Return a function that reads the bytes that torch has allocated on the device.
+
+    None for the CPU, and for device types that do not count them. The function itself returns None
+    if the device's runtime does not say.
+    """
     if device.type == "cpu":
         return None
     read: Callable[..., int | None] | None = getattr(
@@ -314,7 +334,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the device's random numbers; None for the host."""
+    """Return the state of the device's random numbers; None for the CPU."""
     if device.type == "cpu":
         return None
     state: torch.Tensor = device_module(device.type).get_rng_state()
@@ -322,7 +342,7 @@ def get_rng_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    """Restore a state of the device's random numbers, from :func:`get_rng_state`."""
+    """Restore a state of the device's random numbers that :func:`get_rng_state` returned."""
     if device.type != "cpu":
         device_module(device.type).set_rng_state(state)
 
@@ -330,12 +350,12 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the CPU cores that are nearest to its CUDA device.
 
-    Nothing happens where there is no such device, or the machine (or an older torch) does not say
-    which cores.
+    Nothing happens without a CUDA device, or if the machine or an older torch does not say which
+    cores those are.
 
     Args:
-        local_process_index: the device's index.
-        verbose: log the cores; None does it in debug mode (``ACCELERATE_DEBUG_MODE``).
+        local_process_index: index of the CUDA device.
+        verbose: whether to log the cores; None logs them in debug mode (``ACCELERATE_DEBUG_MODE``).
     """
     if not torch.cuda.is_available():
         return
@@ -357,7 +377,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Return the numbers in a list such as "0-3,8"."""
+    """Return the CPU cores that Linux lists in a text such as "0-3,8"."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""Loggers for code that runs on every rank: a line is written once."""
+"""Loggers for code that runs on every rank: by default only rank 0 writes a line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Logger whose calls also take ``main_process_only=True`` and ``in_order=False``."""
+    """Logger of :func:`get_logger`, by default of rank 0's lines only.
+
+    Its methods (``info``, ``warning``, ...) also take ``main_process_only`` (True unless given) and
+    ``in_order`` (False unless given); :meth:`log` explains them.
+    """
 
     @functools.cached_property
     def _warned(self) -> set[str]:
         return set()
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log on rank 0; with ``main_process_only=False`` on all ranks.
+        """Log on rank 0 only; with ``main_process_only=False`` on every rank that calls it.
 
         With ``in_order=True`` all ranks log, one after the other, whatever ``main_process_only``
-        says: all of them call it.
+        is. All ranks have to make that call, since each waits for the others.
         """
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
@@ -51,13 +55,16 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return the message with a prefix that names the rank, if there are several ranks."""
+        """Return the message, prefixed by "[RANK n]" if there are several ranks, and ``kwargs``.
+
+        Python's ``LoggerAdapter`` defines this method; ``kwargs`` is not changed.
+        """
         context = current()
         prefix = f"[RANK {context.rank}] " if context.world_size > 1 else ""
         return f"{prefix}{msg}", kwargs
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a warning once per text; repetitions are dropped."""
+        """Log a warning, unless this logger object has logged the same text by this method."""
         text = str(msg) % args if args else str(msg)
         if text not in self._warned:
             self._warned.add(text)
@@ -65,14 +72,15 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return a logger whose lines are written by rank 0 only.
+    """Return a logger that writes only rank 0's lines unless a call asks for more.
 
-    Each call takes ``main_process_only=False`` for lines of all ranks, and ``in_order=True`` for
-    one rank after the other.
+    ``main_process_only=False`` in a call, such as ``logger.info(...)``, writes the lines of all
+    ranks, and ``in_order=True`` writes them one rank after the other: then all ranks make the call.
 
     Args:
-        name: usually ``__name__``.
-        log_level: such as "INFO". None reads ACCELERATE_LOG_LEVEL, else changes nothing.
+        name: the logger's name, usually ``__name__``.
+        log_level: the level of this logger and of the root logger, such as "INFO". None takes the
+            variable ACCELERATE_LOG_LEVEL; if that is unset, the levels stay.
 
     Example:
         >>> from notebook_accel import Accelerator

@@ -1,4 +1,4 @@
-"""Memory: smaller batches after an out-of-memory error, and freeing of objects and caches."""
+"""Retry with smaller batches after an out-of-memory error, and free objects and device memory."""
 
 from __future__ import annotations
 
@@ -52,13 +52,16 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free objects that nothing else holds.
+    """Return None for each object, to assign to the objects' names; and free unused memory.
+
+    An object is freed once its names are assigned, if nothing else refers to it. The call itself
+    collects Python's garbage and empties torch's cache of device memory.
 
     Args:
-        *objects: the objects, whose names you assign anew.
+        *objects: the objects.
 
     Returns:
-        None for each object. Memory that the names held is freed by the next call at the latest.
+        a list of None, one for each object.
 
     Example:
         >>> import torch
@@ -76,7 +79,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Free the device memory that torch's allocator keeps for later.
 
     Args:
-        garbage_collection: collect Python's garbage first, which takes a moment.
+        garbage_collection: whether to collect Python's garbage first, which takes a moment.
 
     Example:
         >>> from notebook_accel.utils import clear_device_cache
@@ -96,21 +99,22 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorate a function so that it runs again with smaller batches when memory runs out.
 
-    Call the function without its first argument, the batch size. Later calls begin with the size
-    that fitted. Each rank decides for itself, so all ranks of a run have to fail with the same
-    sizes.
+    Call the decorated function without its first argument, the batch size. Later calls begin with
+    the size that fitted. Each rank chooses its size alone, so they agree only if all ranks run out
+    of memory with the same sizes.
 
     Args:
-        function: takes the batch size first. None returns a decorator with the other arguments.
+        function: the function; its first argument is the batch size. Leave it out to get a
+            decorator, as in the example.
         starting_batch_size: samples per batch in the first attempt.
-        reduce_batch_size_fn: returns the next size; it is called with the last size if it takes an
-            argument. None takes nine tenths.
+        reduce_batch_size_fn: returns the next batch size. It is called with the size that failed
+            if it takes an argument. None takes nine tenths of that size.
 
     Raises:
-        ConfigError: ``starting_batch_size`` is no whole number of at least 1, or the next size is
-            not smaller.
-        TypeError: the function takes no batch size first, or was called with one.
-        RuntimeError: no size fits.
+        ConfigError: ``starting_batch_size`` is no whole number of at least 1, or
+            ``reduce_batch_size_fn`` returned no smaller size.
+        TypeError: the function has no argument for the batch size, or a call passed one.
+        RuntimeError: memory ran out with every size.
 
     Example:
         >>> from notebook_accel import find_executable_batch_size
@@ -167,7 +171,11 @@ def find_executable_batch_size(
 
 
 def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """Return a function of the last batch size that returns the next; wraps ``reduce``."""
+    """Return a function from the batch size that failed to the next one.
+
+    It calls ``reduce``, with the size or without an argument, as ``reduce`` takes it. None: nine
+    tenths of the size.
+    """
     if reduce is None:
         return lambda size: size * 9 // 10
     try:

@@ -1,15 +1,16 @@
-"""The process group of a training, made once per rank, on the loopback interface if possible.
+"""Make and destroy torch's default process group, on the loopback interface if possible.
 
 Torch's own ``env://`` store listens on all interfaces without a secret, whatever MASTER_ADDR
-says. Where all ranks are on one machine, they meet at the store of ``launch.group_store`` on the
-loopback interface instead, and gloo and NCCL are told to use that interface.
-A group that the user made is used as it is.
+says. If all ranks are on one machine, they use the store of ``launch.group_store`` on the loopback
+interface instead, and gloo and NCCL are told to use that interface. A process group that the user
+made is used as it is.
 
-TORCH_GLOO_LAZY_INIT is left alone. It moves the connections of the full mesh from here to the
-first collective: from here to its end 2 ranks took 0.06 s without and 0.08 s with it, 8 ranks 0.4
-and 0.5 s, 48 ranks 0.8 and 1.0 s, 128 ranks 8.9 and 7.0 s (2 busy cores; 6 s of them the exchange
-of addresses, one by one, through the store). And a rank whose peer died before the two first met
-may wait for ever (pytorch/gloo#520).
+TORCH_GLOO_LAZY_INIT is not set. It would move the connections of all pairs of ranks from
+``init_process_group`` to the first collective, which gains little. From ``init_process_group`` to
+the end of the first collective 2 ranks took 0.06 s without and 0.08 s with it, 8 ranks 0.4 and
+0.5 s, 48 ranks 0.8 and 1.0 s, 128 ranks 8.9 and 7.0 s (on 2 busy cores; 6 s of these to exchange
+addresses, one by one, through the store). And with it a rank may wait for ever for a peer that died
+before the two had connected (pytorch/gloo#520).
 """
 
 from __future__ import annotations
@@ -58,10 +59,17 @@ def open_process_group(
     backend: str,
     options: InitProcessGroupKwargs,
 ) -> None:
-    """Make the default process group of this rank, and wait until all ranks have joined.
+    """Make torch's default process group; all ranks call it, and it waits until all have joined.
+
+    Args:
+        rank: rank of this process.
+        world_size: number of ranks on all machines.
+        local_world_size: number of ranks on this machine.
+        backend: torch's backend or backends, such as "gloo" or "cpu:gloo,cuda:nccl".
+        options: the user's settings: timeout and ``init_method``.
 
     Raises:
-        ConfigError: the environment does not say where the ranks meet.
+        ConfigError: MASTER_ADDR or MASTER_PORT, where the ranks connect, is needed and unset.
     """
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if options.timeout is not None:
@@ -81,10 +89,11 @@ def open_process_group(
 
 
 def close_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Destroy a group; None is the default group, if this package made it.
+    """Destroy a process group; by default torch's default group, but only if this package made it.
 
-    A prepared model may keep the group. Whoever drops that model later joins gloo's threads with
-    Python's lock held, and hangs where one of them still wants the lock: so they get it before.
+    It first waits until gloo's threads are idle. A prepared model may keep the group alive; when
+    that model is freed, its thread joins gloo's threads while it holds Python's global lock (GIL).
+    That would hang if one of them still waited for the lock.
     """
     _wait_until_gloo_is_idle()
     if group is not None:
@@ -94,14 +103,18 @@ def close_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _close_at_exit(pid: int) -> None:
-    """Destroy the default group when a script ends, in the process with this pid.
+    """Destroy the default process group when a script ends (an ``atexit`` function).
 
-    Left to Python's own end, a thread of gloo that still holds a tensor then aborts the process
+    Otherwise a gloo thread that still holds a tensor aborts the process as Python ends
     ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
-    Leaving ends these threads, unless a prepared model or the like keeps the group: then they are
-    waited for.
-    After an error the group stays: leaving it waits for operations to which other ranks may never
-    come. To a child that was forked it does not belong.
+    Destroying the group ends these threads. If a prepared model keeps the group alive, the threads
+    go on, so the function also waits until they are idle.
+
+    After an error the group is not destroyed: that would wait for collectives which other ranks may
+    never join.
+
+    Args:
+        pid: the process that made the group. In a forked child the function does nothing.
     """
     if os.getpid() != pid:
         return
@@ -111,10 +124,10 @@ def _close_at_exit(pid: int) -> None:
 
 
 def _wait_until_gloo_is_idle() -> None:
-    """Wait until gloo's threads hold no tensor: until none of them has run for a while.
+    """Wait until no gloo thread has run for a while, so that none holds a tensor; 5 s at most.
 
-    One that has just ended an operation needs Python's lock to give up its tensor. While it waits
-    for the lock it wakes every 5 ms, and while this function sleeps it gets it.
+    A thread that has just ended a collective needs Python's global lock (GIL) to free its tensor.
+    It wakes every 5 ms while it waits for the lock, and gets the lock while this function sleeps.
     """
     deadline = time.monotonic() + _SECONDS_UNTIL_IDLE
     before: list[dict[str, str]] = []
@@ -126,7 +139,10 @@ def _wait_until_gloo_is_idle() -> None:
 
 
 def _gloo_threads() -> list[dict[str, str]]:
-    """Return the state of each gloo thread and how often it slept, from /proc."""
+    """Return the scheduler state of each gloo thread, and how often it slept, from Linux's /proc.
+
+    Both are texts under the keys that /proc uses ("State", "voluntary_ctxt_switches").
+    """
     threads = []
     for status in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # it may have ended
@@ -138,7 +154,11 @@ def _gloo_threads() -> list[dict[str, str]]:
 
 
 def _meets_here() -> bool:
-    """Return whether MASTER_ADDR is this machine, and no torchrun agent holds the store."""
+    """Return whether MASTER_ADDR is the loopback interface, and torchrun does not serve the store.
+
+    Raises:
+        ConfigError: MASTER_ADDR is not set.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
     host = _needed("MASTER_ADDR")
@@ -159,7 +179,7 @@ def _needed(variable: str) -> str:
 
 
 def _use_loopback_interface() -> None:
-    """Have gloo and NCCL listen on the loopback interface, unless the user named another."""
+    """Have gloo and NCCL use the loopback interface, unless their variables name another."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
     for variable in _INTERFACE_VARIABLES if loopback else ():
@@ -167,7 +187,11 @@ def _use_loopback_interface() -> None:
 
 
 def _address() -> StorePort:
-    """Return the address at which rank 0 serves the store."""
+    """Return the address at which rank 0 serves the store: the launcher's, else MASTER_ADDR's.
+
+    Raises:
+        ConfigError: the launcher reserved none, and MASTER_ADDR or MASTER_PORT is not set.
+    """
     reserved = current().store_port
     if reserved is not None:
         return reserved

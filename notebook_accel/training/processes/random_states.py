@@ -1,4 +1,8 @@
-"""The random numbers of one rank, as a checkpoint keeps them."""
+"""Read, compare and restore the random states of one rank, as checkpoints keep them.
+
+They are the states of the global random numbers of Python, numpy, torch's CPU and the rank's
+device, in a dictionary under Accelerate's names for them.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +33,27 @@ _known_numpy: tuple[bytes, Any] = b"", None
 
 
 def get_random_states(device: torch.device) -> dict[str, Any]:
-    """Give those of Python, numpy, torch and the rank's device, in plain values and tensors."""
+    """Return the random states of Python, numpy, torch and the rank's device.
+
+    They are plain values and tensors, ready to be saved; :func:`set_random_states` restores them.
+    """
     states = as_plain({**note_random_states(), "numpy_random_seed": np.random.get_state()})
     return {**states, **note_torch_states(device)}
 
 
 def note_torch_states(device: torch.device) -> dict[str, Any]:
-    """Give those of torch and the device alone, which cost a microsecond."""
+    """Return the random states of torch's CPU and of the device only, which takes a microsecond."""
     states = {"torch_manual_seed": torch.get_rng_state()}
     own = devices.get_rng_state(device)
     return states if own is None else {**states, _device_key(device): own}
 
 
 def note_random_states() -> dict[str, Any]:
-    """Return the random states of the host cheaply; loaders call this in each pass."""
+    """Return the random states of Python, numpy and torch's CPU, without that of the device.
+
+    It is cheap, since loaders call it in each pass. To save the result in a file, convert it by
+    :func:`as_plain`.
+    """
     return {
         "random_state": random.getstate(),
         "numpy_random_seed": _numpy_state(),
@@ -51,13 +62,14 @@ def note_random_states() -> dict[str, Any]:
 
 
 def _numpy_state() -> Any:
-    """What ``np.random.get_state()`` gives, without its 75 us where nothing was drawn since.
+    """Return ``np.random.get_state()``, which takes 75 us, from a cache if nothing was drawn since.
 
-    Whether something was is told by the memory of the generator (624 words and a position, by the
-    address that numpy gives for such uses). But for one thing: every second normal number is kept
-    from the draw before, beside that memory. While one is kept, numpy is asked; and a state that is
-    put back may have one, so :func:`set_random_states` forgets what is known. (Not seen: a
-    ``np.random.set_state`` of the user's that brings one back at the very position last seen.)
+    The cache is valid while the generator's memory (624 words and a position) has not changed;
+    numpy gives its address for such uses. One part of the state is not in that memory: numpy draws
+    normal numbers in pairs and keeps the second of a pair elsewhere. So a state with a kept number
+    is never cached, and :func:`set_random_states`, which may restore such a state, clears the
+    cache. (One case goes unnoticed: the user's own ``np.random.set_state`` restores a kept number
+    at exactly the position that is cached.)
     """
     global _known_numpy
     untyped: Any = np.random  # numpy's own types lack the function
@@ -74,15 +86,16 @@ def _numpy_state() -> Any:
 
 
 def as_plain(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert random states to plain values and tensors, as files store them."""
+    """Return random states with numpy's array as a list, so that checkpoints can store them."""
     kind, keys, *rest = states["numpy_random_seed"]
     return {**states, "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest)}
 
 
 def random_states_unchanged_since(states: Mapping[str, Any]) -> bool:
-    """Return whether the host's random states equal those of :func:`note_random_states`.
+    """Return whether Python, numpy and torch's CPU still have the given random states.
 
-    The cheapest states are compared first, since loaders call this in each pass.
+    Args:
+        states: from :func:`note_random_states`.
     """
     if not torch.equal(torch.get_rng_state(), states["torch_manual_seed"]):
         return False
@@ -93,10 +106,15 @@ def random_states_unchanged_since(states: Mapping[str, Any]) -> bool:
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what :func:`get_random_states` or :func:`note_random_states` gave.
+    """Restore the random states that :func:`get_random_states` or :func:`note_random_states` gave.
+
+    Args:
+        states: the states. That of the device may be missing, or be a list with those of all
+            devices, as Accelerate saves it.
+        device: the device of this rank.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not such a state.
+        KeyError, TypeError, ValueError: these are no such states.
     """
     kind, keys, *rest = states["numpy_random_seed"]
     if not 0 <= rest[0] <= _NUMPY_WORDS:

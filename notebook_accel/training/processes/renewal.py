@@ -1,11 +1,12 @@
-"""Makes a process group anew, and wraps the models of the previous group again.
+"""Make a new process group after a failed cell, and wrap the prepared models in it again.
 
-In a session a call that fails on one rank leaves the others in a collective, so all ranks leave
-their group after it. What the person had prepared in earlier cells lives on:
+The ranks of a notebook live on from cell to cell. A cell that fails on one rank leaves the others
+waiting in a collective, so afterwards all ranks destroy their process group. Models that the user
+prepared in earlier cells must still train::
 
-    call that did not end well --> ranks without a group --> renew_group, on all of them together
-                                                               |--> the same group, anew
-                                                               '--> each model wrapped in it again
+    cell that failed --> ranks without a process group --> renew_group, on all ranks together
+                                                             |--> a new process group
+                                                             '--> DDP wraps each model in it again
 """
 
 from __future__ import annotations
@@ -34,25 +35,34 @@ class _Wrapped(NamedTuple):
 
 
 def note_wrapped(model: Module, wrap_again: Callable[[Any], None]) -> None:
-    """Register ``wrap_again(model)`` to be called when the default group is made anew.
+    """Register a prepared model that has to be wrapped again in a new process group.
 
     Args:
-        model: as the user has it; it is not kept alive.
-        wrap_again: does in place what was done when it was wrapped. All ranks call it together.
+        model: the wrapped model, such as a ``DistributedDataParallel``; it is not kept alive.
+        wrap_again: called as ``wrap_again(model)``, on all ranks together, when
+            :func:`renew_group` has made the new group. It has to wrap the model in place.
     """
     wrapped = current().shared.setdefault(_WRAPPED, [])
     wrapped.append(_Wrapped(weakref.ref(model), wrap_again))
 
 
 def note_mesh() -> None:
-    """Note that models are spread over a device mesh, which ends with its group."""
+    """Note that models are sharded over a device mesh.
+
+    A mesh is lost with its process group, so :func:`renew_group` then asks the user to prepare the
+    models again.
+    """
     current().shared[_HAS_MESH] = True
 
 
 def renew_group() -> list[str]:
-    """Make the default group anew, if this package made it; returns messages for the user.
+    """Make a new default process group in place of one that was destroyed; all ranks call it.
 
-    All ranks call it together.
+    It also wraps the models of :func:`note_wrapped` again. If this rank has made no ``Accelerator``
+    or ``PartialState``, the lost group was only the user's, and is not replaced.
+
+    Returns:
+        lines to show to the user; none if nothing has changed for the user's code.
     """
     if not is_established():
         return ["the process group of an earlier cell is gone: make it again where you need it"]

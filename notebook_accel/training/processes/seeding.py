@@ -1,4 +1,4 @@
-"""Random numbers: seeds, and the same state on every rank."""
+"""Seed random numbers, and copy random states from rank 0 to all ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ __all__ = ["new_generator", "set_seed", "synchronize_rng_state", "synchronize_rn
 
 
 def new_generator(seed: int) -> torch.Generator:
-    """Return a seeded generator for random numbers without a device, such as sample orders.
+    """Return a seeded generator for tensors made without ``device=``, such as sample orders.
 
-    It lies where torch makes tensors (``torch.set_default_device``): torch takes no other there.
+    It is on torch's default device (``torch.set_default_device``), as torch accepts no generator of
+    another device for such tensors.
     """
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
@@ -31,9 +32,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed the random numbers of Python, numpy and torch, on every device.
 
     Args:
-        seed: a whole number from 0 on, below 2**63.
-        device_specific: add the rank to the seed, so that each rank draws its own numbers.
-        deterministic: make torch use deterministic algorithms; some operations then raise.
+        seed: a whole number from 0 up to, but not including, 2**63.
+        device_specific: whether to add the rank to the seed, so that each rank draws its own
+            numbers.
+        deterministic: whether torch uses deterministic algorithms from now on; operations that
+            have none then raise.
 
     Example:
         >>> import torch
@@ -58,14 +61,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_state(
     rng_type: str | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Give every rank the random state of rank 0; all ranks call it.
+    """Copy one random state from rank 0 to every rank; all ranks have to call it.
 
     Args:
-        rng_type: "torch" (of the CPU), "generator", or a device type such as "cuda".
-        generator: whose state, if ``rng_type`` is "generator".
+        rng_type: "torch" (torch's CPU random state), "generator", or a device type such as "cuda".
+        generator: the generator whose state is copied, if ``rng_type`` is "generator".
 
     Raises:
-        ValueError: "generator" without a generator, or an unknown type.
+        ValueError: "generator" was given without a generator, or there is no such type.
 
     Example:
         >>> from notebook_accel.utils import synchronize_rng_state
@@ -94,14 +97,14 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[str], generator: torch.Generator | None = None
 ) -> None:
-    """Give every rank the random states of rank 0; all ranks call it.
+    """Copy several random states from rank 0 to every rank; all ranks have to call it.
 
     Args:
-        rng_types: "torch" (of the CPU), "generator", or device types such as "cuda".
-        generator: whose state, if "generator" is among them.
+        rng_types: "torch" (torch's CPU random state), "generator", or device types such as "cuda".
+        generator: the generator whose state is copied, if "generator" is among the types.
 
     Raises:
-        ValueError: "generator" without a generator, or an unknown type.
+        ValueError: "generator" was given without a generator, or there is no such type.
 
     Example:
         >>> from notebook_accel import synchronize_rng_states

@@ -1,7 +1,7 @@
-"""The topology of this rank: its numbers, device and process group, found once.
+"""The topology of this rank: rank, world size, device and backend, determined once and kept.
 
-The launcher or the environment says which rank this is; a process group that the user made comes
-before both. Where there are several ranks and no group yet, it is made here.
+They come from the process group if the user made one, else from the launcher of this package, else
+from environment variables. If there are several ranks and no process group yet, it is made here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _listeners: list[Callable[[Topology], None]] = []
 
 @dataclass(frozen=True)
 class Topology:
-    """Rank, number of ranks and device of this process."""
+    """Rank, number of ranks, device and backend of this process; made by :func:`establish`."""
 
     process_index: int
     """Rank of this process."""
@@ -62,24 +62,30 @@ class Topology:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The ``DistributedType`` of these ranks."""
+        """The ``DistributedType`` that follows from the device and the number of ranks."""
         return devices.distributed_type(self.device, self.num_processes)
 
 
 def topology() -> Topology:
-    """Return the topology of this rank; the first call determines it."""
+    """Return the topology of this rank; the first call determines it, as :func:`establish`."""
     found: Topology | None = current().shared.get(_KEY)
     return establish() if found is None else found
 
 
 def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
-    """Return the topology of this rank, after making its process group if there is none.
+    """Return the topology of this rank, after making the process group if there is none.
 
-    The topology is kept: ``cpu`` and ``options`` have an effect in the first call alone.
+    All ranks have to call it where the group is still to be made, since that waits for all of them.
+    The topology is kept: later calls ignore ``cpu``, and use ``options`` only to replace a process
+    group that was destroyed.
+
+    Args:
+        cpu: whether to compute on the CPU even if there are accelerators.
+        options: the user's settings of the process group; None for defaults.
 
     Raises:
-        ConfigError: the environment does not say where the ranks meet, or this machine has fewer
-            devices than ranks.
+        ConfigError: MASTER_ADDR or MASTER_PORT, where the ranks connect, is needed and unset; or
+            this machine has several devices, but fewer than ranks.
     """
     _read_mpi_environment(cpu=cpu)
     shared = current().shared
@@ -95,10 +101,11 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
 
 
 def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
-    """Return (number of ranks, number on this machine), without making a process group.
+    """Return the number of ranks and the number on this machine, without making a process group.
 
     Args:
-        cpu: whether they are asked to compute on the host.
+        cpu: whether the user asked the ranks to compute on the CPU. For such ranks the environment
+            variables of ``mpirun`` count too.
     """
     _read_mpi_environment(cpu=cpu)
     found: Topology | None = current().shared.get(_KEY)
@@ -109,7 +116,10 @@ def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
 
 
 def tell(listener: Callable[[Topology], None]) -> None:
-    """Call ``listener`` with the topology: now if it is known, and whenever it is found anew."""
+    """Register a function to be called with the topology of this rank.
+
+    It is called at once if the topology is known, and each time :func:`establish` determines it.
+    """
     if listener not in _listeners:
         _listeners.append(listener)
     # A module that is imported asks, perhaps in a process that forks the ranks only later.
@@ -119,12 +129,12 @@ def tell(listener: Callable[[Topology], None]) -> None:
 
 
 def is_established() -> bool:
-    """Return whether the topology of this rank was found already."""
+    """Return whether the topology of this rank has been determined."""
     return _KEY in current().shared
 
 
 def forget() -> None:
-    """Forget the topology: the next call of :func:`topology` finds it anew."""
+    """Forget the topology, so that the next call of :func:`topology` determines it again."""
     current().shared.pop(_KEY, None)
 
 
@@ -176,10 +186,11 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
 
 
 def _read_mpi_environment(*, cpu: bool) -> None:
-    """Set torchrun's variables from those of MPI, if ``mpirun`` started this rank.
+    """Set torchrun's environment variables from those of MPI, if ``mpirun`` started this rank.
 
-    For ranks that are to compute on the host alone, as in Accelerate: on other machines the
-    variables of MPI may be those of the job in which a kernel runs.
+    As in Accelerate, this happens only if the user asked the ranks to compute on the CPU (``cpu``
+    or the variable ACCELERATE_USE_CPU). Otherwise the MPI variables may belong to the cluster job
+    in which a notebook's kernel runs, and say nothing of ranks.
     """
     is_told = "WORLD_SIZE" in os.environ or has_process_group() or current().launched
     if is_told or not (cpu or environment.read_flag("USE_CPU")):
@@ -220,7 +231,10 @@ def _open(context: RankContext, device: torch.device, options: InitProcessGroupK
 
 
 def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
-    """Return the backend that the code or the launch asks for; None to go by the device."""
+    """Return the backend that ``options`` or the environment asks for.
+
+    None: neither does, and the default of the device type is used.
+    """
     return options.backend or environment.read("BACKEND")
 
 
@@ -233,7 +247,11 @@ def _backend_of(device: torch.device) -> str | None:
 
 
 def _is_stale(found: Topology) -> bool:
-    """Return whether a topology is that of the rank from which this one was forked."""
+    """Return whether a topology was inherited by ``fork`` from a process with another rank.
+
+    This concerns forked ranks that our launcher did not start, which have their own RANK and
+    WORLD_SIZE.
+    """
     if found.pid == os.getpid() or current().launched:
         return False
     said = RankContext.from_environment()

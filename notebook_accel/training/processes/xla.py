@@ -1,7 +1,7 @@
-"""The device functions for torch_xla, which torch has in a module for other device types.
+"""The device functions for torch_xla, such as ``torch.cuda`` has for CUDA.
 
-Torch does not know the kind: ``torch.accelerator`` and ``torch.get_device_module`` have nothing of
-it. torch_xla is imported as soon as a rank computes on it, and not before.
+Torch has no such module for XLA: ``torch.accelerator`` and ``torch.get_device_module`` do not know
+this device type. torch_xla is slow to import, so it is imported only when a rank computes on XLA.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ _HAS_BATCHES = "batches since the last step on XLA"
 
 
 def is_used() -> bool:
-    """Return whether this rank computes on XLA, by PJRT_DEVICE or since there is a TPU.
+    """Return whether this rank computes on XLA: PJRT_DEVICE is set, or there is a TPU.
+
+    In both cases torch_xla has to be the installed TPU library.
 
     Raises:
-        ConfigError: PJRT_DEVICE says so, and torch_xla does not fit torch.
+        ConfigError: PJRT_DEVICE is set, but the installed torch_xla does not work with this torch.
     """
     found = tpu.library()
     if found is None or found.name != "torch_xla":
@@ -48,7 +50,7 @@ def is_used() -> bool:
 
 
 def device() -> torch.device:
-    """Return the XLA device of this rank, seeded with the seed of torch."""
+    """Return the XLA device of this rank, after seeding it with torch's current seed."""
     import torch_xla
 
     found: torch.device = torch_xla.device()
@@ -57,17 +59,17 @@ def device() -> torch.device:
 
 
 def connect() -> Exchange:
-    """Return the collectives of torch_xla's ranks."""
+    """Return the collectives among the ranks that torch_xla connects."""
     from notebook_accel.training.collectives.xla import XlaExchange
 
     return XlaExchange()
 
 
 def begin_batch() -> None:
-    """Run the operations recorded since the last batch: XLA only records them until then.
+    """Run the operations that XLA has recorded since the last batch; loaders call it per batch.
 
-    torch_xla's MpDeviceLoader does the same at each batch, but reads two dozen batches ahead in
-    threads: then the batch of the loop is unknown, and with it where to resume.
+    torch_xla's MpDeviceLoader does the same, but reads two dozen batches ahead in threads. Then it
+    is unknown which batch the training loop has, and where a checkpoint has to resume.
     """
     import torch_xla
 
@@ -76,7 +78,11 @@ def begin_batch() -> None:
 
 
 def end_step() -> None:
-    """Run the recorded operations, unless a prepared loader does so at its next batch."""
+    """Run the operations that XLA has recorded, at the end of an optimizer step.
+
+    If a prepared loader gave the batch of this step, nothing is done: :func:`begin_batch` runs the
+    operations at the next batch.
+    """
     if not current().shared.pop(_HAS_BATCHES, False):
         import torch_xla
 
@@ -84,14 +90,14 @@ def end_step() -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the device, which ``torch.manual_seed`` does not."""
+    """Seed the XLA device's random numbers, which ``torch.manual_seed`` does not do."""
     import torch_xla
 
     torch_xla.manual_seed(seed % 2**32)
 
 
 def get_rng_state() -> torch.Tensor:
-    """Return the state of the device's random numbers."""
+    """Return the state of the XLA device's random numbers, as a CPU tensor of one number."""
     import torch_xla.core.xla_model as xm
 
     # A number without a sign, of 64 bits, of which torch has no tensors everywhere.
@@ -100,7 +106,7 @@ def get_rng_state() -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Restore a state of the device's random numbers, from :func:`get_rng_state`."""
+    """Restore a state of the XLA device's random numbers that :func:`get_rng_state` returned."""
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(int(state) % 2**64)

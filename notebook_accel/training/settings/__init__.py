@@ -1,1 +1,1 @@
-"""What a training function asks for: plugins, handlers, variables."""
+"""Settings of an ``Accelerator``: plugins, ``kwargs_handlers`` and environment variables."""

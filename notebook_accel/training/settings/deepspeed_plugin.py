@@ -1,13 +1,14 @@
 """``DeepSpeedPlugin``, the settings with which a user asks for DeepSpeed.
 
-Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
-takes its entry of the configuration, then its variable, then its default. DeepSpeed itself is
-imported by the strategy alone (``strategies/deepspeed.py``).
+Its fields and environment variables are those of Hugging Face Accelerate. A field left at None
+takes its value from the DeepSpeed configuration, else from its environment variable, else from its
+default. Making a plugin does not import DeepSpeed; the strategy (``strategies/deepspeed.py``) does.
 
 The configuration is a nested dictionary, whose entries are named with dots:
-``"zero_optimization.stage"`` is the entry ``stage`` in the section ``zero_optimization``. An entry
-that is "auto" is filled in from what is prepared; one for which nothing is known is left out, so
-that DeepSpeed's own default holds.
+``"zero_optimization.stage"`` is the entry ``stage`` in the section ``zero_optimization``.
+``prepare`` replaces the value "auto" of an entry by one that follows from the prepared models,
+optimizers and loaders. An "auto" entry for which nothing follows is removed, so that DeepSpeed's
+own default holds.
 """
 
 from __future__ import annotations
@@ -48,33 +49,39 @@ AUTO = "auto"
 
 
 def is_open(value: Any) -> bool:
-    """Return whether an entry has no value yet."""
+    """Return whether the value of a configuration entry is still open: None or "auto"."""
     return value is None or value == AUTO
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration whose entries can be read and completed.
+    """A DeepSpeed configuration whose entries can be read, set and completed by dotted names.
 
     Attributes:
-        config: the dictionary: a copy of one that was given, or that of another such configuration,
-            which both then complete.
+        config: the nested dictionary. A dictionary that was given is copied; if another
+            ``HfDeepSpeedConfig`` was given, both objects share its dictionary.
 
     Raises:
-        ConfigError: what was given is no dictionary, and no file with one.
+        ConfigError: the argument is neither a dictionary, nor another ``HfDeepSpeedConfig``, nor
+            the path of a JSON file with a dictionary.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
         """Read the configuration.
 
         Args:
-            config_file_or_dict: a dictionary, or the path of a JSON file.
+            config_file_or_dict: a dictionary, the path of a JSON file, or another
+                ``HfDeepSpeedConfig``.
         """
         self.config: dict[str, Any] = _read(config_file_or_dict)
         # What ``fill`` put in the place of "auto".
         self._filled: dict[str, Any] = {}
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the section of an entry (None if there is none), and the entry's last name."""
+        """Return the dictionary that holds an entry, and the entry's key in that dictionary.
+
+        The dictionary is None if the configuration has no such section. The entry itself need not
+        exist.
+        """
         *sections, name = ds_key_long.split(".")
         node: Any = self.config
         for section in sections:
@@ -84,12 +91,12 @@ class HfDeepSpeedConfig:
         return node, name
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value of an entry, or the default if it is missing."""
+        """Return the value of an entry, by its dotted name; ``default`` if it is missing."""
         node, name = self.find_config_node(ds_key_long)
         return default if node is None else node.get(name, default)
 
     def set_value(self, ds_key_long: str, value: Any) -> None:
-        """Set an entry; missing sections are made."""
+        """Set an entry, and create the sections of its dotted name that are missing."""
         *sections, name = ds_key_long.split(".")
         node = self.config
         for section in sections:
@@ -99,17 +106,17 @@ class HfDeepSpeedConfig:
         node[name] = value
 
     def del_config_sub_tree(self, ds_key_long: str) -> None:
-        """Remove an entry or a section, if it exists."""
+        """Remove an entry or a whole section, by its dotted name; do nothing if there is none."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None:
             node.pop(name, None)
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Return whether an entry is set, and not to False or 0."""
+        """Return whether an entry exists and its value is truthy: not False, 0, None or ""."""
         return bool(self.get_value(ds_key_long))
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether an entry is "auto"."""
+        """Return whether an entry's value is "auto", so that ``prepare`` is to fill it in."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def is_zero2(self) -> bool:
@@ -117,11 +124,11 @@ class HfDeepSpeedConfig:
         return bool(self.get_value("zero_optimization.stage") == 2)
 
     def is_zero3(self) -> bool:
-        """Return whether ZeRO stage 3 is set: weights are sharded too."""
+        """Return whether ZeRO stage 3 is set: it also shards weights, unlike stage 2."""
         return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
-        """Return whether weights or optimizer states are kept on the host or on a disk."""
+        """Return whether weights or optimizer states are kept in CPU memory or on a disk."""
         devices = (
             self.get_value(f"zero_optimization.offload_{what}.device")
             for what in ("optimizer", "param")
@@ -129,9 +136,9 @@ class HfDeepSpeedConfig:
         return any(device in ("cpu", "nvme") for device in devices)
 
     def reopen(self) -> None:
-        """Restore the "auto" entries that :meth:`fill` replaced, to prepare another model.
+        """Set the entries that :meth:`fill` completed back to "auto", to prepare another model.
 
-        Entries that were changed since keep their values.
+        Entries that were changed after ``fill`` keep their values.
         """
         for key, value in self._filled.items():
             if self.get_value(key) == value:
@@ -139,13 +146,13 @@ class HfDeepSpeedConfig:
         self._filled = {}
 
     def fill(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace "auto" entries by values, in place; entries without a value are removed.
+        """Replace "auto" entries by ``values``, in place; "auto" entries without one are removed.
 
         Args:
-            values: by the entries' names with dots; more than there are entries does no harm.
+            values: the values by dotted names. Names of entries that are not "auto" are ignored.
 
         Returns:
-            a copy of the completed configuration, for DeepSpeed to change as it likes.
+            a copy of the completed configuration, which DeepSpeed may change.
         """
         self._filled |= {key: values.get(key) for key in list(_entries(self.config, AUTO))}
         for key, value in self._filled.items():
@@ -159,7 +166,10 @@ class HfDeepSpeedConfig:
 
 
 def _entries(section: Mapping[str, Any], wanted: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of the entries whose value is ``wanted``."""
+    """Yield the dotted names of the entries of a section whose value is ``wanted``.
+
+    ``prefix`` is put before each name: the dotted name of the section, with a dot at the end.
+    """
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _entries(value, wanted, f"{prefix}{name}.")
@@ -194,18 +204,19 @@ _ENTRIES = {name: one for name, one in _OPTIONS.items() if one.entry}
 @documented
 @dataclass
 class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
-    """Settings of DeepSpeed's ZeRO: optimizer states, gradients and weights spread over the ranks.
+    """Settings of DeepSpeed's ZeRO: optimizer states, gradients and weights sharded over the ranks.
 
-    DeepSpeed does precision, loss scaling, accumulation and clipping itself. Its configuration is a
-    file or mapping (``hf_ds_config``) whose "auto" entries ``prepare`` completes, or is made of the
-    other fields.
+    DeepSpeed does mixed precision, loss scaling, gradient accumulation and clipping itself. Its
+    configuration is a file or mapping (``hf_ds_config``) whose "auto" entries ``prepare``
+    completes. Without ``hf_ds_config`` the configuration is made from the other fields.
 
     Attributes:
-        deepspeed_config: the configuration, a mapping that ``prepare`` completes in place.
-        dschf: what Transformers was told; None if nothing.
+        deepspeed_config: the configuration, a dictionary that ``prepare`` completes in place.
+        dschf: the configuration object that Transformers was given, so that ``from_pretrained``
+            shards weights as it reads them; None if it was given none.
 
     Raises:
-        ConfigError: a field has an unknown value, or differs from the configuration.
+        ConfigError: a field has an unknown value, or contradicts ``hf_ds_config``.
 
     Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models" (2020).
@@ -251,7 +262,18 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
 
     @classmethod
     def resolve(cls, argument: str, given: Any) -> DeepSpeedPlugin | None:
-        """Return the plugin from an argument of ``Accelerator`` or the environment, else None."""
+        """Return the plugin that ``Accelerator`` was given or the environment asks for, else None.
+
+        Transformers then learns whether to shard weights as it reads them.
+
+        Args:
+            argument: name of the argument of ``Accelerator``, for error messages.
+            given: value of that argument: a plugin, a dictionary with one plugin (by any name), or
+                None.
+
+        Raises:
+            ConfigError: ``given`` is no plugin or has several, or DeepSpeed is not installed.
+        """
         if isinstance(given, dict):
             # Accelerate takes several by name; DeepSpeed trains one model an Accelerator.
             if len(given) > 1:
@@ -273,7 +295,13 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return plugin  # type: ignore[no-any-return]
 
     def _join_with_fields(self) -> None:
-        """Make fields and configuration agree: each fills in what the other leaves open."""
+        """Make the plugin's fields and its configuration agree.
+
+        A field without a value takes that of the configuration's entry, and the other way round.
+
+        Raises:
+            ConfigError: a field and its entry both have values, which differ.
+        """
         differing = []
         for name, option in _ENTRIES.items():
             asked, there = getattr(self, name), self.get_value(option.entry)
@@ -295,17 +323,20 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             )
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return an entry of the configuration, by its dotted name."""
+        """Return the value of a configuration entry, by its dotted name; ``default`` if missing."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether ``prepare`` fills in an entry."""
+        """Return whether a configuration entry is "auto", so that ``prepare`` fills it in."""
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Make DeepSpeed compute in a precision, if its configuration has none.
+        """Make DeepSpeed compute in a precision, if its configuration has none yet.
 
-        ``TrainingArguments`` call it.
+        Transformers' ``TrainingArguments`` call this method.
+
+        Args:
+            mixed_precision: "no", "fp16" or "bf16".
 
         Raises:
             ConfigError: the configuration has another precision.
@@ -316,12 +347,16 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
                 self.hf_ds_config.set_value(f"{name}.enabled", name == mixed_precision)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Return whether ``from_pretrained`` of Transformers shards weights as it reads them."""
+        """Return whether Transformers' ``from_pretrained`` shards weights as it reads them."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Set within the block whether ``from_pretrained`` shards weights as it reads them."""
+        """Return a context in which Transformers' ``from_pretrained`` shards weights, or does not.
+
+        Args:
+            enable: whether it shards weights as it reads them. Afterwards the former setting holds.
+        """
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         self.set_deepspeed_weakref()
         try:
@@ -331,10 +366,10 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell Transformers whether to shard weights as it reads them.
+        """Tell Transformers whether ``from_pretrained`` is to shard weights as it reads them.
 
-        Transformers is imported for this, which takes seconds, only if the flag was asked for: a
-        training that uses Transformers has imported it before.
+        Importing Transformers takes seconds. So it is imported here only if the user set
+        ``zero3_init_flag``; otherwise it is told only if the script has imported it already.
         """
         if not (self._wants_init or "transformers" in sys.modules):
             return
@@ -363,10 +398,12 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         self.dschf = integration.HfDeepSpeedConfig(config)
 
     def set_moe_leaf_modules(self, model: Module) -> None:
-        """Have ZeRO stage 3 gather each layer of the named classes of experts as one piece.
+        """Have ZeRO stage 3 gather each mixture-of-experts layer of a model at once.
+
+        Their classes are named in ``transformer_moe_cls_names``; without names nothing is done.
 
         Raises:
-            ConfigError: the model lacks one of the classes in ``transformer_moe_cls_names``.
+            ConfigError: the model has no layer of one of the named classes.
         """
         if not self.transformer_moe_cls_names:
             return
@@ -382,10 +419,13 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         set_z3_leaf_modules(model, [*kinds])
 
     def resolve_precision(self, asked: str | None) -> str | None:
-        """Return the configuration's mixed precision if it has one, else ``asked``.
+        """Return the mixed precision of the DeepSpeed configuration if it sets one, else ``asked``.
+
+        Args:
+            asked: the ``mixed_precision`` of ``Accelerator``; None if the user gave none.
 
         Raises:
-            ConfigError: both say one, and not the same.
+            ConfigError: the configuration and ``asked`` (or the environment) name different ones.
         """
         wanted = (asked or environment.read("MIXED_PRECISION") or "no").lower()
         for name in ("fp16", "bf16"):
@@ -399,7 +439,12 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return asked
 
     def resolve_steps(self, asked: int | None) -> int | None:
-        """Return the configuration's number of batches per step if set, else ``asked``."""
+        """Return the batches per optimizer step: those of the configuration if set, else ``asked``.
+
+        Args:
+            asked: the ``gradient_accumulation_steps`` of ``Accelerator``; None if the user gave
+                none.
+        """
         own = self.gradient_accumulation_steps
         if own == AUTO:
             return asked

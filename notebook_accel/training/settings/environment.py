@@ -1,5 +1,8 @@
-"""Settings in the environment: ours (``NOTEBOOK_ACCEL_*``) first, then Accelerate's; and
-whether a library is installed."""
+"""Read settings from environment variables, and find out whether a library is installed.
+
+Most settings have two variables: ``NOTEBOOK_ACCEL_<NAME>`` comes first, then Accelerate's
+``ACCELERATE_<NAME>``.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +34,31 @@ _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
 
 def read(name: str) -> str | None:
-    """Return the text of a setting; None if it is unset or empty."""
+    """Return the text of a setting; None if its variables are unset or empty.
+
+    ``name`` has no prefix: for "LOG_LEVEL" it reads NOTEBOOK_ACCEL_LOG_LEVEL, else
+    ACCELERATE_LOG_LEVEL.
+    """
     found = _find(name)
     return None if found is None else os.environ[found].strip()
 
 
 def read_flag(name: str) -> bool:
-    """Return a setting as a flag; False if it is unset.
+    """Return a setting as a bool; False if it is unset. ``name`` has no prefix, as in :func:`read`.
 
     Raises:
-        ConfigError: its text is no flag.
+        ConfigError: its text means neither true nor false.
     """
     variable = _find(name)
     return variable is not None and parse_flag(variable, os.environ[variable])
 
 
 def read_count(name: str) -> int | None:
-    """Return a setting as a whole number of at least 1; None if it is unset."""
+    """Return a setting as a whole number; None if it is unset. ``name`` is as in :func:`read`.
+
+    Raises:
+        ConfigError: its text is no whole number of at least 1.
+    """
     variable = _find(name)
     if variable is None:
         return None
@@ -58,16 +69,21 @@ def read_count(name: str) -> int | None:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of some variables that is a number of at least 0, or the default."""
+    """Return the value of the first variable whose text is a whole number of at least 0.
+
+    Args:
+        env_keys: complete names of the variables.
+        default: returned if there is no such variable.
+    """
     texts = (os.environ.get(name, "").strip() for name in env_keys)
     return next((int(text) for text in texts if text.isdecimal()), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return a variable as a flag, or the default if it is unset.
+    """Return a variable as a bool, or the default if it is unset. ``key`` is its complete name.
 
     Raises:
-        ConfigError: its text is no flag.
+        ConfigError: its text means neither true nor false.
     """
     return parse_flag(key, os.environ[key]) if key in os.environ else default
 
@@ -87,7 +103,11 @@ _MPI = {
 
 
 def ranks_of_mpi() -> dict[str, int]:
-    """Return what torchrun's variables say, or those of MPI in their place, by torchrun's names."""
+    """Return rank and world size, of all machines and of this one, by torchrun's variable names.
+
+    Each number comes from torchrun's variable (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE),
+    else from that of an MPI library, else it is that of a single rank.
+    """
     return {
         name: get_int_from_env(
             [name, intel, f"OMPI_COMM_WORLD_{end}", f"MV2_COMM_WORLD_{end}"], default
@@ -102,21 +122,25 @@ FSDP_READS_ON_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have Transformers read a checkpoint on rank 0 alone; the others get its parts."""
+    """Have Transformers read a checkpoint on rank 0 only; ``prepare`` then shards its weights.
+
+    It sets environment variables that Transformers reads in ``from_pretrained``. Every rank has to
+    call it before.
+    """
     os.environ.setdefault(USE_FSDP, "True")
     os.environ[FSDP_READS_ON_RANK_0] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Have Transformers read a checkpoint on every rank."""
+    """Have Transformers read a checkpoint on every rank, by an environment variable it reads."""
     os.environ[FSDP_READS_ON_RANK_0] = "False"
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a library is installed.
+    """Return whether a Python module can be imported.
 
-    A folder of its name does not count: wandb leaves one where it ran, and Python would import that
-    as an empty package.
+    A mere folder of that name does not count: wandb leaves one in the folder where it ran, and
+    Python would import that as an empty package.
     """
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

@@ -1,8 +1,9 @@
-"""How a user asks for weights in parts, one a rank: ``FullyShardedDataParallelPlugin``.
+"""``FullyShardedDataParallelPlugin``, the settings with which a user asks for FSDP.
 
-Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
-takes its variable, then its default. Torch's own classes (``FullStateDictConfig``,
-``ShardingStrategy``, ...) are taken as they are, and imported only when a plugin is made.
+Its fields and environment variables are those of Hugging Face Accelerate. A field left at None
+takes its value from its environment variable, else from its default. Fields accept torch's own
+classes (``FullStateDictConfig``, ``ShardingStrategy``, ...), which are imported only when a plugin
+is made.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ _BY_OTHER_FIELDS = ("reshard_after_forward", "state_dict_type")
 @documented
 @dataclass
 class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
-    """Settings of sharding: each rank has a part of weights, gradients and optimizer states.
+    """Settings of FSDP: each rank has a shard of the weights, gradients and optimizer states.
 
-    Torch's ``fully_shard`` (FSDP2) does it, for ``fsdp_version`` 1 and 2. What only version 1 has
-    (``use_orig_params``, ``limit_all_gathers``, prefetching) is accepted without effect.
+    Torch's ``fully_shard`` (FSDP2) does the sharding for both values of ``fsdp_version``. Options
+    that only FSDP1 has (``use_orig_params``, ``limit_all_gathers``, prefetching) are accepted
+    without effect.
 
     Raises:
         ConfigError: a field has an unknown value.
@@ -96,7 +98,12 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
     @classmethod
     def resolve(cls, argument: str, given: Any) -> FullyShardedDataParallelPlugin | None:
-        """As :meth:`StrategyPlugin.resolve`; Transformers is told."""
+        """Return the plugin as :meth:`StrategyPlugin.resolve` does.
+
+        A plugin that was given as an argument also tells Transformers, by environment variables,
+        whether to read weights on rank 0 only. Variables that an earlier ``Accelerator`` set so
+        are restored first.
+        """
         for name, text in current().shared.pop(_SAID, {}).items():
             os.environ.pop(name, None)
             os.environ.update({} if text is None else {name: text})
@@ -177,13 +184,17 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         self.transformer_cls_names_to_wrap = names or None
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Have ``save_state`` write in another way from now on; all ranks call it.
+        """Choose whether ``save_state`` writes whole weights or shards from now on.
+
+        All ranks have to choose the same.
 
         Args:
-            state_dict_type: a ``StateDictType``, its name or its number; None leaves what is said.
+            state_dict_type: a ``StateDictType`` of torch, its name or its number. None keeps the
+                field ``state_dict_type``, else takes the environment variable, else the default of
+                ``fsdp_version`` (1: whole, 2: shards).
 
         Raises:
-            ConfigError: it is none of them, or belongs to version 1 alone.
+            ConfigError: there is no such type, or it is LOCAL_STATE_DICT with ``fsdp_version=2``.
         """
         from torch.distributed import fsdp
 
@@ -203,11 +214,15 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
     @property
     def saves_shards(self) -> bool:
-        """Whether ``save_state`` lets each rank write its part, rather than rank 0 all."""
+        """Whether ``save_state`` has each rank write its shards; False: rank 0 writes it all."""
         return str(self.state_dict_type.name) != "FULL_STATE_DICT"
 
     def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
-        """The function that chooses the modules to be gathered on their own; None for none."""
+        """Return torch's wrap policy: the function that chooses the modules to shard separately.
+
+        FSDP gathers the weights of each such module as it runs. None: the weights of the model are
+        gathered all at once.
+        """
         if callable(self.auto_wrap_policy):
             return self.auto_wrap_policy  # type: ignore[no-any-return]
         from torch.distributed.fsdp import wrap
@@ -243,12 +258,12 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         mixed_precision: str | torch.dtype,
         override: bool = False,
     ) -> None:
-        """Gather weights and reduce gradients in this type, where no policy says otherwise.
+        """Set ``mixed_precision_policy``: weights are gathered and gradients reduced in this type.
 
         Args:
-            mixed_precision: "bf16", "fp16", "fp32", "fp8" (which is gathered in bf16), or a type of
-                torch.
-            override: whatever a policy says.
+            mixed_precision: "bf16", "fp16", "fp32", "fp8" (whose weights are gathered in bf16), or
+                the ``torch.dtype`` of one.
+            override: replace a policy that is set already; False keeps it.
 
         Raises:
             ConfigError: it is no such type.
@@ -273,10 +288,11 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         self.mixed_precision_policy = kind(**fields)
 
     def precision_policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-        """Return the types in which weights are gathered and gradients reduced.
+        """Return FSDP2's policy: the types in which weights are gathered and gradients reduced.
 
         Args:
-            dtype: the type of the Accelerator's ``mixed_precision``; None for full precision.
+            dtype: the type of the Accelerator's ``mixed_precision``; None for full precision. Used
+                if the field ``mixed_precision_policy`` is None.
         """
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -290,7 +306,11 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         return MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
 
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
-        """Where the parts live between steps."""
+        """Return FSDP2's offload policy: whether shards are kept in CPU memory when not in use.
+
+        Args:
+            device: where the ranks compute.
+        """
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
         given = self.cpu_offload
@@ -302,7 +322,10 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         return CPUOffloadPolicy(pin_memory=pins)
 
     def ignored_parts(self, model: Module) -> list[Module]:
-        """The modules whose weights every rank keeps whole; by the names that they have now."""
+        """Return the modules of ``ignored_modules``, whose weights are not sharded.
+
+        A regular expression is matched with the names that the modules have at this call.
+        """
         given = self.ignored_modules
         if not isinstance(given, str):
             return list(given or ())
@@ -318,7 +341,11 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
 
 def _member(kind: Any, given: Any, field: str) -> Any:
-    """The member of an enum, by itself, its number or its name."""
+    """Return the member of the enum ``kind`` that was given as a member, its number or its name.
+
+    Raises:
+        ConfigError: there is no such member; the message calls the value ``field``.
+    """
     if isinstance(given, kind):
         return given
     text = str(given).strip().upper()
@@ -341,7 +368,11 @@ _DTYPES["fp8"] = torch.bfloat16
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:
-    """A type in which weights are gathered, by itself or its name."""
+    """Return the ``torch.dtype`` of a precision that was given as a dtype or by its name.
+
+    Raises:
+        ConfigError: FSDP has no such precision.
+    """
     name = str(given).removeprefix("torch.")
     if name not in _DTYPES:
         raise ConfigError(
@@ -355,10 +386,11 @@ _SAID = "environment before Transformers was told"
 
 
 def _tell_transformers(*, reads_on_rank_0: bool) -> None:
-    """Tell Transformers whether rank 0 alone has to read weights.
+    """Tell Transformers, by environment variables, whether only rank 0 reads a checkpoint.
 
-    It asks the environment, which says again what it did before once the next ``Accelerator`` is
-    made: one without a plugin would be sharded by it.
+    The former values are kept, and :meth:`FullyShardedDataParallelPlugin.resolve` restores them
+    when the next ``Accelerator`` is made. Otherwise ACCELERATE_USE_FSDP would shard the models of
+    one that has no plugin.
     """
     known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
     if not reads_on_rank_0 and known[0] not in os.environ:

@@ -1,4 +1,7 @@
-"""Settings objects for :class:`Accelerator`: small dataclasses that check their values."""
+"""Settings objects and enums for the arguments of :class:`Accelerator`.
+
+The settings are small dataclasses that check their values; most go into ``kwargs_handlers``.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ __all__ = [
 
 
 class _Texts(EnumMeta):
-    """Metaclass of enums for which ``"bf16" in PrecisionType`` works; before 3.12 it raises."""
+    """Metaclass with which ``"bf16" in PrecisionType`` works; Python before 3.12 would raise."""
 
     def __contains__(cls, value: object) -> bool:
         members: Mapping[str, Any] = cls.__members__
@@ -104,7 +107,7 @@ class DDPCommunicationHookType(TextEnum):
 
 
 class PrecisionType(TextEnum):
-    """Name of a mixed precision."""
+    """Names of the precisions for ``Accelerator(mixed_precision=...)``; NO is full precision."""
 
     NO = "no"
     FP8 = "fp8"
@@ -113,7 +116,10 @@ class PrecisionType(TextEnum):
 
 
 class FP8BackendType(TextEnum):
-    """Name of a library that computes in 8 bits: "AO" (torchao), "NO", or one of Accelerate's."""
+    """Names of libraries that compute in 8 bits, as in Accelerate; this package uses AO (torchao).
+
+    NO means that none is used.
+    """
 
     NO = "NO"
     TE = "TE"
@@ -122,7 +128,10 @@ class FP8BackendType(TextEnum):
 
 
 class RNGType(TextEnum):
-    """Name of a random state that ranks can take from rank 0 (``rng_types``)."""
+    """Names of random states, for ``Accelerator(rng_types=[...])``.
+
+    The ranks copy these states from rank 0 when a loader begins. GENERATOR is that of the loader.
+    """
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -139,14 +148,14 @@ class RNGType(TextEnum):
 
 @dataclass
 class KwargsHandler:
-    """Base class of settings for ``kwargs_handlers``."""
+    """Base class of the settings objects for ``Accelerator(kwargs_handlers=[...])``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields by name."""
+        """Return the values of all fields by name."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
+        """Return, by name, the values of the fields that differ from their defaults."""
         default = type(self)()
         return {
             name: value for name, value in self.to_dict().items() if getattr(default, name) != value
@@ -197,7 +206,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Settings of ``torch.nn.parallel.DistributedDataParallel``, which wraps models.
+    """Settings of ``torch.nn.parallel.DistributedDataParallel``, in which ``prepare`` wraps models.
 
     Raises:
         ConfigError: ``comm_hook`` or ``comm_wrapper`` is unknown.
@@ -238,7 +247,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """Return the wrapper's own arguments by name: the fields without those of the hook."""
+        """Return the arguments of ``DistributedDataParallel``: all fields but ``ignore_keys``.
+
+        The ignored ones are those of the communication hook, which is registered separately.
+        """
         ignored = set(ignore_keys)
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 
@@ -273,7 +285,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Settings of the process group (``torch.distributed.init_process_group``).
+    """Settings of the process group that ``Accelerator`` makes (``init_process_group`` of torch).
 
     Example:
         >>> from datetime import timedelta
@@ -323,7 +335,7 @@ class ProfileKwargs(KwargsHandler):
         """Return a profiler of torch with these settings, to be used in ``with``.
 
         Raises:
-            ConfigError: torch knows no such activity.
+            ConfigError: torch does not know a name in ``activities``.
         """
         from torch import profiler
 
@@ -349,6 +361,8 @@ class ProfileKwargs(KwargsHandler):
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """Settings of gradient accumulation: gradients of several batches are summed for one step.
+
+    The batches between two optimizer steps are called a window.
 
     Raises:
         ConfigError: ``num_steps`` is no whole number of at least 1.
@@ -377,7 +391,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where the files of a project are, and how its checkpoints are named.
+    """Folders of a project for ``Accelerator(project_config=...)``, and names of its checkpoints.
 
     Raises:
         ConfigError: ``total_limit`` is no whole number of at least 1.
@@ -413,7 +427,7 @@ class ProjectConfiguration:
             as_steps("ProjectConfiguration(total_limit=...)", self.total_limit)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set ``project_dir``, and the folder of logs too if it was unset."""
+        """Set ``project_dir``, and ``logging_dir`` to the same folder if that is None."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -422,8 +436,13 @@ class ProjectConfiguration:
 def as_steps(what: str, num_steps: Any, least: int = 1) -> int:
     """Return a number of steps or batches as an int; integers of numpy are accepted.
 
+    Args:
+        what: what error messages call the number.
+        num_steps: the number.
+        least: the smallest number that is allowed.
+
     Raises:
-        ConfigError: it is none, or below ``least``; the message calls it ``what``.
+        ConfigError: ``num_steps`` is no whole number, or below ``least``.
     """
     number = as_index(num_steps)
     if number is None or number < least:
@@ -447,5 +466,5 @@ _Handler = TypeVar("_Handler", bound=KwargsHandler)
 
 
 def pick_handler(handlers: Iterable[KwargsHandler], kind: type[_Handler]) -> _Handler:
-    """Return the handler of this class, or a new one with the defaults."""
+    """Return the first handler that is a ``kind``; if there is none, a new one with defaults."""
     return next((handler for handler in handlers if isinstance(handler, kind)), kind())

@@ -1,4 +1,8 @@
-"""One-line warnings for the person: in the run's view under our launcher, as warnings elsewhere."""
+"""One-line notices for the user.
+
+In ranks that our launcher started they appear in the notebook's view of the run, elsewhere as
+Python warnings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ _SHOWN = "notices shown"
 
 
 def notice(text: str) -> None:
-    """Show one line; outside our launcher only the first rank of a machine warns."""
+    """Show one line to the user.
+
+    The notebook shows equal lines of several ranks once. In ranks that our launcher did not start,
+    only the first rank of each machine issues a Python warning.
+    """
     context = current()
     if context.launched:
         context.notice(text)
@@ -21,7 +29,7 @@ def notice(text: str) -> None:
 
 
 def notice_once(key: str, text: str) -> None:
-    """The same, once a rank for each ``key``."""
+    """Show one line to the user as :func:`notice` does, once per ``key`` on this rank."""
     shown: set[str] = current().shared.setdefault(_SHOWN, set())
     if key not in shown:
         shown.add(key)

@@ -1,7 +1,7 @@
-"""How many ranks each kind of parallelism gets: ``ParallelismConfig``.
+"""``ParallelismConfig``: the number of ranks for each kind of parallelism.
 
-Its fields and environment variables are those of Hugging Face Accelerate, with those of pipelines
-and of the plan for divided layers beside them.
+Its fields and environment variables are those of Hugging Face Accelerate. This package adds those
+for pipeline parallelism (``pp_*``, ``num_microbatches``) and ``tp_plan`` for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 
 @dataclass
 class TorchContextParallelConfig:
-    """How ranks that divide sequences exchange keys and values.
+    """Settings of context parallelism, in which each rank computes a part of every sequence.
+
+    They say how the ranks exchange the keys and values of attention, for
+    ``ParallelismConfig(cp_handler=...)``.
 
     Raises:
-        ConfigError: the strategy is not known.
+        ConfigError: there is no such strategy.
     """
 
     cp_comm_strategy: str | None = None
@@ -63,11 +66,13 @@ class TorchContextParallelConfig:
 class ParallelismConfig(StrategyPlugin, MeshOptions):
     """Number of ranks for each kind of parallelism; their product is the number of all ranks.
 
-    The ranks form a device mesh in this order, the innermost last: pipeline, replicas, shards,
-    context, tensor. Ranks with the same index among replicas and shards read the same samples.
+    The ranks form a device mesh with these dimensions, the innermost last: "pp" (pipeline),
+    "dp_replicate" (copies of the model), "dp_shard" (FSDP), "cp" (parts of sequences) and "tp"
+    (parts of layers). Ranks with the same indices in "dp_replicate" and "dp_shard" read the same
+    samples.
 
     Attributes:
-        device_mesh: the mesh, once an ``Accelerator`` or ``get_device_mesh`` made it.
+        device_mesh: the mesh; None until an ``Accelerator`` or ``get_device_mesh`` makes it.
 
     Raises:
         ConfigError: a size is no whole number of at least 1, or a value is unknown.
@@ -148,7 +153,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
     def check_ranks(
         self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
     ) -> None:
-        """Check that the sizes make the number of ranks."""
+        """Check that the product of the sizes is the number of ranks; see :func:`fit_sizes`."""
         fit_sizes(
             self,
             plugins.get("fsdp_plugin"),
@@ -158,12 +163,15 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def divides_layers(self) -> bool:  # type: ignore[override]
-        """Whether ranks compute a layer together."""
+        """Whether ranks hold parts of layers and compute each layer together (``tp_size`` > 1)."""
         return self.tp_enabled
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of ranks of each dimension of the mesh, the innermost last."""
+        """Number of ranks of each mesh dimension by name ("pp", "dp_replicate", "dp_shard", ...).
+
+        The innermost dimension comes last.
+        """
         return {name: getattr(self, f"{name}_size") for name in _DIMENSIONS}
 
     @property
@@ -173,60 +181,77 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares into which the data is divided."""
+        """Number of shares into which the samples are divided: replicas times shards."""
         return int(self.sizes["dp_replicate"] * self.sizes["dp_shard"])
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Number of ranks that work on one share of the data together."""
+        """Number of ranks that read the same samples and work on them together."""
         return int(self.sizes["pp"] * self.sizes["cp"] * self.sizes["tp"])
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The dimensions of more than one rank."""
+        """Names of the mesh dimensions with more than one rank."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Dimensions whose ranks read different samples; joined, the mesh's "dp"."""
+        """Names of the dimensions, with more than one rank, whose ranks read different samples.
+
+        The mesh also has them flattened into one dimension, "dp".
+        """
         return self._several("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Dimensions whose ranks read the same samples."""
+        """Names of the dimensions, with more than one rank, whose ranks read the same samples."""
         return self._several("tp", "cp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Dimensions over which weights are sharded; joined, the mesh's "dp_shard_cp"."""
+        """Names of the dimensions, with more than one rank, over which FSDP shards weights.
+
+        The mesh also has them flattened into one dimension, "dp_shard_cp".
+        """
         return self._several("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Dimensions over which a loss is averaged; joined, the mesh's "dp_cp"."""
+        """Names of the dimensions, with more than one rank, over which the loss is averaged.
+
+        The mesh also has them flattened into one dimension, "dp_cp".
+        """
         return self._several("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Dimensions that ``fully_shard`` takes: replicas, if there are some, and shards."""
+        """Names of the mesh dimensions that torch's ``fully_shard`` takes.
+
+        They are "dp_shard_cp", and before it "dp_replicate" if there are several replicas.
+        """
         return [*self._several("dp_replicate"), "dp_shard_cp"]
 
     def _several(self, *names: str) -> list[str]:
         return [name for name in names if self.sizes[name] > 1]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Make a mesh of all ranks, which call it together; None where every size is 1.
+        """Make a device mesh of all ranks; None if every size is 1. All ranks have to call it.
 
         Args:
-            device_type: such as "cuda" or "cpu".
+            device_type: the type of the ranks' devices, such as "cuda" or "cpu".
         """
         dimensions = [name for name, size in self.sizes.items() if size > 1]
         return self.arrange_ranks(device_type, dimensions) if dimensions else None
 
     def arrange_ranks(self, device_type: str, dimensions: Sequence[str]) -> DeviceMesh:
-        """Make a mesh of these dimensions, the innermost last; all ranks call it.
+        """Make a device mesh with the given dimensions. All ranks have to call it.
 
-        Where they have members, it knows the joined dimensions "dp", "dp_shard_cp" and "dp_cp".
+        The mesh also gets the flattened dimensions "dp", "dp_shard_cp" and "dp_cp", each only if
+        one of the dimensions in it has more than one rank.
+
+        Args:
+            device_type: the type of the ranks' devices, such as "cuda" or "cpu".
+            dimensions: names of :attr:`sizes`, the innermost last.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -242,10 +267,17 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The ``Accelerator``'s mesh; without one, a mesh that all ranks make together and keep.
+        """Return ``device_mesh``; if there is none yet, make it: then all ranks have to call this.
+
+        Args:
+            device_type: such as "cuda" or "cpu"; only needed to make the mesh.
+
+        Returns:
+            the mesh; None if every size is 1.
 
         Raises:
-            ConfigError: there is no mesh yet, and no device type; or it is one of other devices.
+            ConfigError: there is no mesh yet and no ``device_type`` was given, or the mesh has
+                devices of another type.
         """
         if self.device_mesh is None:
             if device_type is None:
@@ -262,7 +294,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, those of handlers included."""
+        """Return the fields by name, with those of handlers as nested dictionaries."""
         return asdict(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -271,32 +303,32 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies."""
+        """Whether there are several replicas of the model (``dp_replicate_size`` > 1)."""
         return self.sizes["dp_replicate"] > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether weights are sharded."""
+        """Whether weights are sharded over ranks with different samples (``dp_shard_size`` > 1)."""
         return self.sizes["dp_shard"] > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are divided."""
+        """Whether ranks compute each layer together (``tp_size`` > 1)."""
         return self.sizes["tp"] > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are divided."""
+        """Whether ranks compute parts of each sequence (``cp_size`` > 1)."""
         return self.sizes["cp"] > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether DeepSpeed divides sequences: never so here."""
+        """Whether DeepSpeed divides sequences: False, since ``sp_size`` above 1 is refused."""
         return self.sp_size != 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether the model is split into stages."""
+        """Whether the model is split into the stages of a pipeline (``pp_size`` > 1)."""
         return self.sizes["pp"] > 1
 
 
@@ -310,17 +342,19 @@ def fit_sizes(
     num_processes: int,
     local_num_processes: int,
 ) -> ParallelismConfig:
-    """Return the sizes of the mesh: all ranks together, or all 1 where nothing asks for one.
+    """Return the sizes of the device mesh: their product is the number of ranks, or all are 1.
+
+    With an FSDP plugin, and no replicas or shards in ``asked``, the plugin's sharding strategy
+    divides the remaining ranks into replicas and shards.
 
     Args:
-        asked: the user's sizes. Where they leave the data to one rank, an FSDP plugin takes all
-            ranks that are left, as its sharding strategy says.
-        plugin: the user's.
+        asked: the user's sizes; None if the user gave none.
+        plugin: the user's FSDP plugin; None if there is none.
         num_processes: number of ranks.
         local_num_processes: number of ranks of this machine.
 
     Raises:
-        ConfigError: the sizes do not make the number of ranks.
+        ConfigError: the product of the sizes is neither 1 nor the number of ranks.
     """
     if plugin is not None and (asked is None or asked.data_parallel_size == 1):
         asked = asked or ParallelismConfig(dp_replicate_size=1, dp_shard_size=1)
@@ -350,7 +384,10 @@ def fit_sizes(
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Settings of tensor parallelism (``ParallelismConfig(tp_handler=...)``), without effect."""
+    """Settings of tensor parallelism, for ``ParallelismConfig(tp_handler=...)``.
+
+    Accelerate's scripts pass them; they have no effect here.
+    """
 
     enable_async_tp: bool = False
     """Accepted: communication and compute within a layer do not overlap here."""

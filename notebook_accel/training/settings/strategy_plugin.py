@@ -1,6 +1,8 @@
-"""What all plugins that choose a strategy have: they are arguments of an ``Accelerator``.
+"""The base class of plugins: the arguments of ``Accelerator`` that choose a kind of parallelism.
 
-    argument, or variable --resolve--> plugin --> Request.plugins --> the strategy
+A strategy is the class that does one kind of parallelism, such as FSDP or DeepSpeed::
+
+    argument, or environment variable --resolve--> plugin --> Request.plugins --> the strategy
 
 A strategy's plugin derives from :class:`StrategyPlugin`; the table of ``strategies/__init__.py``
 has the name of its argument.
@@ -20,12 +22,13 @@ __all__ = ["StrategyPlugin"]
 
 
 class StrategyPlugin:
-    """Settings by which a user chooses a strategy.
+    """Base class of the settings by which a user chooses a strategy (a kind of parallelism).
 
     Attributes:
-        switch: variable, without its prefix, that asks for the plugin's defaults where it is true.
-        composes: whether other plugins may be given beside it.
-        divides_layers: whether ranks compute a layer together, which fp8 does not support.
+        switch: environment variable, without its prefix (``ACCELERATE_``). If it is true and the
+            user gave no plugin, one with default values is used.
+        composes: whether ``Accelerator`` accepts other plugins together with this one.
+        divides_layers: whether a rank may hold only a part of a layer, which fp8 does not support.
     """
 
     switch: ClassVar[str]
@@ -34,10 +37,14 @@ class StrategyPlugin:
 
     @classmethod
     def resolve(cls, argument: str, given: Any) -> StrategyPlugin | None:
-        """Return the plugin that was given; else one of the environment, if its switch is true.
+        """Return the plugin that was given; else a default one if ``switch`` is true, else None.
+
+        Args:
+            argument: name of the argument of ``Accelerator``, for error messages.
+            given: value of that argument; None if the user gave none.
 
         Raises:
-            ConfigError: an object of another class was given; the message names the ``argument``.
+            ConfigError: an object of another class was given.
         """
         if given is None:
             return cls() if environment.read_flag(cls.switch) else None
@@ -48,21 +55,32 @@ class StrategyPlugin:
     def check_ranks(
         self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
     ) -> None:
-        """Refuse a number of ranks that does not fit, before any rank waits for another.
+        """Refuse a number of ranks that these settings cannot use.
+
+        It is called before ranks connect, so that each rank fails and none waits for another.
 
         Args:
-            plugins: all plugins in use, by their arguments.
+            plugins: all plugins in use, by the names of their arguments.
             num_processes: number of ranks.
             local_num_processes: number of ranks of this machine.
 
         Raises:
-            ConfigError: they do not fit.
+            ConfigError: the number of ranks does not fit the settings.
         """
 
     def resolve_precision(self, asked: str | None) -> str | None:
-        """Return the mixed precision, of which the ``Accelerator`` was asked for this one."""
+        """Return the mixed precision to use; a plugin may replace the one that was asked for.
+
+        Args:
+            asked: the ``mixed_precision`` of ``Accelerator``; None if the user gave none.
+        """
         return asked
 
     def resolve_steps(self, asked: int | None) -> int | None:
-        """Return the batches a step, of which the ``Accelerator`` was asked for this number."""
+        """Return the batches per optimizer step; a plugin may replace the number asked for.
+
+        Args:
+            asked: the ``gradient_accumulation_steps`` of ``Accelerator``; None if the user gave
+                none.
+        """
         return asked

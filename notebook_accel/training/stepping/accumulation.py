@@ -1,4 +1,7 @@
-"""Windows of several batches between two steps: when gradients are exchanged and used."""
+"""Gradient accumulation: on which batches gradients are exchanged and the optimizers step.
+
+A *window* is the group of batches whose gradients are summed for one optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +40,28 @@ _CURRENT = "accumulation"
 class Accumulation:
     """State of gradient accumulation: its settings, and the position in the current window.
 
+    A window is the group of batches whose gradients are summed for one optimizer step. Each
+    ``Accelerator`` has an object of this class.
+
+    Args:
+        plugin: the settings, which are copied.
+        device: the device of this rank; None for the CPU.
+
     Attributes:
-        plugin: the settings of the windows, as they are now.
-        sync_gradients: whether the next step of a prepared optimizer is a real one.
-        step: batches since a loader gave its last one; since the start with
-            ``sync_with_dataloader=False``.
-        inside: whether a block of ``accumulate`` is running.
-        optimizers: those prepared for these windows, which hear when a last batch begins and
-            ends.
-        is_stepping: whether a step of one of them runs.
-        trained_on: the loader whose batches the last real step used; None before the first.
-        random_states: of torch and the device, as the window that is open began. Those of Python
-            and numpy are not noted: to ask for Python's costs as much as a small layer.
+        plugin: the current settings.
+        sync_gradients: whether the current batch is the last of its window, so that a prepared
+            optimizer really steps and the ranks exchange gradients.
+        step: number of batches since a loader was read to its end; with
+            ``sync_with_dataloader=False`` since training began.
+        inside: whether an ``accumulate`` block is running.
+        optimizers: the prepared optimizers that step with these windows. They are told when the
+            last batch of a window begins and ends.
+        is_stepping: whether one of these optimizers is stepping right now.
+        loaders: the loaders of this rank that are being iterated.
+        trained_on: the loader whose batches the last real step used; None before the first step.
+        random_states: the random states of torch and the device when the current window began.
+            Python's and numpy's are left out, since reading Python's takes as long as a small
+            layer.
     """
 
     def __init__(
@@ -68,7 +81,7 @@ class Accumulation:
 
     @property
     def num_steps(self) -> int:
-        """Number of batches per window; may be set at any time."""
+        """Number of batches per optimizer step (per window); may be set at any time."""
         return self.plugin.num_steps
 
     @num_steps.setter
@@ -76,7 +89,10 @@ class Accumulation:
         self.plugin.num_steps = value
 
     def note_step(self) -> None:
-        """Note a real step of an optimizer, on batches of the loader that is being read."""
+        """Record that a prepared optimizer made a real step, and on which loader's batches.
+
+        Checkpoints need it: a step ends a window, and training resumes at the start of one.
+        """
         self.note_random_states()
         stack = self.loaders.stack
         if stack:
@@ -84,7 +100,10 @@ class Accumulation:
             self.loaders.note_step()
 
     def note_random_states(self) -> None:
-        """Keep the random states with which the next window begins."""
+        """Keep the random states of torch and the device, with which the next window begins.
+
+        Nothing is kept for windows of one batch.
+        """
         if self.num_steps > 1:
             self.random_states = note_torch_states(self._device)
 
@@ -94,12 +113,12 @@ class Accumulation:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients that no step has used belong to a window that is still open."""
+        """Whether gradients that no step has used are still needed by a later step."""
         # One step a window keeps some only where code itself says that a batch is not its last.
         return not self.sync_gradients or (self.num_steps > 1 and self.inside)
 
     def advance(self) -> None:
-        """Begin the next batch of the window, and set ``sync_gradients`` for it."""
+        """Count the next batch, and set ``sync_gradients`` for it; ``accumulate`` calls it."""
         if self.plugin.sync_with_dataloader and self.loaders.end_of_dataloader:
             self.step = 0
             self.sync_gradients = True
@@ -108,7 +127,7 @@ class Accumulation:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def reset(self) -> None:
-        """Begin a new window, and drop the batch count and random states of the old one."""
+        """Begin a new window: no batch is counted yet, and the kept random states are dropped."""
         self.step = 0
         self.sync_gradients = True
         self.random_states = {}
@@ -119,7 +138,17 @@ class Accumulation:
 
 
 class Window:
-    """Context manager of one ``accumulate`` block, which is one batch of a window."""
+    """Context manager that ``Accelerator.accumulate`` returns: it is entered once per batch.
+
+    On all batches of a window but the last one, it keeps the ranks from exchanging gradients. (A
+    window is the group of batches whose gradients are summed for one optimizer step.)
+
+    Args:
+        accumulation: the state of gradient accumulation.
+        models: the models, or sequences of models, that the block trains.
+        sync: returns the context in which a model's backward exchanges gradients (True) or not
+            (False).
+    """
 
     __slots__ = ("_accumulation", "_is_last", "_models", "_outer", "_stack", "_sync")
 
@@ -159,7 +188,10 @@ class Window:
 
 
 def current_accumulation() -> Accumulation:
-    """Return the windows of this rank's newest ``Accelerator``, else of the environment."""
+    """Return the gradient accumulation of this rank's newest ``Accelerator``.
+
+    Without an ``Accelerator`` it has the settings of the environment variables.
+    """
     shared = current().shared
     if _CURRENT not in shared:
         shared[_CURRENT] = Accumulation(resolve_plugin(None, None))
@@ -168,17 +200,25 @@ def current_accumulation() -> Accumulation:
 
 
 def forget_accumulation() -> None:
-    """Forget the current windows: the next ones have the environment's settings."""
+    """Forget what :func:`current_accumulation` returns.
+
+    Until an ``Accelerator`` is made, it then returns one with the environment's settings.
+    """
     current().shared.pop(_CURRENT, None)
 
 
 def resolve_plugin(
     num_steps: int | None, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
-    """Return the settings of the windows: an argument, else the environment, else 1 batch.
+    """Return the settings of gradient accumulation.
+
+    Args:
+        num_steps: the ``gradient_accumulation_steps`` of ``Accelerator``; it comes first.
+        plugin: the plugin that ``Accelerator`` was given; it comes second. If both are None, the
+            environment variable decides, else gradients are not accumulated.
 
     Raises:
-        ConfigError: the number makes no sense.
+        ConfigError: the number of batches is no whole number of at least 1.
     """
     in_environment = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
     if num_steps is not None:

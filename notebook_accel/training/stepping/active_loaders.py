@@ -1,10 +1,13 @@
-"""Which prepared loader is being iterated now, and where it stands.
+"""Which prepared loader is being iterated now, and at which batch it is.
 
-Accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are repeated?) and
-checkpoints ask here. A *pass* is one run over a loader, as ``for batch in loader`` makes it, and a
-*round* the samples on which all ranks work at the same step. Loops nest (an evaluation within an
-epoch) and are left in the middle, so the passes form a stack: one comes on top whenever it gives a
-batch, and leaves the stack when its iterator ends, is closed, or is garbage collected.
+Gradient accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are
+repeated?) and checkpoints use it. A *pass* is one iteration over a loader, as ``for batch in
+loader`` makes it. A *round* is the set of samples on which all ranks work at the same step, one
+batch on each rank.
+
+Loops nest (an evaluation within an epoch) and may be left early, so the passes form a stack. A pass
+moves to the top whenever it gives a batch, and leaves the stack when its iterator ends, is closed,
+or is garbage collected.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ __all__ = ["ActiveLoaders", "LoaderProgress", "Position", "ShortRound", "active_
 
 
 class ShortRound(NamedTuple):
-    """The sample counts of a round that lacks samples, or may lack some.
+    """The sample counts of a round that has, or may have, fewer samples than a full one.
 
-    That is the last round of a pass, or a short one before it.
+    A round is one batch on each rank. This is the last round of an iteration over a loader, or an
+    earlier one in which some ranks get fewer samples.
     """
 
     num_samples: int
@@ -44,7 +48,10 @@ class ShortRound(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Position:
-    """The state of one pass over a prepared loader: its batches and rounds so far."""
+    """The state of one iteration over a prepared loader (a pass), as checkpoints save it.
+
+    A round is the set of samples on which all ranks work at the same step.
+    """
 
     epoch: int = 0
     """Number of the epoch."""
@@ -95,13 +102,20 @@ class Position:
     data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its place."""
 
     def note_step(self) -> None:
-        """Record the position of the pass at a step of an optimizer: a new window begins there."""
+        """Record the current position as the one of the last optimizer step (``at_step``).
+
+        A checkpoint may have to resume there, as an accumulation window begins after each step.
+        """
         self.at_step = self.num_given, self.before_read
 
 
 @dataclass(eq=False)
 class LoaderProgress:
-    """Epoch and position of a loader; shared with its loaders of ``skip_first_batches``."""
+    """Epoch and position of a prepared loader.
+
+    A loader that ``skip_first_batches`` makes from it shares this object, so that both have the
+    same epoch and position.
+    """
 
     iteration: int = 0
     """Number of the epoch."""
@@ -118,10 +132,13 @@ class LoaderProgress:
 
 
 class ActiveLoaders:
-    """The passes that are under way.
+    """The passes of this rank that are under way: one for each loader that is being iterated.
 
-    The active one is that which gave a batch last: the innermost of nested loops. An iterator that
-    was left in the middle and is still referenced stops counting as soon as another loop goes on.
+    The active pass is the one that gave a batch last, in nested loops the innermost. An iterator
+    that was left early and is still referenced is no longer active once another loop reads a batch.
+
+    Attributes:
+        stack: the passes, the active one last.
     """
 
     def __init__(self) -> None:
@@ -130,48 +147,49 @@ class ActiveLoaders:
 
     @property
     def position(self) -> Position:
-        """The pass that gave a batch last; outside of loops one that has not begun."""
+        """The active pass; outside of loops a new ``Position``, of a pass that has not begun."""
         return self.stack[-1] if self.stack else Position()
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch of the active loader is its last; False outside of loops."""
+        """Whether the current batch of the active pass is its last; False outside of loops."""
         return self.stack[-1].end_of_dataloader if self.stack else False
 
     def put_on_top(self, position: Position) -> None:
-        """Make this pass the active one."""
+        """Make a pass the active one; it is called whenever the pass gives a batch."""
         self.drop(position)
         self.stack.append(position)
 
     def drop(self, position: Position) -> None:
-        """Forget a pass that has ended."""
+        """Remove a pass from the stack, since it has ended."""
         if position in self.stack:
             self.stack.remove(position)
 
     def note_step(self) -> None:
-        """Note that an optimizer made a step within the passes that are under way."""
+        """Record that an optimizer has stepped: in each pass under way, at its current position."""
         for one in self.stack:
             self._trained.add(one.loader)
             one.note_step()
 
     def stop(self, position: Position) -> None:
-        """Note that the run was stopped in this pass, and in the passes around it.
+        """Mark a pass, and the passes of the loops around it, as ended by a stop of the run.
 
-        Once optimizers have made steps, only passes over the loaders that they trained on keep
-        their place: an evaluation that went on in its middle would give a metric of the rest alone.
+        A checkpoint keeps the position of a marked pass. Once optimizers have stepped, only passes
+        over loaders whose batches they used are marked: an evaluation that resumed in its middle
+        would compute its metric from the remaining samples only.
         """
         for one in (*self.stack, position):
             is_trained = any(one.loader.is_part_of(loader) for loader in self._trained)
             one.is_stopped = is_trained or not self._trained
 
     def clear(self) -> None:
-        """Forget every pass."""
+        """Forget every pass, and which loaders were trained on."""
         self.stack.clear()
         self._trained.clear()
 
 
 def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
-    """Return the passes of this rank that are under way."""
+    """Return the passes of this rank that are under way; None takes the current rank's context."""
     shared = (context or current()).shared
     found: ActiveLoaders | None = shared.get(ActiveLoaders)
     if found is None:

@@ -1,4 +1,4 @@
-"""``GradientState``: position of the training in its accumulation window and in its loader."""
+"""``GradientState``: whether this batch ends a step or a loader, as in Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ __all__ = ["GradientState"]
 
 
 class GradientState:
-    """Place of the training in its accumulation window, and in the loader that it reads.
+    """View of gradient accumulation, and of the loader that is being iterated.
 
-    An ``Accelerator`` and what it prepared show its own windows. An instance that you make shows
-    those of the newest ``Accelerator``.
+    It tells whether optimizers step with the current batch, and whether that is the last one of its
+    loader. A window is the group of batches whose gradients are summed for one step. The
+    ``gradient_state`` of an ``Accelerator``, or of an object that it prepared, shows that
+    ``Accelerator``'s accumulation. An instance that you make shows that of the newest one.
 
     Args:
-        gradient_accumulation_plugin: begins windows with these settings; None shows the current
-            ones.
-        accumulation: the windows to show; None for the newest.
+        gradient_accumulation_plugin: starts gradient accumulation anew with these settings on this
+            rank; None shows the current one.
+        accumulation: for the package itself: the accumulation to show; None for the newest.
 
     Example:
         >>> from notebook_accel import Accelerator, GradientState
@@ -53,12 +55,12 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Batches per window."""
+        """Number of batches whose gradients are summed for one optimizer step."""
         return self._accumulation.num_steps
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether prepared optimizers step with this batch, the last of its window; may be set."""
+        """Whether prepared optimizers step with the current batch; may be set."""
         return self._accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -71,22 +73,22 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Field of the plugin; without effect, as in Accelerate."""
+        """Field of the ``GradientAccumulationPlugin``; it has no effect, as in Accelerate."""
         return self._accumulation.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends a window that is still short."""
+        """Whether optimizers step with a loader's last batch even if their window is not full."""
         return self._accumulation.plugin.sync_with_dataloader
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """Fields of the plugin, to read and to set."""
+        """Fields of the ``GradientAccumulationPlugin`` by name; changes take effect."""
         return vars(self._accumulation.plugin)
 
     @property
     def initialized(self) -> bool:
-        """Always True."""
+        """Always True, since there is always a state to show; Accelerate's scripts ask for it."""
         return True
 
     @property
@@ -101,19 +103,20 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """List of None and the prepared loaders that are being iterated."""
+        """The prepared loaders that are being iterated, after a first None, as in Accelerate."""
         return [None, *(position.loader for position in active_loaders().stack)]
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch of the active loader is its last."""
+        """Whether the current batch of :attr:`active_dataloader` is its last."""
         return active_loaders().end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Number of samples of all ranks in the last round, without repeated ones.
+        """Number of samples that all ranks together have in the loader's last, incomplete step.
 
-        0 means that the round is full, -1 that the number is not known.
+        Samples that are repeated to fill it up do not count. 0 means that the last step is
+        complete, -1 that the number is not known.
         """
         return active_loaders().position.remainder
 

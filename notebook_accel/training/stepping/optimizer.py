@@ -1,15 +1,19 @@
-"""A prepared optimizer: steps at the end of a window, skips overflows, reports its steps.
+"""Prepared optimizers, and a warning for optimizers that were not prepared.
 
-When a gradient is cleared, with windows of several batches: ``zero_grad`` may stand first or last
-in the loop, so inside a window it must not touch gradients that a later step is to use. They are
-cleared
+A prepared optimizer steps only with the last batch of each accumulation window (the group of
+batches whose gradients are summed for one step), skips steps whose gradients overflowed, and
+reports its steps.
 
-- at once, where a step has used them, or outside of windows;
-- at once, on the last batch of a window, where this batch's gradients are there already: the loop
-  drops the window (its norm was not finite, say);
-- at the end of the last batch, where no gradient came after ``zero_grad`` and no step either: the
-  loop dropped the window before its backward;
-- not at all otherwise: this ``zero_grad`` stands first in the loop.
+A loop calls ``zero_grad`` for every batch, either before the backward or after the step. So inside
+a window of several batches it must not clear gradients that a later step will use. ``zero_grad``
+clears the gradients
+
+- at once, if a step has used them, or outside of windows;
+- at once, on the last batch of a window after that batch's backward, if no step has used them: the
+  loop discards the window (because the gradient norm was not finite, say);
+- when the last batch ends, if neither a backward nor a step followed ``zero_grad``: the loop
+  discarded the window before the backward of its last batch;
+- not at all otherwise, since this ``zero_grad`` stands before the backward.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ __all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares
 
 
 def _of_inner(name: str, doc: str) -> property:
-    """Return a property that reads and sets an attribute of the optimizer inside."""
+    """Return a property that reads and sets the attribute ``name`` of the wrapped optimizer."""
 
     def read(prepared: AcceleratedOptimizer) -> Any:
         return getattr(prepared.optimizer, name)
@@ -51,26 +55,29 @@ def _of_inner(name: str, doc: str) -> property:
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer so that it steps at the end of an accumulation window.
+    """Wraps an optimizer so that it steps only at the end of an accumulation window.
 
-    ``prepare`` makes it. It is a ``torch.optim.Optimizer`` for schedulers and other code. One that
-    you make by hand steps in the windows of the newest ``Accelerator``. Inside of a window,
-    ``step`` does nothing, and ``zero_grad`` clears only gradients that a step has used, or that the
-    loop drops.
+    A window is the group of batches whose gradients are summed for one step. On its other batches
+    ``step`` does nothing, and ``zero_grad`` keeps the gradients that a later step will use.
+    ``Accelerator.prepare`` makes these objects, which schedulers and other code can use as a
+    ``torch.optim.Optimizer``. One that you make yourself follows the windows of the newest
+    ``Accelerator``.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer to wrap.
         device_placement: whether its states are moved to the device of their weights.
-        scaler: loss scaler of fp16, or None.
-        accumulation: for ``prepare``: the windows.
-        scaling: for ``prepare``: the loss scaling.
-        device_memory: for ``prepare``: returns the memory in use, in bytes.
-        drop_unreduced: for ``prepare``: drops gradients that no weight shows yet.
+        scaler: loss scaler of fp16; None without loss scaling.
+        accumulation: set by ``prepare``: the state of gradient accumulation.
+        scaling: set by ``prepare``: the loss scaling of the ``Accelerator``.
+        device_memory: set by ``prepare``: returns the bytes in use on the device, for the reports.
+        drop_unreduced: set by ``prepare``: clears gradients that are summed outside of ``grad``,
+            as libraries that shard weights do.
 
     Attributes:
-        optimizer: the optimizer inside.
-        num_steps: number of steps, those of a loaded checkpoint too, without overflows of fp16.
-        scaling: the loss scaling, or None.
+        optimizer: the wrapped optimizer.
+        num_steps: number of steps, including those before a checkpoint that was loaded. Steps that
+            were skipped because fp16 overflowed do not count.
+        scaling: the loss scaling of fp16; None without.
 
     Example:
         >>> import torch
@@ -133,30 +140,33 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because a gradient overflowed."""
+        """Whether the last step was skipped because a gradient overflowed in fp16."""
         return self._is_overflow
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16, else None; ``Accelerator.scaler`` may be set."""
+        """The loss scaler of fp16, else None. To replace it, set ``Accelerator.scaler``."""
         return None if self.scaling is None else self.scaling.scaler
 
     @property
     def gradient_state(self) -> GradientState:
-        """The ``GradientState`` of the windows in which this optimizer steps."""
+        """The ``GradientState`` of the gradient accumulation that this optimizer follows."""
         return GradientState(accumulation=self._accumulation)
 
     @property
     def has_unused_gradients(self) -> bool:
-        """Whether there are gradients that no step has used."""
+        """Whether a weight of this optimizer has a gradient that no step has used."""
         weights = (weight for group in self.param_groups for weight in group["params"])
         return not self._used and any(weight.grad is not None for weight in weights)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step at the end of a window; do nothing inside of it.
+        """Step if the current batch is the last of its accumulation window; else do nothing.
 
         Args:
-            closure: computes the loss anew, for optimizers that need it.
+            closure: computes the loss again and returns it, for optimizers such as LBFGS.
+
+        Returns:
+            what the wrapped optimizer's ``step`` returns; None if no step was made.
         """
         if not self._accumulation.sync_gradients:
             return None
@@ -179,10 +189,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, but for those that a later step will use.
+        """Clear the gradients, unless a later step of the accumulation window will use them.
 
         Args:
-            set_to_none: set them to None rather than to 0.
+            set_to_none: whether to set gradients to None; False sets them to 0.
         """
         is_open = not self._used and self._accumulation.keeps_gradients
         if is_open and not self._has_new_gradients():
@@ -206,34 +216,38 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.scaling.forget(self.optimizer)
 
     def begin_last_batch(self) -> None:
-        """Note the gradients that exist before the last batch of a window.
+        """Record the gradients that exist as the last batch of an accumulation window begins.
 
-        Gradients that are not among them belong to that batch.
+        Later a difference shows that this batch has had its backward. ``accumulate`` calls it.
         """
         self._at_start = gradient_marks(self.optimizer)
         self._was_held_back = False
 
     def end_last_batch(self) -> None:
-        """End the last batch of a window; clear the gradients if the loop dropped the window."""
+        """End the last batch of an accumulation window; ``accumulate`` calls it.
+
+        It clears the gradients if the loop discarded them: if it called ``zero_grad``, and then
+        neither a backward nor ``step``.
+        """
         is_dropped = self._was_held_back and not self._used and not self._has_new_gradients()
         self._at_start = None
         if is_dropped:
             self._clear(set_to_none=True)
 
     def _has_new_gradients(self) -> bool:
-        """Whether the last batch of a window is running and has had a backward."""
+        """Whether the last batch of an accumulation window is running and has had a backward."""
         return self._at_start is not None and gradient_marks(self.optimizer) != self._at_start
 
     def train(self) -> None:
-        """Set an optimizer with two modes (schedule-free) to training; others do nothing."""
+        """Switch a schedule-free optimizer to training mode; nothing happens for any other."""
         getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
-        """Set an optimizer with two modes (schedule-free) to evaluation; others do nothing."""
+        """Switch a schedule-free optimizer to evaluation mode; nothing happens for any other."""
         getattr(self.optimizer, "eval", lambda: None)()
 
     def drop_gradients(self) -> None:
-        """Clear all gradients, those of a window that is open too."""
+        """Clear all gradients, even those that a later step of the window would use."""
         self._clear(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -258,26 +272,35 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return AcceleratedOptimizer, (self.optimizer, False)
 
     def __notebook_accel_unwrap__(self) -> Optimizer:
-        """Return the wrapped optimizer, which a rank sends back in place of this object."""
+        """Return the wrapped optimizer, which a rank sends to the notebook instead of this object.
+
+        The notebook has no ``Accelerator`` with which a prepared optimizer could step.
+        """
         return self.optimizer
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside of a prepared one; any other optimizer unchanged."""
+    """Return the optimizer inside a prepared one; return any other optimizer unchanged."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
-    """Whether the optimizer steps a parameter whose ``id`` is in ``wanted``."""
+    """Return whether one of the optimizer's parameters has its ``id`` in ``wanted``."""
     return any(
         id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]
     )
 
 
 class UnpreparedWatch:
-    """Warns once when an optimizer of a prepared model steps without having been prepared.
+    """Warns once when an optimizer steps a prepared model's weights, but was not prepared itself.
 
-    Such a step would use gradients of an open window, or gradients that are still scaled.
+    Such a step uses gradients that are incomplete (inside an accumulation window), or that are
+    still multiplied by the loss scale of fp16.
+
+    Args:
+        accumulation: the state of gradient accumulation.
+        scaling: the loss scaling of fp16; None without.
+        models: the prepared models.
     """
 
     def __init__(
@@ -294,14 +317,14 @@ class UnpreparedWatch:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def knows(self, optimizer: Optimizer) -> None:
-        """Note an optimizer that was prepared."""
+        """Register an optimizer that was prepared, so that its steps cause no warning."""
         self._known.add(optimizer)
 
     def start(self, owner: object) -> None:
-        """Watch the steps of all optimizers as long as ``owner`` lives.
+        """Watch the steps of all optimizers of this process as long as ``owner`` lives.
 
-        Nothing is watched where an unprepared optimizer would step rightly: without windows and
-        without a loss scale.
+        Without gradient accumulation and loss scaling an unprepared optimizer steps correctly, so
+        that nothing is watched.
         """
         if self._started or (self.scaling is None and self._accumulation.num_steps == 1):
             return

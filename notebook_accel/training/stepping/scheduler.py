@@ -1,4 +1,4 @@
-"""A prepared scheduler: moves when its optimizers made a real step."""
+"""Prepared learning rate schedulers, which move only when their optimizers made a real step."""
 
 from __future__ import annotations
 
@@ -26,27 +26,31 @@ _NOTHING = 1e-9
 
 
 class AcceleratedScheduler:
-    """Wraps a scheduler so that its length counts batches of the loader before ``prepare``.
+    """Wraps a scheduler whose length was counted in batches of the loader before ``prepare``.
 
-    ``prepare`` makes it. A step of the optimizer uses one batch on each of P ranks, so the schedule
-    moves P steps with it. It does not move while gradients are accumulated, or if the step was
-    skipped. A scheduler that takes a metric (``ReduceLROnPlateau``) moves once per call. One that
-    you make by hand moves with the windows of the newest ``Accelerator``.
+    ``Accelerator.prepare`` makes these objects. A step of the optimizer uses one batch on each of P
+    ranks, so by default the schedule moves P steps with it. It does not move while gradients are
+    accumulated, or if the optimizer's step was skipped. A scheduler that takes a metric
+    (``ReduceLROnPlateau``) moves one step per call. One that you make yourself follows the gradient
+    accumulation of the newest ``Accelerator``.
 
     Args:
-        scheduler: the scheduler.
-        optimizers: the prepared optimizers whose rates it sets.
-        step_with_optimizer: whether it moves only when the optimizers stepped.
-        split_batches: True moves one step per step of the optimizer.
-        accumulation: for ``prepare``: the windows.
-        num_steps: for ``prepare``: steps of the schedule per step of the optimizer.
-        num_shares: for ``prepare``: into how many shares the data is divided; None: one a rank.
+        scheduler: the scheduler to wrap.
+        optimizers: the prepared optimizers whose learning rates it sets.
+        step_with_optimizer: True: the schedule moves only when the optimizers stepped; False: it
+            moves one step with each call.
+        split_batches: True: the schedule moves one step per optimizer step, not P.
+        accumulation: set by ``prepare``: the state of gradient accumulation.
+        num_steps: set by ``prepare``: steps of the schedule per optimizer step; None derives them
+            from ``split_batches``.
+        num_shares: set by ``prepare``: the number P, into how many shares the data is divided;
+            None: the number of ranks.
 
     Attributes:
-        scheduler: the scheduler inside.
-        optimizers: the prepared optimizers whose rates it sets.
-        num_steps: steps of the schedule per step of the optimizer.
-        step_with_optimizer: whether it moves only when the optimizers stepped.
+        scheduler: the wrapped scheduler.
+        optimizers: the prepared optimizers whose learning rates it sets.
+        num_steps: steps of the schedule per optimizer step.
+        step_with_optimizer: whether the schedule moves only when the optimizers stepped.
 
     Example:
         >>> import torch
@@ -86,14 +90,14 @@ class AcceleratedScheduler:
 
     @property
     def gradient_state(self) -> GradientState:
-        """The ``GradientState`` of the windows with which this scheduler moves."""
+        """The ``GradientState`` of the gradient accumulation that this scheduler follows."""
         return GradientState(accumulation=self._accumulation)
 
     @property
     def split_batches(self) -> bool:
-        """Whether the schedule moves one step with an optimizer's, however many ranks there are.
+        """Whether the schedule moves one step per optimizer step, however many ranks there are.
 
-        It may be set, for a length that counts steps of the optimizer.
+        Set it to True if the length of the schedule was counted in optimizer steps.
         """
         return self.num_steps == 1
 
@@ -102,10 +106,10 @@ class AcceleratedScheduler:
         self.num_steps = 1 if value else self._num_shares
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule, if the optimizers made a step.
+        """Move the schedule if the optimizers made a step; the arguments go to the scheduler.
 
-        On batches that only accumulate the schedule does not move at all: torch's schedulers
-        compute with ``_step_count`` too, so not even that may count such a batch.
+        On batches that only accumulate gradients, the wrapped scheduler is left untouched. Not even
+        its ``_step_count`` may change, since torch's schedulers compute with it.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -130,7 +134,10 @@ class AcceleratedScheduler:
             self._watch_the_end()
 
     def _watch_the_end(self) -> None:
-        """Warn once if the rate was 0 for two moves: the schedule was made too short."""
+        """Warn once if the learning rate is 0 after two moves in a row: the schedule is too short.
+
+        One move is no reason to warn, as a schedule of the right length also ends at 0.
+        """
         highest = max(float(rate) for rate in self.scheduler.get_last_lr())
         self._peak = max(self._peak, highest)
         if highest > _NOTHING * self._peak:
@@ -147,15 +154,15 @@ class AcceleratedScheduler:
             )
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates in use, one per parameter group."""
+        """Return the current learning rates, one per parameter group."""
         return [float(rate) for rate in self.scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scheduler inside."""
+        """Return the state of the wrapped scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from ``state_dict``."""
+        """Load a state that :meth:`state_dict` returned into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -167,5 +174,8 @@ class AcceleratedScheduler:
         return f"AcceleratedScheduler({self.scheduler!r})"
 
     def __notebook_accel_unwrap__(self) -> LRScheduler:
-        """Return the wrapped scheduler, which a rank sends back in place of this object."""
+        """Return the wrapped scheduler, which a rank sends to the notebook instead of this object.
+
+        The notebook has no ``Accelerator`` with which a prepared scheduler could move.
+        """
         return self.scheduler

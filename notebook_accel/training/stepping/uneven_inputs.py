@@ -1,8 +1,8 @@
-"""Loops in which ranks have different numbers of batches, by torch's ``Join``.
+"""Training loops in which ranks have different numbers of batches, by torch's ``Join``.
 
-A rank that has no more batches takes part in the exchanges of the others until they are through.
-``DistributedDataParallel`` and torch's ``ZeroRedundancyOptimizer`` know how; a model whose weights
-are in parts over the ranks does not, and the others would wait for it.
+A rank that has no more batches takes part in the collectives of the other ranks until they have
+finished theirs. ``DistributedDataParallel`` and torch's ``ZeroRedundancyOptimizer`` support that.
+A model whose weights are sharded over the ranks does not: the other ranks would wait for ever.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ __all__ = ["join_uneven_inputs"]
 def join_uneven_inputs(
     joinables: Sequence[Any], loaders: Sequence[Any], even_batches: bool | None
 ) -> Iterator[None]:
-    """Let ranks have different numbers of batches within the block, by torch's ``Join``.
+    """Return a context in which ranks may have different numbers of batches; all ranks enter it.
+
+    A notice is shown, and nothing else happens, if no object in ``joinables`` supports torch's
+    ``Join``.
 
     Args:
         joinables: prepared models and optimizers.
-        loaders: those that were prepared.
-        even_batches: whether they fill their last round up within the block; None leaves them as
-            they are.
+        loaders: all prepared loaders.
+        even_batches: whether the loaders, inside the block, repeat samples so that all ranks get
+            equally many batches; None leaves the loaders as they are.
     """
     # The object inside a prepared optimizer or compiled model is the one that ``Join`` marks.
     inner: list[Any] = [inner_optimizer(one) for one in joinables]
@@ -53,7 +56,10 @@ def join_uneven_inputs(
 
 @contextmanager
 def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
-    """Set ``even_batches`` of loaders within the block; None changes nothing."""
+    """Return a context in which ``even_batches`` of the loaders is ``value``; None changes nothing.
+
+    A notice is shown if a loader has no such setting.
+    """
     # Those of others may be among them, which a subclass's prepare_data_loader gives.
     asked: list[Any] = (
         [] if value is None else [getattr(loader, "_shard", None) for loader in loaders]

@@ -1,13 +1,13 @@
-"""The one table of strategies, and the one of plugins by which users choose them.
+"""The table of strategies (kinds of parallelism), and the plugins by which users choose them.
 
-A new strategy is a file with its class, and a line in ``STRATEGIES``. One that users choose by an
-argument ``Accelerator(new_plugin=...)`` has its plugin in the same file, which derives from
-:class:`StrategyPlugin`, and a line in ``PLUGIN_ARGUMENTS``; ``Accelerator`` takes every argument of
-that table.
+A :class:`~notebook_accel.training.strategies.request.Request` holds the user's plugins and settings
+and the number of ranks. ``STRATEGIES`` has a condition for each strategy; :func:`make_strategy`
+takes the first strategy whose condition holds for the request.
 
-What the user asked for (plugins, settings, environment) and the number of ranks are a
-:class:`~notebook_accel.training.strategies.request.Request`. The first line of ``STRATEGIES`` is
-taken whose question about it is answered with yes.
+A new strategy is a file with its class, and a line in ``STRATEGIES``. If users choose it by an
+argument ``Accelerator(new_plugin=...)``, the file also has the plugin, a subclass of
+:class:`StrategyPlugin`, with a line in ``PLUGIN_ARGUMENTS``. ``Accelerator`` accepts every argument
+of that table.
 """
 
 from __future__ import annotations
@@ -48,14 +48,21 @@ def _wants_stages(request: Request) -> bool:
 
 
 def _wants_weights_in_parts(request: Request) -> bool:
-    """Sharding or divided layers; replicas alone are plain data parallelism."""
+    """Return whether weights are to be sharded or divided over several ranks.
+
+    ``dp_replicate_size`` alone does not count: that is plain data parallelism (DDP).
+    """
     asked = request.plugins.get("parallelism_config")
     divides = asked is not None and set(asked.active_mesh_dims) - {"dp_replicate"} != set()
     return request.topology.num_processes > 1 and (divides or "fsdp_plugin" in request.plugins)
 
 
 class Choice(NamedTuple):
-    """A line of the table."""
+    """An entry of ``STRATEGIES``: a strategy class, and the condition for choosing it.
+
+    ``module`` is the file with the class, ``name`` the class. The first entry whose
+    ``is_asked_for(request)`` is True is chosen.
+    """
 
     is_asked_for: Callable[[Request], bool]
     module: str
@@ -92,10 +99,14 @@ _WRAPPERS = {
 
 
 def resolve_plugins(arguments: Mapping[str, Any]) -> dict[str, StrategyPlugin]:
-    """Return the plugins that arguments of ``Accelerator`` or the environment ask for, by argument.
+    """Return the plugins in use, by the name of the ``Accelerator`` argument.
+
+    Args:
+        arguments: the plugins that the user passed. A plugin that was not passed is made if its
+            environment variable is set, such as ``ACCELERATE_USE_FSDP``.
 
     Raises:
-        ConfigError: an argument is of another class, or plugins do not compose.
+        ConfigError: an argument is of another class, or two plugins cannot be combined.
     """
     resolved = {
         name: kind.resolve(name, arguments.get(name)) for name, kind in PLUGIN_ARGUMENTS.items()
@@ -110,7 +121,7 @@ def resolve_plugins(arguments: Mapping[str, Any]) -> dict[str, StrategyPlugin]:
 
 
 def make_strategy(request: Request) -> Strategy:
-    """Return the first strategy of the table that the request asks for."""
+    """Import and make the first strategy in ``STRATEGIES`` whose condition the request meets."""
     choice = next(choice for choice in STRATEGIES.values() if choice.is_asked_for(request))
     module = importlib.import_module(f"{__name__}.{choice.module}")
     strategy: Strategy = getattr(module, choice.name)(request)
@@ -118,7 +129,7 @@ def make_strategy(request: Request) -> Strategy:
 
 
 def unwrap(model: Module) -> Module:
-    """The model inside all wrappers that strategies put around models."""
+    """Return the model inside all wrappers: DDP, ``DataParallel`` and DeepSpeed's engine."""
     while _WRAPPERS & {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}:
         model = model.module  # type: ignore[assignment]
     return model

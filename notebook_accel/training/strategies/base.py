@@ -1,12 +1,13 @@
-"""What a kind of parallelism may do in its own way; each method here does it for a single device.
+"""``Strategy``: the interface of all kinds of parallelism, implemented here for a single device.
 
-A new kind is a file with a class that overrides what it needs, and one line in the table of
-``strategies/__init__.py``. The rest of ``training`` asks the strategy and never which it is::
+A new kind of parallelism is a subclass in a file of its own, which overrides what it does
+differently, and one line in the table of ``strategies/__init__.py``. The rest of ``training`` calls
+these methods and never checks which strategy it has::
 
-    what the user asked --table--> Strategy --prepare--> models and optimizers as they are used
-                                      |--data_group--> loaders, gather, reduce, dispatch
-                                      |--backward, clip_grad_*, gradient_sync, forward_backward
-                                      '--state_dict, optimizer_state --> checkpoints
+    settings --table--> Strategy --prepare--> prepared models and optimizers
+                           |--data_group--> loaders, gather, reduce
+                           |--backward, clip_grad_*, gradient_sync, forward_backward
+                           '--state_dict, optimizer_state --> checkpoints
 """
 
 from __future__ import annotations
@@ -44,24 +45,27 @@ __all__ = ["Strategy"]
 
 
 class Strategy:
-    """One kind of parallelism: it spreads models over the ranks, trains and saves them.
+    """Base class of the kinds of parallelism, and the strategy for a single device.
+
+    An ``Accelerator`` has one on each rank. It wraps or shards the prepared models, runs backward,
+    and collects state dicts for checkpoints.
 
     Attributes:
-        distributed_type: what ``accelerator.distributed_type`` says; None for the topology's.
-        topology: where this rank stands.
-        precision: in which numbers models compute.
+        distributed_type: the value of ``accelerator.distributed_type``; None: the one that follows
+            from the device and the number of ranks.
+        topology: rank, number of ranks and device of this process.
+        precision: the mixed precision.
         handlers: the ``kwargs_handlers`` of the user.
-        dynamo: how models are compiled.
-        scaling: the loss scaling that this package does; None where none is needed, or where
-            the strategy's library does it.
+        dynamo: settings of ``torch.compile``.
+        scaling: the loss scaling of fp16; None if there is none, or if the strategy's library does
+            it (DeepSpeed).
         kind_of_scaling: the class of ``scaling``.
-        mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
-        spreads_weights: whether weights are in parts over the mesh.
-        prepares_together: whether a model and its optimizer are made ready in one step, so that
-            ``prepare_model`` and ``prepare_optimizer`` of an ``Accelerator`` cannot do it.
-        parallelism: how many ranks each kind of parallelism has, where the user or the mesh says
-            so.
-        data_group: which ranks read different samples.
+        mesh: the device mesh of the ranks; None without ``parallelism_config`` or sharding.
+        spreads_weights: whether weights are sharded or divided over ``mesh``.
+        prepares_together: whether a model and its optimizer are prepared in one step, so that
+            ``prepare_model`` and ``prepare_optimizer`` of an ``Accelerator`` are not called.
+        parallelism: number of ranks for each kind of parallelism; None if it was not set.
+        data_group: which ranks read different samples, and which read the same.
     """
 
     distributed_type: DistributedType | None = None
@@ -83,10 +87,10 @@ class Strategy:
         )
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Scale losses by this from now on; by nothing where it is None.
+        """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off.
 
         Raises:
-            ConfigError: it does not go with how weights are spread.
+            ConfigError: the scaler is of a class that this strategy does not support.
         """
         kind = self.kind_of_scaling
         if scaler is not None and not isinstance(scaler, kind.kind_of_scaler):
@@ -102,40 +106,58 @@ class Strategy:
 
     @property
     def saves_shards(self) -> bool:
-        """Whether each rank writes its part of a checkpoint's weights."""
+        """Whether each rank writes its shards of the weights into a checkpoint.
+
+        If False, rank 0 writes full weights.
+        """
         return False
 
     @property
     def saves_together(self) -> bool:
-        """Whether all ranks have to take part in saving a model, because it is spread over them."""
+        """Whether all ranks must take part in saving a model: each rank has only a part of it."""
         return self.saves_shards or self.spreads_weights
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
-        """Return the prepared models and optimizers of one call, in the same order."""
+        """Return the prepared models and optimizers of one ``prepare`` call, in the same order.
+
+        All ranks call it. The optimizers are those to step, without ``AcceleratedOptimizer``.
+        """
         for each in call.models:
             self.precision.wrap(each.model)
         return [self.prepare_model(each) for each in call.models], call.optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """Return the model that the loop calls, without regard to precision."""
+        """Return the model that the loop calls: on its device, compiled, wrapped or sharded.
+
+        The mixed precision of its forward is not set here: ``prepare`` does it.
+        """
         return compile_model(self.place(given), self.dynamo)
 
     def renew(self, model: Module) -> bool:
-        """Spread a model that was prepared before anew, in place, where other weights train now.
+        """Bring a prepared model up to date that is passed to ``prepare`` again, in place.
+
+        User code may have frozen or unfrozen weights, or added a layer, since.
 
         Returns:
-            whether it can stay; False: it has to be prepared as one that is new.
+            True if the prepared model can be used from now on; False if the caller must prepare it
+            like a new one.
         """
         return True
 
     def place(self, given: ModelToPrepare) -> Module:
-        """Move a model to the device where it computes, and return it."""
+        """Move a model to ``given.device``, unless that is None, and return it."""
         return given.model if given.device is None else given.model.to(given.device)
 
     def wrap_optimizer(
         self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
     ) -> AcceleratedOptimizer:
-        """Return the optimizer that the loop steps; ``moves_state`` moves its state, too."""
+        """Return the optimizer that the loop steps.
+
+        Args:
+            optimizer: an optimizer that :meth:`prepare` returned.
+            accumulation: the state of gradient accumulation.
+            moves_state: whether the optimizer's state is moved to the device of its weights.
+        """
         return AcceleratedOptimizer(
             optimizer,
             moves_state,
@@ -148,15 +170,32 @@ class Strategy:
     def wrap_scheduler(
         self, scheduler: LRScheduler, optimizers: list[AcceleratedOptimizer], **settings: Any
     ) -> AcceleratedScheduler:
-        """Return the scheduler that the loop steps, an ``AcceleratedScheduler(**settings)``."""
+        """Return the scheduler that the loop steps.
+
+        Args:
+            scheduler: the scheduler inside.
+            optimizers: the prepared optimizers whose learning rates it sets.
+            **settings: further arguments of ``AcceleratedScheduler``.
+        """
         return AcceleratedScheduler(scheduler, optimizers, **settings)
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a block in which backward exchanges gradients between ranks, or does not."""
+        """Return a context manager that turns the gradient exchange of backward on or off.
+
+        Args:
+            model: the prepared model.
+            enabled: whether backward inside the block exchanges gradients between the ranks.
+        """
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
-        """Compute the gradients of one of the ``num_steps`` losses of a window."""
+        """Compute the gradients of one batch's loss.
+
+        Args:
+            loss: the loss. It is divided by ``num_steps``, and multiplied by the loss scale.
+            num_steps: number of batches whose gradients are accumulated for a step.
+            **kwargs: arguments of ``loss.backward``.
+        """
         if num_steps > 1:
             loss = loss / num_steps
         if self.scaling is not None:
@@ -171,7 +210,11 @@ class Strategy:
         loss_function: Callable[[Any, Any], torch.Tensor],
         num_steps: int = 1,
     ) -> torch.Tensor:
-        """Run forward, loss and backward of one batch; returns the loss, on every rank."""
+        """Run forward, loss and backward of one batch; return the loss, detached.
+
+        See ``Accelerator.forward_backward`` for the arguments; ``num_steps`` as of
+        :meth:`backward`.
+        """
         loss = loss_function(call_model(model, inputs), targets)
         self.backward(loss, num_steps)
         return loss.detach()
@@ -182,80 +225,124 @@ class Strategy:
         seq_dims: Sequence[int],
         no_restore: set[torch.Tensor],
     ) -> AbstractContextManager[Any]:
-        """A block in which each rank has its part of tensors along a sequence; nothing where
-        sequences are not divided."""
+        """Return a context manager in which tensors hold this rank's part of their sequences.
+
+        It is for context parallelism. Here, without that, the block changes nothing.
+
+        Args:
+            buffers: the tensors, which are changed in place.
+            seq_dims: the sequence dimension of each buffer.
+            no_restore: buffers that need not be restored after the block.
+        """
         return nullcontext()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip the gradients to a norm over all ranks; returns the norm before clipping."""
+        """Clip the norm of the gradients, in place; return the norm before clipping.
+
+        If weights are sharded, it is the norm over all shards, and all ranks call this together.
+        """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each gradient to [-clip_value, clip_value]."""
+        """Clip each element of the gradients to [-clip_value, clip_value], in place."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
-        """Return the weights of an unwrapped model: whole, or (``full=False``) this rank's part.
+        """Return the state dict of an unwrapped model; with sharded weights, all ranks call it.
 
-        With ``keeps=False`` this rank takes part in joining what is in parts, for others, and need
-        not get it.
+        Args:
+            model: the model.
+            full: whether sharded tensors are joined to full ones. False returns this rank's shards.
+            keeps: False for a rank that only helps to join tensors for other ranks. It may get an
+                empty dictionary, which saves memory.
         """
         return model.state_dict()
 
     def is_in_parts(self, model: Module) -> bool:
-        """Whether this rank has only a part of a model that was prepared."""
+        """Return whether this rank has only a part of a prepared model's weights."""
         return False
 
     def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        """Return the weights of a model that this rank has, parts as they are.
+        """Return this rank's part of a model's state dict, without a collective.
 
-        Asked of each rank by itself, without a collective, as a run is stopped (``rescue``); None
-        where the notebook could not join what the ranks give.
+        Each rank calls it on its own when a run was stopped, to send its part to the notebook.
+
+        Returns:
+            The state dict, with sharded tensors as they are; None if the notebook could not join
+            the parts of the ranks.
         """
         return dict(model.state_dict())
 
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Load whole weights into a model without wrapper."""
+        """Load full (unsharded) weights into a model without wrapper; all ranks call it."""
         model.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
-        """Return the whole state of an optimizer; ``keeps`` as of :meth:`state_dict`."""
+        """Return the full state dict of an optimizer; with sharded weights, all ranks call it.
+
+        ``keeps`` has the same meaning as in :meth:`state_dict`.
+        """
         return optimizer.state_dict()
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return the state of an optimizer that this rank has, as :meth:`own_state_dict`."""
+        """Return this rank's part of an optimizer's state dict, without a collective.
+
+        It is None if the notebook could not join the parts of the ranks (see
+        :meth:`own_state_dict`).
+        """
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole state into an optimizer."""
+        """Load a full (unsharded) state dict into an optimizer; all ranks call it."""
         optimizer.load_state_dict(state)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of an open window that the library which spreads the weights keeps
-        elsewhere than in their ``grad``."""
+        """Drop accumulated gradients that are stored elsewhere than in the weights' ``grad``.
+
+        Sharding libraries keep the gradients there until they are reduced over the ranks. Here, on
+        a single device, there are none.
+        """
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:
-        """The piece of a checkpoint by which the strategy's library writes models and optimizers
-        itself, with what ``save_state`` was told for it; None where it does not."""
+        """Return the piece of a checkpoint that the strategy's library writes itself, if any.
+
+        Args:
+            options: further arguments of ``save_state``, for that library.
+
+        Returns:
+            A piece with the models and optimizers (DeepSpeed); None if this package writes them.
+        """
         return None
 
     def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
-        """Let the strategy's library read what :meth:`own_piece` wrote, with what ``load_state``
-        was told for it; False where that is not there."""
+        """Have the strategy's library load the files that :meth:`own_piece` wrote.
+
+        Args:
+            folder: the checkpoint.
+            options: further arguments of ``load_state``, for that library.
+            strict: whether the names of weights must match exactly.
+
+        Returns:
+            True if the models and optimizers were loaded; False if the checkpoint has no such
+            files, so that this package must load them.
+        """
         return False
 
     def make_whole(self, values: Any) -> Any:
-        """Return ``values`` with whole tensors in place of parts; all ranks call it."""
+        """Return nested ``values`` with sharded tensors joined to full ones; all ranks call it."""
         return values
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         topology.barrier()
 
     def forget(self) -> None:
-        """Forget the prepared objects, so that others can be prepared."""
+        """Release the prepared objects, so that others can be prepared in their place."""
 
     def close(self) -> None:
-        """Release what the strategy made for itself, such as a process group."""
+        """Release resources that the strategy made for itself, such as a process group.
+
+        It is called when the training ends.
+        """

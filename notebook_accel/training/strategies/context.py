@@ -1,18 +1,18 @@
-"""Context parallelism: each rank has a part of every sequence, and attention sees them whole.
+"""Context parallelism: each rank has a part of every sequence, and attention spans all parts.
 
 Torch's ``context_parallel`` divides the tensors that the user names, in place, and replaces
-``scaled_dot_product_attention`` for as long as the block lasts. Under a causal mask later positions
-have more to attend to, so each rank gets a piece from the front and one from the back::
+``scaled_dot_product_attention`` inside a ``with`` block. Under a causal mask, later positions cost
+more to compute, so each rank gets a piece from the front and one from the back::
 
     positions    0  1  2  3  4  5  6  7
     rank 0       0  1              6  7
     rank 1             2  3  4  5
 
-Torch's attention over the parts (a ring that passes keys and values on) is written for kernels of
-accelerators. On the host it ends in "_scaled_dot_product_flash_attention_for_cpu has no sharding
-strategy registered" (torch 2.13; its math backend in "mixed torch.Tensor and DTensor"). There,
-:func:`_replaced_attention` stands in: it gathers all keys and values and computes the rows of this
-rank's queries, which are the same numbers for more memory.
+Torch's attention over the parts (ring attention) needs the kernels of accelerators. On the CPU it
+raises "_scaled_dot_product_flash_attention_for_cpu has no sharding strategy registered" (torch
+2.13; its math backend raises "mixed torch.Tensor and DTensor"). There, :func:`_replaced_attention`
+takes its place: it gathers all keys and values, and computes the rows of this rank's queries. The
+results are the same, with more memory.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ _POSITIONS = "positions of a part"
 
 
 class SequenceDivider:
-    """Divides the sequences of batches between ranks, block by block.
+    """Makes the context managers in which ranks divide the sequences of a batch.
+
+    The strategy makes one per ``Accelerator`` with ``cp_size``.
 
     Args:
-        mesh: the ranks that divide a sequence, one dimension.
-        device: where this rank computes.
-        exchange: "allgather" or "alltoall", for torch's ring.
+        mesh: a mesh of one dimension: the ranks that divide a sequence.
+        device: the device of this rank.
+        exchange: how torch's ring attention exchanges keys and values: "allgather" or "alltoall".
     """
 
     def __init__(self, mesh: DeviceMesh, *, device: torch.device, exchange: str) -> None:
@@ -70,16 +72,19 @@ class SequenceDivider:
         seq_dims: Sequence[int],
         no_restore: set[torch.Tensor],
     ) -> Iterator[None]:
-        """A block in which each rank has its part of the buffers, and attention that of the whole.
+        """Divide buffers inside a ``with`` block; attention there spans the full sequences.
+
+        All ranks of the mesh enter the block together.
 
         Args:
-            buffers: tensors with a dimension along the sequence; they have this rank's part inside
-                the block, and are whole again after it.
-            seq_dims: which dimension that is, for each.
-            no_restore: those that may keep their part after the block.
+            buffers: tensors with a sequence dimension. Inside the block they hold this rank's part;
+                after it they are restored.
+            seq_dims: the sequence dimension of each buffer.
+            no_restore: buffers that need not be restored after the block.
 
         Raises:
-            ConfigError: the buffers cannot be divided.
+            ConfigError: no buffers were given, their number differs from that of ``seq_dims``, or
+                the length of a sequence is no multiple of twice the number of ranks.
         """
         _check(self._mesh, buffers, seq_dims)
         for buffer in buffers:
@@ -106,11 +111,12 @@ class SequenceDivider:
             yield
 
     def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions of this rank's part of a sequence, and those of all ranks in order.
+        """Return which positions of a sequence this rank has, and which all ranks have.
 
-        Torch says so by dividing the positions themselves. It is asked again only where the length
-        is another than in the block before, since asking takes a collective; the ranks of a mesh
-        go through the same blocks.
+        The second tensor has the positions of all ranks, one rank after the other. The result is
+        cached for the last length, since finding it takes a collective: the ranks of the mesh call
+        this together, with the same lengths. Torch's ``context_parallel`` shows which positions are
+        this rank's, by dividing a tensor of positions.
         """
         if length != self._length:
             own = torch.arange(length, device=self._device)
@@ -147,12 +153,15 @@ def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence
 def _replaced_attention(
     group: dist.ProcessGroup, own: torch.Tensor, of_ranks: torch.Tensor
 ) -> Iterator[None]:
-    """A block in which attention is that of this rank's queries to keys and values of all ranks.
+    """Replace attention inside a ``with`` block: it gathers keys and values from all ranks.
+
+    Each rank computes the rows of its own queries. It is used where torch's ring attention does not
+    work (on the CPU).
 
     Args:
         group: the ranks that divide a sequence.
-        own: this rank's positions, [part].
-        of_ranks: those of all ranks, rank after rank, [length].
+        own: the positions of this rank's part, of shape (part,).
+        of_ranks: the positions of all ranks, one rank after the other, of shape (length,).
     """
     rings = F.scaled_dot_product_attention
 
@@ -186,7 +195,10 @@ def _replaced_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Joins the parts of all ranks along the sequence; gradients flow back to each part."""
+    """Differentiable all-gather along the sequence (dimension -2).
+
+    Backward sums the gradients over the ranks, and returns those of this rank's part.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -206,12 +218,12 @@ _gathered: Callable[..., torch.Tensor] = _Gathered.apply
 
 
 def fit_decoder(model: Module) -> None:
-    """Let a Transformers decoder compute a part of its sequences inside the block, in place.
+    """Add hooks to a Transformers decoder, so that it computes correctly on a part of a sequence.
 
-    Left alone, it counts the positions of each part from 0, and makes a mask of the part. It is
-    given the true positions, unless the user has them among the inputs; the mask is left out, since
-    under context parallelism, where sequences have no padding, ``is_causal`` says what it stands
-    for.
+    Without them, the decoder would count positions from 0 in each part, and build a mask of the
+    part alone. Inside a block of :class:`SequenceDivider`, the hooks pass the true positions
+    (unless the user passes ``position_ids``), and drop the mask. The mask is not needed: sequences
+    have no padding under context parallelism, and ``is_causal`` says the rest.
     """
     layers = [part for name, part in model.named_modules() if name.endswith("self_attn")]
     for layer in layers:

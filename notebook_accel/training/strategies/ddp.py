@@ -1,4 +1,4 @@
-"""Data parallelism: each rank has the whole model, and gradients are averaged at backward."""
+"""Data parallelism (DDP): each rank has the full model, and backward averages the gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["DDPStrategy"]
 
 
 class DDPStrategy(TakesSpreadModels):
-    """Torch's ``DistributedDataParallel``."""
+    """Trains models under torch's ``DistributedDataParallel``: the default for several ranks."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -78,7 +78,11 @@ class DDPStrategy(TakesSpreadModels):
 
 
 class _WrappedFor(NamedTuple):
-    """The weights that a DDP wrapper was made for, and how to make it again."""
+    """The state of a model's weights when its DDP wrapper was made, and how to make it again.
+
+    ``weights`` are its parameters, ``trains`` their ``requires_grad`` and ``sizes`` their shapes at
+    that time. ``wrap_again(wrapped)`` makes the wrapper anew, in place; all ranks call it.
+    """
 
     weights: list[Parameter]
     trains: list[bool]
@@ -87,8 +91,11 @@ class _WrappedFor(NamedTuple):
     wrap_again: Callable[[Any], None]
 
     def fits(self, wrapped: Module) -> bool:
-        """Whether its weights, and which of them train, are what they were; so is a wrapper of
-        which nothing trains any more, since torch makes none."""
+        """Return whether the wrapper still exchanges the gradients of the right weights.
+
+        It does if the model has the same weights of the same shapes, and the same ones of them
+        train. It also counts as fitting if none train: torch would refuse to wrap such a model.
+        """
         weights = list(wrapped.parameters())
         trains = [weight.requires_grad for weight in weights]
         return not any(trains) or (
@@ -110,11 +117,12 @@ _THAW_HOOKS: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
 
 
 def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> None:
-    """Call ``wrap_again(wrapped)`` before a forward for which other weights train than before.
+    """Install a hook that makes a DDP wrapper anew once the set of trainable weights changes.
 
-    DDP exchanges the gradients of the weights that trained as it was made. With a weight that is
-    thawed later, ranks would silently diverge; after one that is frozen later the next forward
-    would raise.
+    Before each forward, the hook compares ``requires_grad`` of the weights with the values recorded
+    now, and calls ``wrap_again(wrapped)`` if any differ. DDP exchanges only the gradients of
+    weights that were trainable when it was made: if one is unfrozen later, the ranks would silently
+    diverge, and if one is frozen, the next forward would raise.
     """
     weights = list(wrapped.parameters())
     trains, sizes = [one.requires_grad for one in weights], [one.shape for one in weights]

@@ -1,7 +1,7 @@
-"""ZeRO by DeepSpeed: optimizer states, gradients and weights in parts over the ranks.
+"""ZeRO by DeepSpeed: optimizer states, gradients and weights are sharded over the ranks.
 
-DeepSpeed's engine does precision, loss scaling, accumulation and clipping itself; what is here puts
-it under the loop that every strategy has, and gives the rest of ``training`` whole weights.
+DeepSpeed's engine does precision, loss scaling, accumulation and clipping itself. This module lets
+the usual training loop drive the engine, and joins full weights for checkpoints.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ _GROUP = "process group that DeepSpeed knows"
 
 
 class DeepSpeedZero(Strategy):
-    """Trains one model by one engine of DeepSpeed.
+    """Strategy that trains one model by a DeepSpeed engine.
 
     Attributes:
-        plugin: what the user asked for.
-        engine: the model in training; None before there is one.
+        plugin: the user's ``DeepSpeedPlugin``.
+        engine: the wrapper of the engine that trains the model; None until a model and its
+            optimizer are prepared.
     """
 
     distributed_type = DistributedType.DEEPSPEED
@@ -99,10 +100,15 @@ class DeepSpeedZero(Strategy):
         return models, stepped
 
     def _pair(self, call: PrepareCall, new: list[Optimizer]) -> ModelToPrepare:
-        """Return the model that the one optimizer steps.
+        """Return the model of a ``prepare`` call whose weights the new optimizer steps.
+
+        Args:
+            call: the objects of the call.
+            new: its optimizers that no engine has yet; exactly one is allowed.
 
         Raises:
-            ConfigError: there is not one of each.
+            ConfigError: there are several optimizers, or an engine exists already, or the model of
+                the optimizer is not in the call.
         """
         if len(new) > 1 or self.engine is not None:
             raise ConfigError(
@@ -120,7 +126,7 @@ class DeepSpeedZero(Strategy):
         )
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """Prepare a model that is not trained: in parts in stage 3, else whole."""
+        """Prepare a model without optimizer: sharded in ZeRO stage 3, else a full copy per rank."""
         if self.plugin.zero_stage != 3:
             self.precision.wrap(given.model)
             return super().prepare_model(given)
@@ -208,8 +214,11 @@ class DeepSpeedZero(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip the gradients of all weights together, and take the step: DeepSpeed does both at
-        once, and knows the norm only then."""
+        """Clip the norm of all gradients, and take the optimizer step; return the norm before.
+
+        DeepSpeed does both in one call, and knows the norm only then. The ``optimizer.step()`` that
+        follows does nothing. ``parameters`` is not used: the norm is that of all weights.
+        """
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         if norm_type != 2:
@@ -316,10 +325,12 @@ class DeepSpeedZero(Strategy):
 
 
 def _load_library(device: torch.device, local_rank: int) -> ModuleType:
-    """Import DeepSpeed for this device and the present process group, and return it.
+    """Import DeepSpeed, set it up for this device and process group, and return the module.
+
+    Without a process group (one process), a group of one rank is made, since DeepSpeed needs one.
 
     Raises:
-        ConfigError: DeepSpeed was loaded for another kind of device.
+        ConfigError: DeepSpeed was set up for another kind of device.
     """
     # DeepSpeed reads DS_ACCELERATOR as it is imported, and else takes whatever it finds.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
@@ -352,11 +363,13 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
 def _check_sections(
     config: dict[str, Any], optimizer: Optimizer, schedulers: list[LRScheduler]
 ) -> None:
-    """Refuse an optimizer or a scheduler that both the configuration and the code describe, or
-    neither.
+    """Check that optimizer and scheduler are defined either in the configuration or in the code.
+
+    A section in the configuration goes with a ``DummyOptim`` or ``DummyScheduler`` in the code, and
+    no section with an optimizer or scheduler of torch.
 
     Raises:
-        ConfigError: says which, and what to do.
+        ConfigError: an optimizer or a scheduler is defined in both places, or in neither.
     """
     makes_own = [one for one in schedulers if not getattr(one, "lr_scheduler_callable", None)]
     for section, stand_in, given in (
@@ -374,9 +387,10 @@ def _check_sections(
 
 
 def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
-    """Let a model whose weights are of 16 bits take inputs, and give outputs, of 32.
+    """Add hooks that cast a model's inputs to ``dtype``, and its outputs to float32.
 
-    Batches come as the loader made them, and losses are computed in float32 under every precision.
+    They are for a model with 16-bit weights: loaders give batches in float32, and losses are
+    computed in float32 under every precision.
     """
 
     def cast(value: torch.Tensor) -> torch.Tensor:
@@ -393,7 +407,11 @@ def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Join a weight (collective), on the host, as precise as its steps; return others as given."""
+    """Return the full tensor of a sharded weight, on the CPU; all ranks call it.
+
+    It is the float32 copy that the optimizer steps, if DeepSpeed keeps one. A value that is not a
+    parameter is returned unchanged.
+    """
     if not isinstance(value, torch.nn.Parameter):
         return value
     from deepspeed.utils import safe_get_full_fp32_param

@@ -1,8 +1,8 @@
-"""Tensors in parts: from whole to parts and back, and optimizers that follow their weights.
+"""Helpers for sharded tensors (``DTensor``): sharding and joining, optimizers, gradient norms.
 
-A strategy that spreads a model replaces its weights by ``DTensor`` parameters: each rank has its
-part, and the mesh and placements say of what. An optimizer that was made before still holds the
-old weights, and a plain state dict holds whole tensors: what is here brings them together.
+A strategy that shards a model replaces its weights by ``DTensor`` parameters. An optimizer that was
+made before still holds the old weights: :func:`remap` gives it the new ones. Checkpoints hold full
+tensors: other functions join shards to full tensors, and shard full tensors on loading.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ __all__ = [
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor in parts; a plain tensor unchanged."""
+    """Return this rank's shard of a ``DTensor``; return a plain tensor unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
-    """Return ``values`` with whole tensors in place of parts; all ranks call it.
+    """Return nested ``values`` with full tensors in place of ``DTensor`` ones; all ranks call it.
 
-    With ``keeps=False`` this rank takes part, and gets an empty tensor instead.
+    Args:
+        values: any nesting of tensors and other objects; plain tensors are returned unchanged.
+        keeps: False for a rank that only helps to join tensors for other ranks: it gets empty
+            tensors, which saves memory.
+        to_cpu: whether full tensors are moved to the CPU.
     """
 
     def join(part: Any) -> torch.Tensor:
@@ -66,12 +70,14 @@ def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
 
 
 def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False) -> dict[str, Any]:
-    """Return the whole weights and buffers of a model in parts; all ranks call it.
+    """Return the state dict of a sharded model with full tensors; all ranks call it.
 
     Args:
-        model: without wrapper.
-        keeps: whether this rank gets them, or takes part and gets an empty dictionary.
-        to_cpu: whether they are put on the host, one by one: a device may have no room for all.
+        model: the model, without wrapper.
+        keeps: False for a rank that only helps to join tensors for other ranks: it gets an empty
+            dictionary.
+        to_cpu: whether each full tensor is moved to the CPU at once, since a device may have no
+            memory for all of them.
     """
     joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
     whole: dict[str, Any] = {}
@@ -88,7 +94,7 @@ def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a whole state into an optimizer of weights in parts."""
+    """Load a full state dict into an optimizer of sharded weights; all ranks call it."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     own = {index: with_parts(values, weights[index]) for index, values in state["state"].items()}
     optimizer.load_state_dict({**state, "state": own})
@@ -98,10 +104,12 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Clip the gradients of weights in parts, on whatever meshes, to a norm over all of them.
+    """Clip the norm of the gradients of sharded weights, in place; all ranks call it.
+
+    The norm is that of the full gradients of all weights, which may lie on different meshes.
 
     Returns:
-        the norm before clipping, a plain tensor; 0 on ``device`` where there is no gradient.
+        The norm before clipping, a plain tensor on ``device``; 0 if there are no gradients.
     """
     weights = [weight for weight in parameters if weight.grad is not None]
     total = total_grad_norm(weights, norm_type, device)
@@ -112,7 +120,13 @@ def clip_grad_norm(
 def total_grad_norm(
     weights: Iterable[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of the gradients of weights on any meshes; all ranks of these call it."""
+    """Return the norm of the full gradients of weights, sharded ones among them.
+
+    The weights may lie on different meshes; all ranks of these meshes call it.
+
+    Returns:
+        A plain tensor on ``device``; 0 if there are no weights.
+    """
     # The norm of norms is the norm of all, for every p; one group can be taken together. Weights
     # in parts may be offloaded to the host while those that are kept whole are not.
     norms = [
@@ -128,13 +142,22 @@ def total_grad_norm(
 
 
 def scale_grads(weights: Iterable[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
-    """Scale the gradients so that their norm, which is ``total`` now, is ``max_norm`` at most."""
+    """Scale gradients in place so that their norm is at most ``max_norm``.
+
+    Args:
+        weights: the weights with the gradients.
+        max_norm: the largest norm allowed.
+        total: the present norm of all gradients together.
+    """
     for group in by_mesh(weights):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
 
 
 def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return ``whole``, which every rank has, divided like ``target`` if that is in parts."""
+    """Shard a full tensor like ``target``; all ranks call it, with the same ``whole``.
+
+    ``whole`` is returned unchanged if ``target`` is a plain tensor, or if it is sharded itself.
+    """
     if not isinstance(target, DTensor) or isinstance(whole, DTensor):
         return whole
     local = whole.detach().to(target.device)
@@ -142,7 +165,11 @@ def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def accept_whole_weights(model: Module) -> None:
-    """Let plain ``load_state_dict`` of the model and its parts take whole tensors."""
+    """Add hooks so that ``load_state_dict`` of a sharded model accepts full tensors.
+
+    The hooks shard each full tensor like the weight that it is for. The same holds for modules
+    inside of the model.
+    """
     for part in model.modules():
         if any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
             part.register_load_state_dict_pre_hook(_divide_weights)  # type: ignore[no-untyped-call]
@@ -160,11 +187,13 @@ def _divide_weights(module: Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
-    """Let the optimizer step the new weights, with the state that it had for the old ones.
+    """Replace old weights in an optimizer by the sharded ones, in place, and keep their state.
 
     Args:
-        optimizer: made before its weights were replaced, or after.
-        replaced: the new weight of each old one; None for one that this rank no longer has.
+        optimizer: the optimizer, made before or after the weights were sharded. In the latter case
+            it has no old weights, and only ``foreach`` is set as needed.
+        replaced: the new weight of each old weight; None for an old weight that this rank no longer
+            has (it belongs to another pipeline stage), and which is removed.
     """
     for group in optimizer.param_groups:
         old = list(group["params"])
@@ -181,7 +210,11 @@ def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | N
 
 
 def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
-    """Return one weight's optimizer state with tensors of its shape divided like the weight."""
+    """Return one weight's optimizer state, sharded like the weight.
+
+    Only tensors that have the shape of the weight (such as Adam's moments) are sharded; other
+    entries stay.
+    """
     return {
         name: like(value, weight)
         if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim
@@ -191,11 +224,12 @@ def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]
 
 
 def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
-    """Turn off torch's fused loops over all weights where the weights lie on several meshes.
+    """Set ``foreach=False`` in an optimizer whose weights lie on several meshes.
 
-    One such loop cannot take tensors of several meshes, or plain ones and ones in parts together:
-    "got mixed torch.Tensor and DTensor". That is so with tensor parallelism, where the layers of
-    the plan have a dimension more than the others.
+    Torch's ``foreach`` operations raise "got mixed torch.Tensor and DTensor" for tensors on
+    different meshes, or for plain and sharded tensors together. Tensor parallelism leads to this:
+    layers in its plan are divided over one mesh dimension more than the other layers. A user's own
+    ``foreach=True`` is not changed.
     """
     if len(by_mesh(weight for group in optimizer.param_groups for weight in group["params"])) > 1:
         for group in optimizer.param_groups:
@@ -206,17 +240,20 @@ def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
 
 
 class AgreeingScaler(torch.amp.GradScaler):
-    """A loss scaler for gradients in parts: an overflow on one rank is one for all.
+    """A ``GradScaler`` for sharded gradients: if one rank overflows, all ranks skip the step.
 
-    Torch's own unscales all gradients in one operation, which refuses plain ones beside ones in
-    parts, and agrees on overflows over the mesh of one gradient alone: replicas of the shard that
-    overflowed would step. A rank without gradients of this optimizer (a stage of a pipeline whose
-    weights are frozen) takes part: the others wait for it, and its scale must be theirs.
+    Torch's ``GradScaler`` unscales all gradients in one operation, which refuses plain gradients
+    beside sharded ones. It shares an overflow only over the mesh of one gradient, so that other
+    ranks would step. Here all ranks take part in each unscaling, even one without gradients (a
+    pipeline stage whose weights are frozen), so that all keep the same scale.
     """
 
 
 class _OwnGradients:
-    """Stands in for an optimizer in torch's scaler: tensors with this rank's gradients."""
+    """Stands in for an optimizer when torch's scaler unscales gradients.
+
+    Its ``param_groups`` has plain tensors, whose ``grad`` is this rank's part of each gradient.
+    """
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self.param_groups = [{"params": weights}]
@@ -227,15 +264,18 @@ def unscale_in_parts(
     optimizer: Optimizer,
     found_inf: torch.Tensor,
 ) -> dict[torch.device, torch.Tensor]:
-    """Unscale gradients, in parts and plain ones together; all ranks call it.
+    """Divide sharded and plain gradients by the loss scale, in place; all ranks call it.
+
+    It replaces ``GradScaler._unscale_grads_``.
 
     Args:
-        as_torch: unscales the gradients of an optimizer, those of 16 bits if the flag says so.
-        optimizer: whose gradients.
-        found_inf: on the scaler's device.
+        as_torch: torch's implementation, called as ``as_torch(optimizer, allow_fp16)``; it returns
+            a flag tensor for each device.
+        optimizer: the optimizer of the gradients.
+        found_inf: a tensor of 0 on the scaler's device.
 
     Returns:
-        what torch's scaler wants: by device, 1 where a rank has found an overflow, and else 0.
+        The flag that torch's scaler expects, by device: 1 if any rank found an overflow, else 0.
     """
     own = []
     for group in optimizer.param_groups:
@@ -253,7 +293,7 @@ of_torch.unscale_by(AgreeingScaler, unscale_in_parts)
 
 
 class AgreeingScaling(LossScaling):
-    """Loss scaling in which all ranks skip a step if one does, whatever weights each has."""
+    """Loss scaling for ranks that have different weights: all skip a step if one rank does."""
 
     kind_of_scaler = AgreeingScaler
 
@@ -262,7 +302,11 @@ class AgreeingScaling(LossScaling):
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors in one list for each device mesh: operations take one mesh only."""
+    """Group tensors by their device mesh, since torch's operations accept only one mesh.
+
+    Returns:
+        A list of tensors for each mesh, and one for plain tensors.
+    """
     found: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         key = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -271,14 +315,14 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def drop_unreduced(model: Module, weights: Container[int]) -> None:
-    """Drop the whole gradients that the batches of an open window have added up.
+    """Drop the accumulated gradients that ``fully_shard`` has not reduced over the ranks yet.
 
-    ``fully_shard`` keeps them where no attribute of the weights shows them: in what it calls the
-    unsharded parameter, or beside it in another type.
+    While ranks do not exchange gradients (gradient accumulation), ``fully_shard`` keeps full
+    gradients in its own unsharded parameters. ``optimizer.zero_grad()`` cannot see these.
 
     Args:
-        model: it keeps these gradients.
-        weights: the ids of the weights, as an optimizer has them, that are meant.
+        model: the sharded model.
+        weights: the ids of the sharded weights whose gradients are dropped.
     """
     for part in model.modules():
         if not isinstance(part, FSDPModule):

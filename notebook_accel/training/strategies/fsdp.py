@@ -1,8 +1,9 @@
-"""Sharding by torch's ``fully_shard`` (FSDP2): which modules, in which types, and where.
+"""Sharding by torch's ``fully_shard`` (FSDP2).
 
-Each rank keeps a part of every weight. The modules that a policy chooses are gathered one at a
-time, right before their forward and backward, so that never more than one of them is whole; what
-is left belongs to the model itself and is gathered as one.
+Each rank keeps a part of every weight. The plugin's ``auto_wrap_policy`` chooses modules whose
+weights are gathered one module at a time, right before their forward and backward, so that few full
+weights are in memory at once. The remaining weights belong to the model itself, and are gathered
+together.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ __all__ = [
 
 
 def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
-    """Return the modules inside ``model`` that are gathered on their own, inner ones first.
+    """Return the modules that ``fully_shard`` gathers one at a time, inner ones first.
 
-    A module whose weight is tied to one outside is left to the model: ``fully_shard`` would give
-    it new weights and leave the other name with the old one, without a word.
+    The plugin's ``auto_wrap_policy`` chooses them. A module with a weight that is tied to a module
+    outside is left out, and its weights are gathered with the model: ``fully_shard`` would replace
+    the weight inside, and silently leave the old one outside.
     """
     policy = plugin.wrap_policy(model)
     if policy is None:
@@ -63,7 +65,11 @@ def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> lis
 
 
 def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -> int:
-    """Append modules that the policy chooses; returns the size of all chosen weights inside."""
+    """Append the modules that a policy chooses, inner ones first, to ``chosen``.
+
+    Returns:
+        The number of weight elements that the chosen modules in ``module`` have.
+    """
     size = sum(weight.numel() for weight in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=size):
         return 0
@@ -75,20 +81,25 @@ def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -
 
 
 def _count_uses(module: Module) -> Counter[int]:
-    """Return how many names each weight has in ``module``, by its id."""
+    """Return how many names each weight has in ``module`` (2 if it is tied), by ``id(weight)``."""
     return Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
 
 
 def checkpoint_activations(
     chosen: Sequence[Module], plugin: FullyShardedDataParallelPlugin
 ) -> None:
-    """Let the chosen modules compute their forward again in backward, in place.
+    """Turn on activation checkpointing for the chosen modules, in place.
 
-    Torch's own wrapper would stand between a module and its parent, and change the names of all
-    modules inside: PEFT, which looks its adapters up by them, would then save none.
+    Backward then computes their forwards again, so that activations take less memory. The forward
+    of each module is replaced. Torch's wrapper module would change the names of all modules inside,
+    by which PEFT looks up its adapters.
+
+    Args:
+        chosen: the modules of :func:`choose_modules`.
+        plugin: says whether the kept inputs are moved to the CPU.
 
     Raises:
-        ConfigError: there is nothing between the model and its weights to choose.
+        ConfigError: no module was chosen.
     """
     if not chosen:
         raise ConfigError(
@@ -102,7 +113,11 @@ def checkpoint_activations(
 
 
 class _CheckpointedForward(ReplacedForward):
-    """A forward whose backward computes it again, rather than keep what it has computed."""
+    """Replaces a module's forward by one with activation checkpointing.
+
+    Backward computes the forward again from its inputs. With ``offload``, these inputs wait on the
+    CPU until then.
+    """
 
     def __init__(self, module: Module, *, offload: bool) -> None:
         super().__init__(module)
@@ -117,14 +132,15 @@ class _CheckpointedForward(ReplacedForward):
 def units(
     model: Module, chosen: Sequence[Module], blocks: Sequence[Module]
 ) -> list[tuple[Module, list[Module]]]:
-    """Return the modules to shard, each with the chosen modules inside of it.
+    """Return pairs of a module to shard, and the chosen modules inside of it.
 
-    That is the model, or each block of a pipeline's stages.
+    Without a pipeline this is one pair, for the model. In a pipeline there is a pair for each block
+    of this rank's stages, but for blocks with a weight that is tied to a module outside.
 
     Args:
-        model: the one that was prepared.
-        chosen: the modules that are gathered on their own, inner ones first.
-        blocks: those that this rank has; none where the model is no pipeline.
+        model: the model.
+        chosen: the modules that are gathered one at a time, inner ones first.
+        blocks: the pipeline's blocks on this rank; empty without a pipeline.
     """
     if not blocks:
         return [(model, list(chosen))]
@@ -148,17 +164,19 @@ def shard(
     ignored: set[Parameter],
     make_ready: Callable[[Module], None],
 ) -> None:
-    """Shard the chosen modules and then the model, in place.
+    """Shard the chosen modules and then the model by ``fully_shard``, in place; all ranks call it.
 
     Args:
-        model: whole on every rank, or in parts over another dimension of the mesh already.
-        chosen: the modules that are gathered on their own, inner ones first.
-        mesh: one dimension (shards), or two (replicas, shards).
-        plugin: how weights are sharded.
-        dtype: the type that the model computes in; None for that of its weights.
-        device: where the ranks compute.
-        ignored: weights that every rank keeps whole.
-        make_ready: called with each module right before it is sharded, which puts it on the device.
+        model: the model. Every rank has its full weights, or their part over another dimension of
+            the mesh (tensor parallelism).
+        chosen: the modules that are gathered one at a time, inner ones first.
+        mesh: a mesh of one dimension (shards), or of two (replicas, shards).
+        plugin: settings of the sharding.
+        dtype: the type that the model computes in; None for the type of its weights.
+        device: the device of this rank.
+        ignored: weights that are not sharded.
+        make_ready: called with each module right before it is sharded; it moves the weights to the
+            device, and fills those on the meta device.
     """
     inside = plugin.precision_policy(dtype)
     options = {
@@ -177,15 +195,16 @@ def shard(
 
 
 def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) -> None:
-    """Let the gradients of weights that every rank keeps whole be averaged in each backward.
+    """Add hooks that average the gradients of unsharded weights over the ranks in each backward.
 
-    ``fully_shard`` leaves them to the user: each rank would step such a weight by its own samples.
-    Within a window, the average of earlier batches is in each rank's gradient already: averaging
-    it once more changes nothing.
+    ``fully_shard`` does not touch weights that it ignores: without the hooks, each rank would step
+    them by the gradients of its own samples. With gradient accumulation, the sum so far is averaged
+    again in each backward. That changes nothing, since it is the same on all ranks already.
 
     Args:
-        weights: in each backward, all ranks of the group must use the same ones of them.
-        group: the ranks that compute on other samples, or other parts of sequences.
+        weights: the weights. In each backward, all ranks of the group must use the same ones,
+            since each hook is a collective.
+        group: the ranks that compute on different samples, or different parts of sequences.
     """
     size = dist.get_world_size(group)
 
@@ -206,11 +225,12 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
 
 
 def keep_root_for_backward(model: Module) -> None:
-    """Let what is gathered with the model itself stay whole from forward to backward.
+    """Keep the weights of the root module gathered between forward and backward.
 
-    Backward begins with it: it would be freed and gathered again at once. Torch does the same of
-    its own accord, but after a forward without gradients too, so that ``parameters()`` would then
-    give whole weights.
+    These are the weights that no chosen module inside the model has. Backward begins with them, so
+    they would be freed and gathered again at once. Torch keeps them by default, but also after a
+    forward without gradients, when ``parameters()`` would then return full weights. The hook added
+    here frees them after such a forward.
     """
     model.register_forward_pre_hook(_choose_what_forward_leaves)
 

@@ -1,14 +1,15 @@
-"""Parallelism over a device mesh: shards, replicas and divided layers, composed.
+"""Parallelism over a device mesh: sharding, replicas and tensor parallelism, combined.
 
-The ranks form a mesh, the innermost dimension last (neighbours share a machine, and divided
-layers talk most)::
+The ranks form a mesh. Its last dimension holds neighbouring ranks, which share a machine: it is for
+tensor parallelism, which communicates most::
 
     ParallelismConfig(dp_shard_size=2, tp_size=2)      dp_shard
                                                     0: [ rank 0, rank 1 ]   tp ->
                                                     1: [ rank 2, rank 3 ]
 
-Ranks of one column have different samples and shards; ranks of one row the same samples, and
-parts of the same layers. How a model is spread over it is in ``parallelize``.
+Ranks of one column read different samples and hold different shards. Ranks of one row read the same
+samples and compute parts of the same layers. ``parallelize`` has the steps by which a model is
+sharded and divided over the mesh.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ __all__ = ["MeshParallel", "shared_weight"]
 
 
 class MeshParallel(TakesSpreadModels):
-    """Weights in parts: torch's ``fully_shard`` and tensor parallelism over one mesh.
+    """Strategy for sharded weights: torch's ``fully_shard`` and tensor parallelism over one mesh.
+
+    It is chosen for ``fsdp_plugin``, or for a ``parallelism_config`` that asks for more than
+    replicas, if there are several ranks.
 
     Attributes:
-        parallelism: how many ranks each kind of parallelism has.
-        plugin: how weights are sharded.
+        parallelism: number of ranks for each kind of parallelism.
+        plugin: settings of the sharding; defaults if the user gave none.
     """
 
     spreads_weights = True
@@ -95,8 +99,14 @@ class MeshParallel(TakesSpreadModels):
         return models, optimizers
 
     def _refuse_one_vector(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose step depends on all weights together, where a rank has only
-        those of its stages, or has them on several meshes."""
+        """Refuse LBFGS in a pipeline, or with weights on several meshes.
+
+        Its step treats all weights as one vector. In a pipeline, a rank has only the weights of its
+        stages, and weights of several meshes cannot be joined into a vector.
+
+        Raises:
+            ConfigError: the optimizer is such an LBFGS.
+        """
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -144,11 +154,16 @@ class MeshParallel(TakesSpreadModels):
         return model
 
     def _refuse_shared_weights(self, model: Module, others: set[int]) -> None:
-        """Refuse a model that would train apart from one that has some of its weights.
+        """Refuse a model that shares weights with another prepared model, if they would diverge.
+
+        Sharding replaces the weights of a model, so that two models no longer share them.
 
         Args:
-            model: not spread by this strategy so far.
-            others: the ids of the weights of those that were, as they are now.
+            model: the model, not sharded yet by this strategy.
+            others: the ids of the present weights of all other models that are sharded.
+
+        Raises:
+            ConfigError: a trainable weight is shared.
         """
         weights = dict(model.named_parameters())
         for name, weight in weights.items():
@@ -162,10 +177,11 @@ class MeshParallel(TakesSpreadModels):
             raise shared_weight(model, shared)
 
     def _is_spread(self, model: Module) -> bool:
-        """Whether a model was spread before ``prepare``, and is taken as it is.
+        """Return whether the user has sharded a model already, so that it is left as it is.
 
-        One whose layers alone are divided (``from_pretrained`` of Transformers does it, over the
-        dimension "tp" of a mesh) is still to be sharded where the mesh has more dimensions.
+        A model that Transformers' ``from_pretrained`` has divided by tensor parallelism alone (over
+        the dimension "tp") does not count if this mesh has further dimensions: it is still sharded
+        over those.
         """
         assert self.mesh is not None
         if not has_parts(model.parameters()):
@@ -218,11 +234,11 @@ class MeshParallel(TakesSpreadModels):
         return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
-        """Return the names of buffers that another rank saves in this rank's place.
+        """Return the names of the buffers that this rank leaves out of a sharded checkpoint.
 
-        They may differ from rank to rank (averages of BatchNorm, each of its rank's samples), and
-        a checkpoint must not have whichever rank's: of ranks with the same layers it is the first
-        one's, as of whole weights.
+        Buffers such as BatchNorm's running averages differ from rank to rank. Of the ranks that
+        have the same layers, only the first one saves them, so that a checkpoint has one
+        well-defined value.
         """
         assert self.mesh is not None
         places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
@@ -246,7 +262,12 @@ class MeshParallel(TakesSpreadModels):
 
 
 def shared_weight(model: Module, name: str) -> ConfigError:
-    """Return the error for a weight that a model shares with another prepared model."""
+    """Return the error for a weight that a model shares with another prepared model.
+
+    Args:
+        model: the model that is being prepared.
+        name: the name of the shared weight in it.
+    """
     return ConfigError(
         f"{type(model).__name__} has the weight {name!r} in common with a model that was prepared "
         "before, and where weights are spread over the ranks the two would part: expected models "

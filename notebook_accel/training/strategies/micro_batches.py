@@ -1,17 +1,17 @@
-"""How a batch goes through the stages of a pipeline: in micro-batches, by torch's schedules.
+"""Runs a batch through the stages of a pipeline, in micro-batches, by torch's schedules.
 
-Torch's schedule says which stage runs which micro-batch when, and sends hidden states forward and
-their gradients back. It is given the numbers of micro-batches alone: each rank has the whole batch,
-and a stage runs the model's own forward on its micro-batch's inputs. The forwards of the model
-(``stages``) see in ``Pipeline.running`` which blocks are to run::
+A schedule of torch decides which stage runs which micro-batch when, and sends hidden states forward
+and their gradients back. Its input is only the index of each micro-batch: every rank has the full
+batch, and a stage runs the model's own forward on the inputs of a micro-batch. The replaced
+forwards of the blocks (``stages``) read in ``Pipeline.running`` whether their block is to run::
 
     schedule: stage 1, micro-batch 2, hidden states of stage 0
       -> _Stage.forward -> Pipeline.run_micro_batch: running = blocks of stage 1
-      -> the model's forward, which raises StageEnds behind the last of them
-      -> hidden states for stage 2; of the last stage the loss
+      -> the model's forward, which raises StageEnds after the last of these blocks
+      -> hidden states for stage 2; from the last stage, the loss
 
-What is outside of the blocks is on every rank, and has on each a share of its gradients, which
-``add_up_gradients`` joins before the step.
+Weights outside of the blocks (embeddings, heads) are on every rank. Each rank computes a part of
+their gradients, and ``add_up_gradients`` sums the parts before the step.
 """
 
 from __future__ import annotations
@@ -60,10 +60,15 @@ SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 def weights_outside(model: nn.Module, prefix: str) -> dict[int, nn.Parameter]:
-    """Return the weights of a model that are outside of its blocks, by id.
+    """Return the weights of a model that are outside of its blocks, by ``id(weight)``.
 
-    By name, not by what model.parameters() gives: ranks that drop the first name of a tied weight
-    would have another order, and exchange one weight's gradient for another's.
+    All ranks must list them in the same order, since they sum the gradients one by one. So weights
+    are found by all their names: ``model.parameters()`` lists a tied weight by its first name,
+    which only some ranks have.
+
+    Args:
+        model: the model.
+        prefix: the common prefix of the names of all blocks.
     """
     return {
         id(weight): weight
@@ -73,9 +78,13 @@ def weights_outside(model: nn.Module, prefix: str) -> dict[int, nn.Parameter]:
 
 
 class StageEnds(BaseException):
-    """Ends the forward of a stage that is not the last.
+    """Ends the model's forward after the last block of a stage, unless that is the last stage.
 
-    No Exception, so that a model's own ``except Exception`` lets it pass.
+    The first block after the stage raises it, and ``Pipeline`` catches it. It derives from
+    ``BaseException``, so that an ``except Exception`` in the model does not catch it.
+
+    Attributes:
+        hidden: the hidden states, which go to the next stage.
     """
 
     def __init__(self, hidden: Any) -> None:
@@ -85,7 +94,14 @@ class StageEnds(BaseException):
 
 @dataclass
 class Running:
-    """The forward of a stage that runs now."""
+    """The state of a stage's forward while it runs, for the replaced forwards of the blocks.
+
+    Attributes:
+        blocks: indices of the stage's blocks.
+        is_last: whether it is the last stage.
+        received: hidden states from the stage before; None at the first stage.
+        seen: indices of the blocks that have run so far.
+    """
 
     blocks: range
     is_last: bool
@@ -95,8 +111,17 @@ class Running:
 
 @dataclass
 class _MicroBatch:
-    """A part of a batch. All have one size: the last ones are filled up with the batch's last
-    sample, which then counts for nothing in the loss."""
+    """A part of a batch.
+
+    All micro-batches have the same size, which torch's schedules need. If the batch is too short,
+    the inputs of the last ones are filled up with copies of its last sample. The loss ignores them.
+
+    Attributes:
+        inputs: the model's arguments, filled up.
+        targets: the targets of the real samples.
+        size: number of samples in ``inputs``.
+        num_real: number of samples without the copies.
+    """
 
     inputs: Any
     targets: Any
@@ -106,7 +131,17 @@ class _MicroBatch:
 
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
-    """Runs batches through the stages of one model."""
+    """Runs batches through the stages of one model; each rank of the pipeline has one.
+
+    ``stages.cut`` makes it. Methods that run the model are collectives: all ranks of the pipeline
+    call them.
+
+    Each stage is a range of blocks, given in ``ranges`` by their indices. A batch is divided into
+    ``num_microbatches`` parts. ``note_weights`` fills ``own_weights``, ``shared_weights`` and
+    ``sharded_blocks``. ``exchanges_gradients`` is False while gradients accumulate and ranks do not
+    exchange them; ``has_added_up`` tells whether the gradients of ``shared_weights`` were summed
+    over the ranks.
+    """
 
     schedule: str
     """Its name in ``SCHEDULES``."""
@@ -145,16 +180,19 @@ class Pipeline:
 
     @property
     def blocks_name(self) -> str:
-        """Name of the module whose children are the blocks, for messages."""
+        """Name of the module whose children are the blocks, for error messages."""
         return self.prefix.removesuffix(".") or self.model_name
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank computes the outputs of the whole model."""
+        """Whether this rank has the last stage, which computes the model's outputs."""
         return len(self.ranges) - 1 in self.own_stages
 
     def note_weights(self, model: nn.Module) -> None:
-        """Record the weights of the model, once it is sharded and its weights are final."""
+        """Set ``own_weights``, ``shared_weights`` and ``sharded_blocks`` from the cut model.
+
+        Call it after the model was sharded, since sharding replaces weights.
+        """
         outside = weights_outside(model, self.prefix)
         self.shared_weights = list(outside.values())
         self.own_weights = [part for part in model.parameters() if id(part) not in outside]
@@ -170,15 +208,18 @@ class Pipeline:
     ) -> torch.Tensor:
         """Run forward, loss and backward of one batch, micro-batch by micro-batch.
 
+        All ranks of the pipeline call it, with the same batch.
+
         Args:
-            model: the one that was cut.
-            inputs: of the batch; every rank of the pipeline has them.
-            targets: likewise.
-            loss_function: gives the mean over a batch.
-            for_backward: turns a loss into what backward begins with.
+            model: the model that was cut into stages.
+            inputs: the model's arguments for the full batch.
+            targets: second argument of ``loss_function``, for the full batch.
+            loss_function: called with outputs and targets; returns the mean over the samples.
+            for_backward: called with each micro-batch's loss; returns the tensor on which backward
+                is run, such as the loss times the loss scale.
 
         Returns:
-            the mean loss over the batch, without gradient, on every rank.
+            The mean loss over the batch, detached, on every rank.
         """
         losses: dict[int, torch.Tensor] = {}
 
@@ -223,8 +264,11 @@ class Pipeline:
         return found
 
     def _schedule_for(self, model: nn.Module) -> Any:
-        """The schedule, made anew where micro-batches have other shapes: stages agree on those
-        of what they send each other once."""
+        """Return torch's schedule for the present batch.
+
+        It is made anew when the shapes of micro-batches change, since a schedule fixes the shapes
+        of the tensors that stages send each other at its first use.
+        """
         shapes = [
             (tuple(part.shape), part.dtype)
             for part in leaves(self._micro_batches[0].inputs)
@@ -255,7 +299,17 @@ class Pipeline:
     def run_micro_batch(
         self, model: Callable[..., Any], stage: int, number: int, received: torch.Tensor | None
     ) -> Any:
-        """Run a stage on a micro-batch; returns hidden states, or at the last stage the loss."""
+        """Run the forward of a stage on a micro-batch; torch's schedule calls it.
+
+        Args:
+            model: the model that was cut.
+            stage: index of the stage.
+            number: index of the micro-batch.
+            received: hidden states from the stage before; None at stage 0.
+
+        Returns:
+            Hidden states for the next stage; at the last stage, the loss for backward.
+        """
         inputs = self._micro_batches[number].inputs
         outputs = self._run(stage, received, lambda: call_model(model, inputs))
         assert self._end is not None
@@ -264,7 +318,11 @@ class Pipeline:
     def _mean_loss(
         self, outputs: Any, batch: _MicroBatch, loss_function: Callable[[Any, Any], torch.Tensor]
     ) -> torch.Tensor:
-        """Return this micro-batch's share of the mean loss of the batch."""
+        """Return a micro-batch's contribution to the mean loss over the batch.
+
+        The contributions of all micro-batches sum up to the mean loss. A micro-batch of copies
+        alone gives 0, with a graph, so that backward runs through all stages.
+        """
         if not batch.num_real:
             tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
             # Nothing, but backward must run through all stages. No number is multiplied by 0:
@@ -301,10 +359,12 @@ class Pipeline:
         return outputs
 
     def evaluate(self, forward: Callable[[], Any]) -> Any:
-        """Return the outputs of the whole model for a batch; all ranks of the pipeline call it.
+        """Run all stages on a batch, without backward, and return the outputs on every rank.
+
+        All ranks of the pipeline call it, with the same batch.
 
         Args:
-            forward: calls the model.
+            forward: calls the model with the batch. It is run once for each stage of this rank.
         """
         outputs = None
         for stage in range(len(self.ranges)):
@@ -315,11 +375,14 @@ class Pipeline:
         return outputs
 
     def _rank_of(self, stage: int) -> int:
-        """Return the global rank that has a stage."""
+        """Return the global rank of the process that has a stage of this pipeline."""
         return dist.get_global_rank(self.group, stage % dist.get_world_size(self.group))
 
     def _spread(self, values: Any, source: int) -> Any:
-        """Return the values of rank ``source``, on every rank of the pipeline."""
+        """Broadcast nested tensors of global rank ``source`` to all ranks of the pipeline.
+
+        All of them call it. What other ranks pass as ``values`` is ignored.
+        """
         form = [recursively_apply(lambda part: part.to("meta"), values)]
         collectives.broadcast_object_list(form, source, group=self.group)
         if dist.get_rank() != source:
@@ -332,17 +395,23 @@ class Pipeline:
 
 
 def _take(values: Any, size: int, samples: slice | list[int]) -> Any:
-    """Return the samples of a batch of ``size``; what has no dimension of the batch stays."""
+    """Return some samples of a batch.
+
+    Args:
+        values: nested tensors. Those whose first dimension is not ``size`` are returned unchanged.
+        size: number of samples in the batch.
+        samples: indices of the samples to return.
+    """
     return recursively_apply(
         lambda part: part[samples] if part.ndim and len(part) == size else part, values
     )
 
 
 class _StageWithShards(PipelineStage):
-    """Torch's stage, which lets blocks in parts reduce their gradients once a batch.
+    """A ``PipelineStage`` whose sharded blocks reduce their gradients once per batch.
 
-    Torch's own does so where the stage's module itself was given to ``fully_shard``; here only
-    the blocks inside it were.
+    Without this, they would do so for every micro-batch. Torch's class handles only a stage module
+    that ``fully_shard`` was called on itself; here it was called on the blocks inside.
     """
 
     def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
@@ -362,7 +431,16 @@ class _StageWithShards(PipelineStage):
 
 
 class _Stage(nn.Module):
-    """One stage as torch's schedules call it."""
+    """The module of one stage, which torch's schedules call.
+
+    It runs the model's own forward, restricted to the blocks of the stage. The first call is
+    torch's trial run to learn the shapes: it leaves buffers and random states unchanged.
+
+    Args:
+        pipeline: the pipeline of the stage.
+        model: the model that was cut.
+        index: index of the stage.
+    """
 
     def __init__(self, pipeline: Pipeline, model: nn.Module, index: int) -> None:
         super().__init__()
@@ -393,9 +471,14 @@ class _Stage(nn.Module):
 def add_up_gradients(
     weights: Sequence[nn.Parameter], group: dist.ProcessGroup, divide_by: int = 1
 ) -> None:
-    """Add up the gradients of weights that every rank of a group has, in place.
+    """Sum the gradients of weights over the ranks of a group, in place; all of them call it.
 
-    A weight that no rank used keeps no gradient.
+    A weight that has no gradient on any rank gets none.
+
+    Args:
+        weights: weights that every rank of the group has, in the same order.
+        group: the ranks.
+        divide_by: divisor of the sums; the number of ranks gives the mean.
     """
     weights = [weight for weight in weights if weight.requires_grad]
     if not weights:

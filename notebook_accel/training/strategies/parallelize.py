@@ -1,22 +1,21 @@
-"""How one model is spread over the mesh, step by step, in the order that must be kept.
+"""Spreads one model over the device mesh, in steps whose order matters.
 
-The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
-step works on what the one before has left:
+The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data):
 
-1. weights on the meta device get memory and values, and all ranks start from the same ones. Where
-   nothing but shards is asked for, this is done with each unit of step 6 as its turn comes: a
-   device holds its shards and one whole unit, and need not have room for the model. Otherwise the
-   whole model is made ready on the host;
-2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
-3. tensor: the layers of the plan are divided over the ranks that compute them together;
-4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
-5. compile: the whole with the activation checkpointing of its blocks, or each block inside of its
-   own; of a pipeline each block, since a stage ends a forward by an exception, which no graph can
-   hold;
-6. data: what is left is sharded over the ranks that read different samples, or different parts
-   of their sequences (context), outermost. Of a pipeline, each block is sharded on its own: its
-   stage ends in the middle of the model's forward. What is outside of the blocks stays whole;
-   without shards, blocks stay whole, too. Gradients of what is whole are averaged over the
+1. Initialize: weights on the meta device get memory and values, and all ranks get rank 0's weights.
+   With sharding alone, this is done module by module within step 6, so that a device never needs
+   memory for the full model. Otherwise the full model is initialized on the CPU.
+2. Pipeline: each rank keeps the blocks of its stages. Later steps see these alone.
+3. Tensor parallelism: the layers named by the plan are divided over the ranks of the mesh
+   dimension "tp".
+4. Activation checkpointing: around blocks, so that it contains the divided layers.
+5. Compile: the whole model including its activation checkpointing, or each block inside of its
+   activation checkpointing. In a pipeline each block, since a stage ends the model's forward by an
+   exception, which a compiled graph cannot contain.
+6. Data: weights are sharded over the ranks that read different samples, or (context parallelism)
+   different parts of sequences. In a pipeline, each block is sharded on its own, since a stage ends
+   in the middle of the model's forward, and weights outside of the blocks are not sharded. Without
+   a sharding dimension, no weights are. Gradients of unsharded weights are averaged over the
    replicas after the batch.
 """
 
@@ -59,16 +58,17 @@ def parallelize(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """Spread a model over the mesh, in place.
+    """Shard and divide a model over the mesh, in place; all ranks call it.
 
     Args:
-        model: the user's, whole on every rank, wherever it lies; or divided along "tp" already.
-        mesh: the ranks; it has the dimensions of ``parallelism`` that are in use.
-        parallelism: how many ranks each kind of parallelism has, and its settings.
-        plugin: how weights are sharded.
-        dynamo: how the model is compiled.
-        dtype: the type that the model computes in; None for that of its weights.
-        device: where this rank computes.
+        model: the user's model. Every rank has it in full, on any device, or divided over the mesh
+            dimension "tp" already.
+        mesh: all ranks, with the dimensions of ``parallelism`` that are larger than 1.
+        parallelism: number of ranks for each kind of parallelism, and its settings.
+        plugin: settings of the sharding.
+        dynamo: settings of ``torch.compile``.
+        dtype: the type that the model computes in; None for the type of its weights.
+        device: the device of this rank.
     """
     dimensions = mesh.mesh_dim_names or ()
     data = _data_dimensions(parallelism, dimensions)
@@ -132,14 +132,18 @@ def _make_ready(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """Give a model, or a part of it, the weights that training begins with.
+    """Initialize the weights of a model, or of a module of it, before it is sharded.
+
+    All ranks call it, since rank 0's weights may be sent to all.
 
     Args:
-        model: what is in parts already stays as it is.
-        home: where empty weights get memory.
-        plugin: how empty weights are filled, and whether ranks start alike.
-        dtype: the type that sharded weights are gathered in; None for their own.
-        device: where this rank computes.
+        model: the model or module. Weights that are sharded already are left unchanged.
+        home: the device where weights on the meta device get memory.
+        plugin: how weights on the meta device are filled, and whether all ranks get rank 0's
+            (``sync_module_states``).
+        dtype: the type that sharded weights are gathered in; None for their own type, or if there
+            is no sharding.
+        device: the device of this rank.
     """
     fill_empty(model, home, plugin)
     if dtype is not None:
@@ -149,14 +153,14 @@ def _make_ready(
 
 
 def _leave(model: Module, *, home: torch.device) -> None:
-    """Do nothing: the whole model was made ready before."""
+    """Do nothing; replaces :func:`_make_ready` once the full model is initialized."""
 
 
 def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Give weights on the meta device memory, and values by ``param_init_fn`` or their layer.
+    """Give weights and buffers on the meta device memory on ``device``, and initial values.
 
-    Where all ranks then start from rank 0's weights (:func:`start_alike`), the values that others
-    made are replaced.
+    The plugin's ``param_init_fn`` sets the values, else the module's ``reset_parameters``. Each
+    rank draws its own. :func:`start_alike` may replace them by rank 0's afterwards.
     """
 
     ties = tied_names(model)
@@ -179,10 +183,10 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
 
 
 def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
-    """Keep weights of 16 bits that train in float32, as Accelerate does under FSDP.
+    """Convert trainable 16-bit weights to float32, in place, as Accelerate does under FSDP.
 
-    They are gathered in ``dtype`` all the same. Stepped in 16 bits, most would stay where they are:
-    a step that is smaller than 2**-9 of a weight in bfloat16 is rounded away.
+    The optimizer then steps float32 weights, while forward and backward use ``dtype``. In bfloat16
+    most steps would have no effect: a change smaller than 2**-9 of a weight is rounded away.
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     found = [weight for weight in trained if weight.dtype.itemsize == 2]
@@ -198,12 +202,14 @@ def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
 
 
 def start_alike(model: Module, device: torch.device) -> None:
-    """Give every rank rank 0's weights and buffers, as DDP does; what is in parts stays.
+    """Broadcast rank 0's weights and buffers to all ranks, as DDP does; all ranks call it.
+
+    Weights that are sharded already are left unchanged.
 
     Args:
-        model: on the host or on the device.
-        device: where this rank computes, over which tensors travel one by one: its backend is the
-            fastest.
+        model: the model, on the CPU or on the device.
+        device: the device of this rank. Tensors are moved there one by one to be sent, since its
+            backend is the fastest.
     """
     with torch.no_grad():
         for values in (*model.parameters(), *model.buffers()):
@@ -214,7 +220,7 @@ def start_alike(model: Module, device: torch.device) -> None:
 
 
 def move_what_is_whole(model: Module, device: torch.device) -> None:
-    """Put weights and buffers that are not in parts on the device where this rank computes."""
+    """Move unsharded weights and buffers to the device of this rank, in place."""
     for values in (*model.parameters(), *model.buffers()):
         if not has_parts([values]):
             values.data = values.data.to(device)
@@ -226,8 +232,14 @@ def _is_empty(module: Module) -> bool:
 
 
 def _data_dimensions(parallelism: ParallelismConfig, dimensions: Sequence[str]) -> tuple[str, ...]:
-    """The dimensions of the mesh over which weights are replicated and sharded; none where all
-    ranks of a stage keep its weights whole."""
+    """Return the mesh dimensions for ``fully_shard``: that of replicas, then that of shards.
+
+    The tuple is empty in a pipeline without sharding: all ranks of a stage keep its full weights.
+
+    Args:
+        parallelism: number of ranks for each kind of parallelism.
+        dimensions: the names of the mesh's dimensions.
+    """
     if parallelism.pp_enabled and not parallelism.dp_shard_enabled:
         return ()
     shards = [name for name in ("dp_shard", "cp") if name in dimensions]

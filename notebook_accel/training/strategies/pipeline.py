@@ -1,16 +1,16 @@
-"""Pipeline parallelism: each rank has some blocks of the model, and batches pass through them.
+"""Pipeline parallelism: each rank has some blocks of the model, and batches pass through the ranks.
 
-Ranks of one pipeline read the same samples; several pipelines beside each other
-(``dp_replicate_size``, and ``dp_shard_size``, which divides the blocks' weights) read different
-ones and average their gradients; ``tp_size`` ranks compute the layers of a stage together::
+The ranks of one pipeline read the same samples. There may be several pipelines
+(``dp_replicate_size``, or ``dp_shard_size``, which also shards the weights of blocks). They read
+different samples and average their gradients. ``tp_size`` ranks compute the layers of a stage
+together::
 
     ParallelismConfig(pp_size=2, dp_replicate_size=2)      dp_replicate ->
                                                     pp  0: [ rank 0, rank 1 ]  first stages
                                                         1: [ rank 2, rank 3 ]  last stages
 
-How a model is cut is in ``stages``, how a batch passes through in ``micro_batches``. What is here
-gives the rest of ``training`` the whole: weights, states of optimizers and norms of gradients of
-all stages.
+``stages`` cuts a model, and ``micro_batches`` runs batches through the stages. This module collects
+weights, optimizer states and gradient norms from all stages for the rest of ``training``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ _Key = tuple[float, ...]
 
 
 class PipelineParallel(MeshParallel):
-    """Stages by ``torch.distributed.pipelining``, each spread over ranks as a whole model is."""
+    """Strategy for pipelines by ``torch.distributed.pipelining``.
+
+    Each stage may in addition be sharded and divided over ranks, as ``MeshParallel`` does it.
+    Weights are identified across stages by keys: the number of the model, and the position of the
+    weight in the uncut model.
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -112,10 +117,14 @@ class PipelineParallel(MeshParallel):
         return model
 
     def _lay_out(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[_Key]]:
-        """Return the keys of an optimizer's weights in all stages, by group.
+        """Return the keys of an optimizer's weights in all stages, a list for each parameter group.
 
-        One that was made before ``prepare`` has the weights of all stages, in its own order; one
-        that was made after it has those of this stage alone.
+        All ranks of the pipeline call it. An optimizer that was made before ``prepare`` has the
+        weights of all stages, and their order is kept. One that was made after ``prepare`` has the
+        weights of this stage alone: the keys of all stages are joined and sorted.
+
+        Args:
+            groups: the optimizer's weights before ``prepare`` changed them, by parameter group.
         """
         mine = [
             [self._key_of(weight, number, index) for index, weight in enumerate(group)]
@@ -227,12 +236,17 @@ class PipelineParallel(MeshParallel):
         return self._numbered(optimizer, self._join(own))
 
     def _own_state(self, optimizer: Optimizer) -> dict[_Key, Any]:
-        """Return the optimizer states of this stage's weights, by the keys of the weights."""
+        """Return the optimizer states of this rank's weights, by the keys of the weights."""
         keys = self._own_keys(optimizer)
         return {keys[index]: state for index, state in optimizer.state_dict()["state"].items()}
 
     def _numbered(self, optimizer: Optimizer, by_key: Mapping[_Key, Any]) -> dict[str, Any]:
-        """Return an optimizer's state dict with numbers for the weights of all stages."""
+        """Return an optimizer's state dict in torch's format, for the weights of all stages.
+
+        Args:
+            optimizer: the optimizer.
+            by_key: the states of weights by key; weights without an entry get no state.
+        """
         layout = self._layouts[optimizer]
         numbers = iter(range(sum(map(len, layout))))
         groups = [
@@ -261,7 +275,7 @@ class PipelineParallel(MeshParallel):
         super().load_optimizer_state(optimizer, {**state, "state": found, "param_groups": groups})
 
     def _own_keys(self, optimizer: Optimizer) -> list[_Key]:
-        """Return the keys of an optimizer's weights in this stage, in its order."""
+        """Return the keys of this rank's weights in an optimizer, in the optimizer's order."""
         return [
             self._key_of(weight, number, index)
             for number, group in enumerate(_weights_of(optimizer))
@@ -269,13 +283,20 @@ class PipelineParallel(MeshParallel):
         ]
 
     def _key_of(self, weight: torch.Tensor, group: int, index: int) -> _Key:
-        """Return a weight's key; outside of prepared models, its position in the optimizer."""
+        """Return the key that identifies a weight on all ranks.
+
+        For a weight of no prepared model, it is made of the weight's position in the optimizer:
+        parameter ``group``, and ``index`` in the group.
+        """
         position = (math.inf, group, index)
         return self._keys.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
 
     def _join(self, own: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the values of all stages by key; of several, the last stage's: it alone runs
-        the model's forward to its end, and with it buffers behind the blocks (BatchNorm's)."""
+        """Join the dictionaries of all stages; all ranks of the pipeline call it.
+
+        If several stages have a key, the last rank's value is taken. That is the rank whose stage
+        runs the model's forward to its end, and so updates buffers after the blocks (BatchNorm).
+        """
         of_stages = collectives.gather_object([own], group=self._group)
         return {key: value for found in of_stages for key, value in found.items()}
 
@@ -285,7 +306,10 @@ _NAMES = "_notebook_accel_names"
 
 
 def _name_all(names: list[str]) -> Callable[..., None]:
-    """Return a hook that notes the names of the whole model in a cut model's state dict."""
+    """Return a state dict hook for a cut model, which attaches the names of the uncut model.
+
+    ``make_whole`` finds state dicts of cut models by this attribute, and completes them.
+    """
 
     def note(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
         if not prefix:
@@ -295,8 +319,11 @@ def _name_all(names: list[str]) -> Callable[..., None]:
 
 
 def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict on the host, whole, with one tensor for all names of a weight: pickled tensors
-    share nothing unless they are one object, and a file would have the weight twice."""
+    """Return a state dict with full tensors on the CPU; all ranks of the stage call it.
+
+    All names of a tied weight get the same tensor object: pickled separately, it would be in a file
+    twice.
+    """
     seen: dict[Any, torch.Tensor] = {}
     found = dict(state)
     for name, value in state.items():
@@ -314,13 +341,13 @@ def _weights_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
 
 
 def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor on the host; all ranks of a stage call it."""
+    """Return a tensor on the CPU, joined if it is sharded; all ranks of a stage call it."""
     whole: torch.Tensor = dtensors.make_whole(value.detach())
     return whole.cpu()
 
 
 def _is_sharded(weight: torch.Tensor) -> bool:
-    """Whether ``fully_shard`` averages the gradients of a weight."""
+    """Return whether ``fully_shard`` has sharded a weight, and so averages its gradients itself."""
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None
     return mesh is not None and "dp_shard" in (mesh.mesh_dim_names or ())
 

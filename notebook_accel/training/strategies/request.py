@@ -1,4 +1,4 @@
-"""What a strategy is given: what the user asked for, models and optimizers, batches."""
+"""The inputs of a strategy: the user's settings, the objects of a ``prepare`` call, and batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ __all__ = ["ModelToPrepare", "PrepareCall", "Request", "call_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The settings and the topology from which a strategy is chosen and made."""
+    """The settings and the number of ranks by which a strategy is chosen and made.
+
+    ``accumulation`` is the state of gradient accumulation, which DeepSpeed needs.
+    """
 
     topology: Topology
     precision: Precision
@@ -40,7 +43,7 @@ class Request:
 
 @dataclass
 class ModelToPrepare:
-    """A model of one ``prepare`` call."""
+    """A model that was passed to ``prepare``, and how it is to be prepared."""
 
     model: Module
     training: bool = True
@@ -51,7 +54,11 @@ class ModelToPrepare:
 
 @dataclass
 class PrepareCall:
-    """The objects of one ``prepare`` call, which a strategy may need to see together."""
+    """All objects of one ``prepare`` call; DeepSpeed needs them together.
+
+    ``optimizers`` are those of torch, without ``AcceleratedOptimizer``. A learning-rate schedule
+    advances by ``schedule_steps`` with each step of its optimizer.
+    """
 
     models: list[ModelToPrepare] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)

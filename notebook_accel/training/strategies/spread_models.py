@@ -1,14 +1,12 @@
-"""Models that are spread, by ``prepare`` or before it: wrapped in DDP, or with sharded weights.
+"""Support for models in DDP wrappers or with sharded weights, made by ``prepare`` or by the user.
 
-When their gradients are reduced (``gradient_sync``), their norms, their whole weights.
+A user may pass ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
+``fully_shard`` or ``parallelize_module`` was called. It is used as it is. Gradient accumulation,
+gradient norms and checkpoints need the same code for such a model, no matter whether the user or
+``prepare`` made it: that code is here, and other strategies inherit it.
 
-A user may hand ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
-``fully_shard`` or ``parallelize_module`` was called. It is taken as it is, under every strategy:
-what torch has to be told for a window, a norm or a checkpoint depends on the model, and not on who
-spread it. So a strategy that spreads models itself needs no second way to do it.
-
-Torch's ``DTensor`` is looked up, never imported, for ranks that use none: importing it costs a
-second.
+``DTensor`` is only looked up in ``sys.modules``, since importing it takes a second, which ranks
+without sharded weights are spared.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ __all__ = ["TakesSpreadModels", "has_parts"]
 
 
 def has_parts(tensors: Iterable[Any]) -> bool:
-    """Whether this rank has only a part of one of the tensors."""
+    """Return whether any of the tensors is a ``DTensor``, of which this rank has only a part."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and any(isinstance(value, loaded.DTensor) for value in tensors)
 
 
 class _SpreadScaler(torch.amp.GradScaler):
-    """A loss scaler for optimizers with both plain gradients and gradients in parts."""
+    """A ``GradScaler`` for optimizers with plain gradients, sharded gradients, or both."""
 
 
 def _unscale(
@@ -66,7 +64,10 @@ class _SpreadScaling(LossScaling):
 
 
 class TakesSpreadModels(Strategy):
-    """A strategy that also takes models which the user has spread over the ranks."""
+    """Base class of strategies that also accept models which the user has wrapped or sharded.
+
+    On its own it is the strategy for one rank.
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -104,8 +105,14 @@ class TakesSpreadModels(Strategy):
 
     @contextmanager
     def _reducing(self, model: Any, enabled: bool) -> Iterator[None]:
-        """A block in which backward reduces the gradients of a sharded model, or adds whole ones
-        up; blocks may lie in each other."""
+        """Set inside a ``with`` block whether backward reduces the gradients of a sharded model.
+
+        Blocks may be nested.
+
+        Args:
+            model: a model on which ``fully_shard`` was called.
+            enabled: False accumulates full gradients on each rank, without reducing them.
+        """
         before = self._reduces.get(model, True)
         self._set_reducing(model, enabled)
         try:
@@ -184,7 +191,7 @@ def _weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _resumed(model: DistributedDataParallel) -> Iterator[None]:
-    """A block whose backward exchanges gradients although its forward ran under ``no_sync``."""
+    """Let backward inside a ``with`` block exchange gradients after a forward in ``no_sync``."""
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     # The forward under no_sync left the reducer unprepared for an exchange.

@@ -1,21 +1,20 @@
-"""Stages of a pipeline: how a model is cut, and which of its blocks make a stage.
-
-How a batch goes through them is in ``micro_batches``.
+"""Cuts a model into the stages of a pipeline. ``micro_batches`` runs batches through the stages.
 
 The blocks of a model (the children of an ``nn.Sequential``, the layers of a Transformers decoder)
-are divided into stages; a rank keeps the blocks of its stages and drops the others'::
+are divided into stages. A rank keeps the blocks of its own stages and drops all others::
 
     rank 0    embed  block 0  block 1     -        -     norm  head
                                  '--hidden states--.
     rank 1    embed     -        -     block 2  block 3  norm  head
 
 Every stage runs the model's own forward on the inputs, which all ranks of a pipeline have. Blocks
-before the stage are skipped and give what the stage before has sent, and the first block after it
-ends the forward. So masks, position embeddings and the like are computed where they are used, and
-only the hidden states travel.
+before the stage return the hidden states that the previous stage has sent, and the first block
+after the stage ends the forward. So each rank computes masks, position embeddings and the like
+itself, and only hidden states are sent between ranks.
 
-What is outside of the blocks is on every rank. Each stage computes its share of those weights'
-gradients (often none), which are added up before the step: tied embeddings and heads stay one.
+Weights outside of the blocks (embeddings, norm, head) are on every rank. Each stage computes a part
+of their gradients (often none), and the parts are summed before the step, so that the copies stay
+equal and weights may be tied.
 """
 
 from __future__ import annotations
@@ -62,19 +61,22 @@ PLAIN_LOOP = (
 def cut(
     model: nn.Module, mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device
 ) -> list[nn.Module]:
-    """Cut a model into stages, in place: this rank keeps its blocks, and what is outside of them.
+    """Cut a model into stages, in place: this rank drops the blocks of other ranks' stages.
+
+    Modules outside of the blocks stay. The forwards of the model and its blocks are replaced, so
+    that they run by stages. Each rank calls it; there is no collective.
 
     Args:
-        model: whole and alike on every rank.
-        mesh: the ranks of one pipeline, one dimension.
+        model: the model, the same on every rank, with full weights.
+        mesh: a mesh of one dimension: the ranks of one pipeline.
         parallelism: the schedule, and the number of micro-batches.
-        device: where this rank computes.
+        device: the device of this rank.
 
     Returns:
-        the blocks that this rank keeps.
+        The blocks that this rank keeps.
 
     Raises:
-        ConfigError: the model has not enough blocks, or two stages share a weight.
+        ConfigError: the model has fewer blocks than stages, or two stages share a weight.
     """
     num_stages = mesh.size() * SCHEDULES[parallelism.pp_schedule][1]
     prefix, container = _find_blocks(model, num_stages)
@@ -103,13 +105,13 @@ def cut(
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """Return the pipeline of a cut model; None for a model that was not cut."""
+    """Return the :class:`Pipeline` of a model that was cut into stages; None for other models."""
     forward = model.__dict__.get("forward")
     return forward.pipeline if isinstance(forward, _PipelinedForward) else None
 
 
 class _OnOtherStage(nn.Module):
-    """Placeholder for a block of another stage: its plain attributes, without weights."""
+    """Placeholder for a block that another rank has: it has the block's attributes, no weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -120,13 +122,25 @@ class _OnOtherStage(nn.Module):
 
 
 def _take_nothing(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Drop the weights of a block that is on another stage, so that whole weights load."""
+    """Remove the weights of another rank's block from a state dict that is being loaded.
+
+    As a load hook of the placeholder, it lets ``load_state_dict`` accept the uncut model's weights.
+    """
     for name in [name for name in state if name.startswith(prefix)]:
         del state[name]
 
 
 class _BlockForward(ReplacedForward):
-    """The forward of one block, which knows whether the block belongs to the stage that runs."""
+    """Replaces the forward of one block, and decides by the running stage what the block does.
+
+    A block of the stage runs. A block before it returns the hidden states of the previous stage. A
+    block after it raises :class:`StageEnds`.
+
+    Args:
+        module: the block, or its placeholder.
+        pipeline: the pipeline, which knows the stage that runs now.
+        index: index of the block in the uncut model.
+    """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline, index: int) -> None:
         super().__init__(module)
@@ -148,7 +162,12 @@ class _BlockForward(ReplacedForward):
 
 
 class _PipelinedForward(ReplacedForward):
-    """The forward of a cut model: runs all stages, and returns the outputs on every rank."""
+    """Replaces the forward of a cut model, for evaluation: all ranks of the pipeline call it.
+
+    It runs all stages and returns the outputs on every rank. In training with gradients it raises
+    ``ConfigError``, since ``forward_backward`` must be used. While a stage runs, it is the model's
+    own forward.
+    """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         super().__init__(module)
@@ -164,15 +183,21 @@ class _PipelinedForward(ReplacedForward):
 
 
 def _count_weights(module: nn.Module) -> int:
-    """Return the number of elements of a module's weights."""
+    """Return the number of elements in all weights of a module."""
     return sum(weight.numel() for weight in module.parameters())
 
 
 def _find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
-    """Return the prefix of the blocks' names, and the module whose children they are.
+    """Find the list of blocks: the ``ModuleList`` or ``Sequential`` with the most weights.
+
+    A model that is a ``Sequential`` itself is taken, if it has a child for each stage.
+
+    Returns:
+        The prefix of the names of the blocks, such as "layers.", and the module whose children they
+        are.
 
     Raises:
-        ConfigError: the model has nothing with a block for each stage.
+        ConfigError: no list in the model has at least one block per stage.
     """
     found = [
         (f"{name}." if name else "", part)
@@ -192,8 +217,11 @@ def _find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
 
 
 def _list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks by name, each a module of its own: one that is used twice (an activation) is in
-    two places, which may be in two stages."""
+    """Return (name, block) for each child of ``container``, all of them distinct objects.
+
+    A module that is a child twice (such as one activation) is copied, since the two places may
+    belong to different stages.
+    """
     blocks: list[tuple[str, nn.Module]] = []
     for name, block in container.named_modules(remove_duplicate=False):
         if not name or "." in name:
@@ -204,7 +232,15 @@ def _list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Return the index behind the last block of each stage; the largest cost is minimal."""
+    """Divide consecutive blocks into stages, such that the largest cost of a stage is minimal.
+
+    Args:
+        costs: the cost of each block (its number of weights).
+        num_stages: number of stages; each gets at least one block.
+
+    Returns:
+        For each stage, the index of its last block plus 1.
+    """
 
     @cache
     def divide(start: int, stages: int) -> tuple[int, tuple[int, ...]]:
@@ -229,13 +265,14 @@ def _refuse_shared_weights(
     """Refuse a model that has one weight in the blocks of two stages.
 
     Args:
-        prefix: how the names of blocks begin.
-        blocks: by name.
-        ranges: the blocks of each stage.
-        outside: ids of the weights that are outside of the blocks, too, and so on every rank.
+        prefix: the common prefix of the names of all blocks.
+        blocks: name and module of each block.
+        ranges: indices of the blocks of each stage.
+        outside: ids of weights that also have a name outside of the blocks. Every rank has these,
+            so that stages may share them.
 
     Raises:
-        ConfigError: the stages would train two copies of the weight.
+        ConfigError: two stages share a weight, and would train two copies of it.
     """
     seen: dict[int, tuple[int, str]] = {}
     for stage, indices in enumerate(ranges):

@@ -1,7 +1,7 @@
-"""Tensor parallelism: ranks that compute each layer together, by torch's ``parallelize_module``.
+"""Tensor parallelism: ranks compute each layer together, by torch's ``parallelize_module``.
 
-A plan names layers and how each is divided. The words are those of Transformers ("colwise",
-"rowwise", ...); a ``ParallelStyle`` of torch is taken as it is.
+A plan says for each layer how it is divided: by a style's name in Transformers ("colwise",
+"rowwise", ...), or by a ``ParallelStyle`` of torch.
 """
 
 from __future__ import annotations
@@ -55,13 +55,18 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
     """Divide the layers that the plan names over the ranks of ``mesh``, in place.
 
+    All ranks of the mesh call it.
+
     Args:
-        model: whole and alike on every rank; one whose layers are divided already stays as it is.
-        mesh: one dimension.
-        plan: module name or pattern to style; None takes the model's own.
+        model: the model, the same on every rank, with full weights. A model with divided or sharded
+            weights is left unchanged.
+        mesh: a mesh of one dimension.
+        plan: style of each layer, by module name or pattern ("layers.*.up": "colwise"). None takes
+            the model's attribute ``tp_plan`` or ``_tp_plan``, which Transformers sets.
 
     Raises:
-        ConfigError: there is no plan, it names nothing, or a style is not known.
+        ConfigError: there is no plan, no module has a name in it, a style is unknown, a layer
+            cannot be divided evenly, or a tied weight would be divided in two ways.
     """
     if has_parts(model.parameters()):
         return
@@ -103,7 +108,17 @@ def _as_style(name: str, given: Any) -> ParallelStyle:
 
 
 def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
-    """Refuse a layer that ranks would get uneven parts of: what follows would be wrong shapes."""
+    """Refuse a layer that cannot be divided evenly, since later layers would get wrong shapes.
+
+    Args:
+        name: the name of the layer in messages.
+        part: the layer.
+        style: its style; only names of styles are checked.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: the divided dimension is no multiple of the number of ranks.
+    """
     weight = getattr(part, "weight", None)
     if weight is None or not isinstance(style, str) or "wise" not in style:
         return
@@ -118,7 +133,15 @@ def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
 
 
 def _check_alike(model: Module, ties: Sequence[Sequence[str]]) -> None:
-    """Refuse one weight that is divided in several ways, by its names."""
+    """Refuse a model in which the plan divides a tied weight differently under its names.
+
+    Args:
+        model: the divided model.
+        ties: groups of names that were one weight before.
+
+    Raises:
+        ConfigError: the weights of a group are divided in different ways.
+    """
     for names in ties:
         weights = [model.get_parameter(name) for name in names]
         layouts = {weight.placements if isinstance(weight, DTensor) else None for weight in weights}

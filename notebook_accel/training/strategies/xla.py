@@ -1,8 +1,9 @@
-"""Data parallelism by torch_xla: each rank has the whole model, and gradients meet at the step.
+"""Data parallelism on TPUs by torch_xla: each rank has the full model and averages gradients.
 
-Operations are recorded, and run at the next batch. So gradients are averaged where they are first
-needed, by ``step`` or clipping, in the same graph; and any optimizer that steps the weights of a
-prepared model has them averaged, also one that was not prepared: ranks never part silently.
+torch_xla records operations, and runs them as one graph at the end of a step. Gradients are
+averaged over the ranks when they are first needed, by ``step`` or clipping, within that graph. This
+holds for every optimizer that steps weights of a prepared model, even one that was not prepared, so
+that the ranks cannot silently diverge.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _COMPILED_STEPS = 8
 
 
 class XlaParallel(Strategy):
-    """Replicas on TPUs; with one rank, a model on one device."""
+    """Strategy for data parallelism on TPUs: chosen whenever the device is an XLA device."""
 
     distributed_type = DistributedType.XLA
 
@@ -100,8 +101,14 @@ class XlaParallel(Strategy):
         return _host_copy(values)
 
     def _average(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Average the gradients of prepared weights over the ranks, unless that was done since
-        the last backward; gives the weights."""
+        """Average the gradients of weights over the ranks, in place; all ranks call it.
+
+        Weights of models that were not prepared, and those averaged since the last backward, are
+        left out.
+
+        Returns:
+            ``parameters`` as a list.
+        """
         weights = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         world_size = self.topology.num_processes
         own = [one for one in weights if self._is_own(one) and id(one) not in self._averaged]
@@ -123,7 +130,11 @@ class XlaParallel(Strategy):
         return known is not None and known() is weight
 
     def _watch_steps(self) -> None:
-        """Look at every optimizer's step for as long as this strategy lives."""
+        """Install hooks on the steps of all optimizers of the process, while this strategy lives.
+
+        Before a step, the gradients of prepared weights are averaged. After it, the recorded graph
+        is run.
+        """
         strategy = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: Any) -> None:
@@ -159,7 +170,7 @@ class XlaParallel(Strategy):
 
 
 class _MovingForward(RemovableForward):
-    """The forward of a model, whose inputs are moved to its device, as under DDP on GPUs."""
+    """Replaces a model's forward by one that moves inputs to the device, as DDP does on GPUs."""
 
     def __init__(self, module: Module, device: torch.device) -> None:
         super().__init__(module)
@@ -167,7 +178,7 @@ class _MovingForward(RemovableForward):
 
     @classmethod
     def install(cls, module: Module, device: torch.device) -> None:
-        """Put this forward in the place of the module's own, once."""
+        """Replace the forward of ``module``, unless that was done before."""
         if not any(isinstance(each, cls) for each in replaced_forwards(module)):
             module.__dict__["forward"] = cls(module, device)
 
@@ -190,10 +201,10 @@ def _refuse_others(request: Request) -> None:
 
 
 def _move(model: Module, device: torch.device) -> None:
-    """Put a model on the device, so that its parameters stay the objects that they are.
+    """Move a model to the device, while its parameters stay the same Python objects.
 
-    By default torch makes new ones for a device of another kind of tensors: tied weights would part
-    and an optimizer that was made before would step the old ones.
+    By default torch makes new parameters when it moves a model to an XLA device. Tied weights would
+    then be separated, and an optimizer that was made before would step the old ones.
     """
     with _moving:
         before = torch.__future__.get_swap_module_params_on_conversion()
@@ -205,7 +216,7 @@ def _move(model: Module, device: torch.device) -> None:
 
 
 def _host_copy(state: Any) -> Any:
-    """A state with tensors of the host in place of the device's; what was one tensor still is."""
+    """Return a copy of nested tensors on the CPU; a tensor that occurs twice is copied once."""
     copies: dict[int, torch.Tensor] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:

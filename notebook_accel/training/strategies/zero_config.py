@@ -30,14 +30,17 @@ def complete(
     num_steps: int,
     precision: str,
 ) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed; the plugin's own is completed in place.
+    """Return the configuration for a DeepSpeed engine, without "auto" entries.
+
+    The plugin's configuration is completed in place, too.
 
     Args:
-        plugin: what the user asked for.
+        plugin: the user's plugin.
         model: the model that is prepared.
-        call: what is prepared with it.
-        topology: number of ranks, and where this one computes.
-        num_steps: batches a step of the optimizer.
+        call: the objects of the ``prepare`` call, from which batch sizes, learning rates and
+            schedule lengths are taken.
+        topology: number of ranks, and the device of this rank.
+        num_steps: number of batches accumulated for an optimizer step.
         precision: "no", "bf16" or "fp16".
     """
     config = plugin.hf_ds_config
@@ -88,7 +91,10 @@ def complete(
 
 
 def _buckets(model: Module) -> dict[str, Any]:
-    """Return bucket sizes for the width of a Transformers model; nothing for other models."""
+    """Return ZeRO bucket sizes, computed from the hidden size of a Transformers model.
+
+    The keys are names of configuration entries. For other models the dictionary is empty.
+    """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     widths = getattr(config, "hidden_sizes", None) or [getattr(config, "hidden_size", None) or 0]
@@ -103,8 +109,11 @@ def _buckets(model: Module) -> dict[str, Any]:
 
 
 def _schedule(placeholder: DummyScheduler, schedule_steps: int) -> dict[str, Any]:
-    """Arguments for DeepSpeed's learning-rate schedule. Step counts are divided by
-    ``schedule_steps``, since it moves once for each step of the optimizer."""
+    """Return arguments for DeepSpeed's learning-rate schedule, taken from a ``DummyScheduler``.
+
+    DeepSpeed's schedule advances by 1 with each optimizer step, a prepared scheduler by
+    ``schedule_steps``. So the step counts of the placeholder are divided by ``schedule_steps``.
+    """
     steps = math.ceil(placeholder.warmup_num_steps / schedule_steps)
     values: dict[str, Any] = {
         "warmup_min_lr": 0,

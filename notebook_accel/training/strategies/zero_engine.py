@@ -1,13 +1,14 @@
-"""DeepSpeed's engine, and what a loop steps and moves instead of its own optimizer and scheduler.
+"""Wrappers by which the usual training loop drives DeepSpeed's engine.
 
-DeepSpeed clips, unscales, steps and clears in one call of its engine::
+DeepSpeed unscales, clips, steps and clears gradients in one call, ``engine.step``. The calls of the
+loop do this::
 
-    accelerator.backward(loss)      engine.backward: gradients, reduced over the ranks
-    accelerator.clip_grad_norm_()   engine.step, clipping: DeepSpeed knows the norm there alone
-    optimizer.step()                engine.step, unless the clipping has taken it
-    optimizer.zero_grad()           nothing, after a step; a whole window that no step used is
-                                    dropped, an open one stays
-    scheduler.step()                nothing where the engine moves its own scheduler
+    accelerator.backward(loss)      engine.backward: computes gradients, and reduces them over ranks
+    accelerator.clip_grad_norm_()   engine.step with clipping, since only that call gives the norm
+    optimizer.step()                engine.step, unless clipping has called it already
+    optimizer.zero_grad()           after a step: nothing. Else drops the gradients of a step that
+                                    was not taken; while batches accumulate, keeps them
+    scheduler.step()                nothing, if the engine moves the scheduler itself
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ __all__ = [
 
 
 class DeepSpeedEngineWrapper:
-    """Takes an engine of DeepSpeed through the steps of a loop.
+    """Drives a DeepSpeed engine by the separate calls of a training loop.
 
     Attributes:
         engine: the ``deepspeed.DeepSpeedEngine``.
-        step_was_skipped: whether the last step was left out because a gradient overflowed.
+        step_was_skipped: whether the last step was skipped because a gradient overflowed.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -51,11 +52,11 @@ class DeepSpeedEngineWrapper:
         self._is_due = False
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Compute gradients, and reduce them over the ranks.
+        """Compute gradients, and reduce them over the ranks; all ranks call it.
 
         Args:
-            loss: divided by the batches of its window already.
-            sync_gradients: whether it is the last of its window.
+            loss: the loss of a batch, divided by the number of accumulated batches already.
+            sync_gradients: whether it is the last batch before the optimizer step.
             **kwargs: further arguments of the engine's ``backward``.
         """
         self.engine.set_gradient_accumulation_boundary(sync_gradients)
@@ -63,9 +64,13 @@ class DeepSpeedEngineWrapper:
         self._is_due = sync_gradients
 
     def clip_and_step(self, max_norm: float) -> float:
-        """Step with gradients clipped to a norm; gives the norm before.
+        """Take the optimizer step with clipped gradients; return their norm before clipping.
 
-        Without gradients of a whole window nothing happens, and the norm is the last one.
+        If the last backward was not that of a step's last batch, or the step was taken already,
+        nothing happens and the norm of the last step is returned. All ranks call it.
+
+        Args:
+            max_norm: the largest norm allowed; 0 does not clip.
         """
         if self._is_due:
             optimizer = self.engine.optimizer
@@ -77,7 +82,7 @@ class DeepSpeedEngineWrapper:
         return self.get_global_grad_norm()
 
     def step(self) -> None:
-        """Step, unless this window's gradients were used already."""
+        """Take the optimizer step, if all its batches are accumulated and it was not taken yet."""
         if self._is_due:
             self._is_due = False
             self.engine.step()
@@ -85,12 +90,15 @@ class DeepSpeedEngineWrapper:
             self.step_was_skipped = not self.engine.was_step_applied()
 
     def drop(self) -> None:
-        """Forget a complete window's gradients that no step has used; an open window's stay."""
+        """Drop the gradients of a step that was not taken, if all its batches are accumulated.
+
+        Gradients of a step whose batches are still being accumulated are kept.
+        """
         if self._is_due:
             self.drop_all()
 
     def drop_all(self) -> None:
-        """Forget all gradients that no step has used, those of an open window too."""
+        """Drop all gradients that no step has used, even while batches are being accumulated."""
         self._is_due = False
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
@@ -105,22 +113,23 @@ class DeepSpeedEngineWrapper:
                 optimizer.micro_step_id = -1
 
     def get_global_grad_norm(self) -> float:
-        """Return the norm of the gradients of the last step, before clipping."""
+        """Return the gradient norm of the last step, before clipping; 0 before the first step."""
         norm = self.engine.get_global_grad_norm()
         return 0.0 if norm is None else float(norm)
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """A prepared optimizer that steps by DeepSpeed's engine.
+    """The optimizer that ``prepare`` returns under DeepSpeed: its steps are steps of the engine.
 
     Args:
         optimizer: the optimizer that DeepSpeed steps.
         engine: the wrapper of the engine.
-        accumulation: the accumulation windows.
-        device_memory: returns the memory in use, in bytes.
+        accumulation: the state of gradient accumulation.
+        device_memory: returns the device memory in use, in bytes, or None if that is not known;
+            shown in the live panel.
 
     Attributes:
-        optimizer: the optimizer inside, with this rank's parts of the weights.
+        optimizer: the optimizer inside, which has this rank's shards of the weights.
     """
 
     def __init__(
@@ -135,10 +144,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self._engine = engine
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step at the end of a window; nothing before it.
+        """Take the step at the last accumulated batch; do nothing at earlier batches.
 
         Raises:
-            NotImplementedError: a closure was given: DeepSpeed cannot compute gradients again.
+            NotImplementedError: a closure was given, which DeepSpeed does not support.
         """
         if closure is not None:
             raise NotImplementedError(
@@ -153,7 +162,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 current().count_step(self._device_memory)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has used; the engine's step clears the others."""
+        """Drop the gradients of a step that was not taken; keep those still being accumulated.
+
+        After a step there is nothing to do: the engine has cleared the gradients. ``set_to_none``
+        is ignored.
+        """
         self._engine.drop()
 
     def drop_gradients(self) -> None:
@@ -161,19 +174,19 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a gradient overflowed."""
+        """Whether the last step was skipped because a gradient overflowed."""
         return self._engine.step_was_skipped
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A prepared scheduler that DeepSpeed's engine moves with each of its steps.
+    """The scheduler that ``prepare`` returns for a ``DummyScheduler``; the engine moves it.
 
     Attributes:
-        scheduler: the engine's.
+        scheduler: DeepSpeed's scheduler, which advances with each step of the engine.
     """
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine has moved it."""
+        """Do nothing: the engine's step has moved the scheduler already."""
 
 
 def GatheredParameters(  # noqa: N802 (Accelerate's name)
@@ -182,15 +195,17 @@ def GatheredParameters(  # noqa: N802 (Accelerate's name)
     fwd_module: Module | None = None,
     enabled: bool = True,
 ) -> AbstractContextManager[Any]:
-    """A block in which weights that DeepSpeed keeps in parts (stage 3) are whole.
+    """Return a context manager in which weights sharded by DeepSpeed's stage 3 are full tensors.
 
-    Around other weights it does nothing, so that code may always have it.
+    For other weights it does nothing, so that code can use it under every strategy. All ranks enter
+    it together.
 
     Args:
         params: one weight, or several.
-        modifier_rank: the rank whose changes count; None for none.
-        fwd_module: as of ``deepspeed.zero.GatheredParameters``.
-        enabled: False does nothing.
+        modifier_rank: the rank whose changes of the weights are kept, and sent to all ranks; None
+            discards changes.
+        fwd_module: the argument of that name of ``deepspeed.zero.GatheredParameters``.
+        enabled: False makes the context manager do nothing.
     """
     given = [params] if hasattr(params, "numel") else list(params)
     if not enabled or not any(hasattr(weight, "ds_id") for weight in given):

@@ -1,1 +1,1 @@
-"""Where numbers of a training go."""
+"""Trackers of metrics (TensorBoard, MLflow, ...), progress bars and profiling."""

@@ -1,4 +1,7 @@
-"""The trackers of an ``Accelerator``: made, fed and finished on the main process alone."""
+"""The trackers of an ``Accelerator``: make, start and finish them, on the main process only.
+
+A tracker takes the metrics of a training to where they are kept, such as TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,16 @@ __all__ = ["LiveTracker", "Tracking"]
 
 
 class Tracking:
-    """What ``log_with`` asks for, and on the main process the trackers of the training.
+    """The trackers of one ``Accelerator``; all ranks have this object, only rank 0 starts it.
+
+    Args:
+        asked: the trackers of ``Accelerator(log_with=...)``: classes to make, or made objects.
+        project: the folders of the project.
 
     Attributes:
-        asked: classes to make, and trackers that were made.
-        trackers: those that are fed, the notebook's own among them; code may add more.
+        asked: the trackers that the user asked for, as above.
+        trackers: the trackers that ``Accelerator.log`` calls. The last one is a ``LiveTracker``,
+            which shows numbers in the notebook; the user's code may add more.
         is_started: whether ``init_trackers`` was called.
     """
 
@@ -39,11 +47,11 @@ class Tracking:
 
     @property
     def logging_dir(self) -> str | os.PathLike[str] | None:
-        """The folder for what trackers write, as the project says now."""
+        """The folder for the files of trackers, as the project's settings have it now."""
         return self._project.logging_dir
 
     def feed(self, trackers: Iterable[GeneralTracker]) -> None:
-        """Replace the trackers that ``log`` reaches; the notebook's own comes after them."""
+        """Replace the trackers that ``Accelerator.log`` calls; a ``LiveTracker`` is added last."""
         others = [one for one in trackers if not isinstance(one, LiveTracker)]
         self.trackers[:] = [*others, LiveTracker()]
 
@@ -53,7 +61,13 @@ class Tracking:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, dict[str, Any]],
     ) -> None:
-        """Make the trackers, in place of earlier ones; begin each and give it the settings."""
+        """Finish earlier trackers, then make and start those that ``log_with`` asks for.
+
+        Args:
+            project_name: the first argument of each tracker class.
+            config: settings of the training, which each tracker stores; None stores none.
+            init_kwargs: more arguments for the tracker classes, by the trackers' names.
+        """
         self.finish()
         self._finished, self.is_started = [], True
         self.feed([])
@@ -71,7 +85,7 @@ class Tracking:
                 tracker.store_init_configuration(dict(config))
 
     def finish(self) -> None:
-        """Finish each tracker once, also where another one fails."""
+        """Finish each tracker that is not finished yet, even if another one raises."""
         waiting = [
             one for one in self.trackers if not any(one is other for other in self._finished)
         ]
@@ -82,7 +96,10 @@ class Tracking:
 
 
 class LiveTracker(GeneralTracker):
-    """Shows numbers in the run's view while it goes on, and keeps them in ``run.metrics``."""
+    """The tracker that is always there: it shows numbers live in the notebook.
+
+    Afterwards they are in ``run.metrics``. In ranks that our launcher did not start, nothing shows.
+    """
 
     name = "notebook"
     requires_logging_directory = False
@@ -93,7 +110,7 @@ class LiveTracker(GeneralTracker):
         return self
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Show numbers; what is none is named once and left out."""
+        """Show numbers in the notebook; a value that is no number is left out, with one notice."""
         found = numbers_of(values)
         if found:
             current().metric(found, step)

@@ -1,9 +1,9 @@
-"""What a tracker is: the contract that ``Accelerator`` and users' own classes share.
+"""Base classes of trackers, for this package's trackers and those that users write.
 
-A tracker takes the numbers of a training to where they are kept. ``Accelerator`` makes it, calls
-``start`` once, ``store_init_configuration`` if there are settings, ``log`` again and again, and
-``finish``; all of it on the main process alone. The functions at the end bring what is logged to
-what trackers take: Python numbers by flat names.
+A tracker takes the metrics of a training to where they are kept, such as TensorBoard.
+``Accelerator`` makes it, calls ``start`` once, ``store_init_configuration`` if there are settings,
+``log`` again and again, and ``finish`` at the end, all on the main process only. The functions at
+the end of this file convert logged values to Python numbers by flat names.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 class GeneralTracker:
-    """Base class of all trackers, also of your own.
+    """Base class of all trackers, including those that you write.
 
-    A subclass has ``name``, ``requires_logging_directory`` and ``tracker`` (an attribute or a
-    property). It overrides ``log`` and whatever else it keeps.
+    A subclass has to define ``name``, ``requires_logging_directory`` and ``tracker`` (an attribute
+    or a property). It overrides ``log``, and the other methods for what else it can keep.
 
     Attributes:
         name: name by which ``log_with`` and ``get_tracker`` find it.
-        requires_logging_directory: whether it writes files. If so, it is made with the folder as
-            its second argument.
-        main_process_only: whether methods under ``on_main_process`` run on rank 0 only.
+        requires_logging_directory: whether it writes files. If so, ``Accelerator`` passes the
+            folder as the second argument when it makes the tracker.
+        main_process_only: whether methods decorated by ``on_main_process`` run on rank 0 only;
+            False runs them on all ranks.
+        tracker: the object of the library behind the tracker; None if there is no library.
 
     Example:
         >>> from notebook_accel import Accelerator
@@ -73,13 +75,15 @@ class GeneralTracker:
 
         @property
         def tracker(self) -> Any:
-            """The library's own object behind it."""
+            """The object of the tracking library that this tracker uses."""
 
     def __init__(self, _blank: bool = False) -> None:
-        """Check that the class has what it needs.
+        """Check that the subclass has defined the three attributes that it needs.
+
+        They are ``name``, ``requires_logging_directory`` and ``tracker``.
 
         Args:
-            _blank: for the tracker of ranks that do not track.
+            _blank: skip the check, as Accelerate's code does for ranks that do not track.
 
         Raises:
             NotImplementedError: one of the three attributes is missing.
@@ -94,26 +98,29 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begin a run of the library; called once, on the main process."""
+        """Begin a run of the tracking library; called once, on the main process."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the settings of the training."""
+        """Keep the settings of the training (hyperparameters), by name."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers of a step."""
+        """Keep metrics by name. ``step``: the training step they belong to; None if not given."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step: for each name the images, as arrays or of PIL."""
+        """Keep images: for each name several images, as arrays or PIL images.
+
+        A tracker that does not override this method shows one notice instead.
+        """
         notice_once(f"images {self.name}", f"the tracker {self.name!r} keeps no images")
 
     def finish(self) -> None:
-        """Write what is not written yet."""
+        """Write everything that is not written yet, and end the run; called once at the end."""
 
 
 class BlankTracker(GeneralTracker):
-    """Takes everything and keeps nothing: a tracker of the ranks that don't track.
+    """A tracker that keeps nothing; ``get_tracker`` returns it on ranks that do not track.
 
-    So that scripts which log on every rank need no branch.
+    So a script can log on every rank without asking for the rank first.
     """
 
     name = "blank"
@@ -124,20 +131,23 @@ class BlankTracker(GeneralTracker):
         """Return None: no library is behind it."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep nothing."""
+        """Do nothing with the images."""
 
     def log_table(self, *args: Any, **kwargs: Any) -> None:
-        """Keep nothing."""
+        """Do nothing with the table, which wandb's tracker on rank 0 would log."""
 
 
 class LibraryTracker(GeneralTracker):
-    """Base of the trackers that hand over to a library, which is imported as a run begins.
+    """Base class of trackers that use a tracking library, such as TensorBoard's or MLflow's.
 
-    Each gives its ``tracker`` under the name that Accelerate has for it, too: ``writer``, say.
+    The library is imported only when a run begins. A subclass also gives its ``tracker`` under the
+    name that Accelerate uses, such as ``writer``.
 
     Attributes:
-        module: what is imported.
-        package: what ``pip install`` calls it.
+        module: name of the library's module to import.
+        package: name of the library for ``pip install``.
+        run_name: the project's name.
+        init_kwargs: arguments for the library when the run begins.
     """
 
     module: ClassVar[str]
@@ -145,11 +155,12 @@ class LibraryTracker(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        """Keep what ``start`` will need.
+        """Store the arguments until ``start`` uses them.
 
         Args:
             run_name: the project's name.
-            **kwargs: for the library's own start: ``init_kwargs={name: {...}}``.
+            **kwargs: arguments for the library when the run begins: this tracker's entry in the
+                ``init_kwargs`` of ``init_trackers``.
         """
         super().__init__()
         self.run_name = run_name
@@ -158,7 +169,7 @@ class LibraryTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The library's own object of this run; None before ``start``."""
+        """The library's object for this run; None before ``start``."""
         return self._run
 
     @classmethod
@@ -168,15 +179,16 @@ class LibraryTracker(GeneralTracker):
 
     @classmethod
     def library(cls) -> Any:
-        """The imported library."""
+        """Import the library and return its module."""
         return importlib.import_module(cls.module)
 
 
 def on_main_process(function: _Function) -> _Function:
-    """Decorate a tracker's method so that it does nothing on ranks other than 0.
+    """Decorate a tracker's method so that it runs on rank 0 only, and returns None elsewhere.
 
     Args:
-        function: the method; a tracker with ``main_process_only = False`` runs it on all ranks.
+        function: the method. If the tracker has ``main_process_only = False``, it runs on all
+            ranks.
     """
 
     @functools.wraps(function)
@@ -190,7 +202,10 @@ def on_main_process(function: _Function) -> _Function:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values by name; those of a dictionary are named "key/inner key"."""
+    """Yield (name, value) pairs; values in nested dictionaries are named "key/inner key".
+
+    ``prefix`` is put before each name.
+    """
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -200,7 +215,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def as_number(value: Any) -> float | None:
-    """The number in a Python number, or in a tensor or array of one number; else None."""
+    """Return a Python number, or the only number of a tensor or array, as a float.
+
+    None: the value is something else.
+    """
     if isinstance(value, torch.Tensor):
         return float(value.detach()) if value.numel() == 1 else None
     if isinstance(value, numbers.Real):
@@ -212,11 +230,13 @@ def as_number(value: Any) -> float | None:
 
 
 def numbers_of(values: Mapping[str, Any], tracker: str = "") -> dict[str, float]:
-    """The numbers among ``values``, by flat names; what is none is named once and left out.
+    """Return the numbers among ``values`` by flat names, as in :func:`flatten`.
+
+    A value that is no number is left out, and a notice names it once.
 
     Args:
         values: Python numbers, tensors and arrays of one number, or dictionaries of them.
-        tracker: the one that keeps them; "" for the run itself, which shows them.
+        tracker: name of the tracker, for the notice; "" for the live view in the notebook.
     """
     found: dict[str, float] = {}
     for name, value in flatten(values):
@@ -233,9 +253,9 @@ def numbers_of(values: Mapping[str, Any], tracker: str = "") -> dict[str, float]
 
 
 def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as they are, tensors and arrays of one number as that number.
+    """Return ``values`` with Python numbers in place of tensors and arrays of one number.
 
-    For libraries that take images, tables and more among the numbers.
+    Other values and nested dictionaries stay, for libraries that also take images or tables.
     """
     ready: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or the folder that ``MLFLOW_TRACKING_URI`` names."""
+"""The tracker for MLflow, which writes to the server or folder in ``MLFLOW_TRACKING_URI``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PARAMETERS_AT_ONCE = 100
 
 
 class MLflowTracker(LibraryTracker):
-    """Logs to a run of the experiment that has the project's name.
+    """Logs to an MLflow run, in the experiment with the project's name.
 
-    ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` and ``MLFLOW_NESTED_RUN`` go
-    before the arguments, as the library's users know it.
+    The environment variables ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` and
+    ``MLFLOW_NESTED_RUN`` override the arguments, as in Accelerate.
     """
 
     name = "mlflow"
@@ -44,16 +44,16 @@ class MLflowTracker(LibraryTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        """Keep what ``start`` will need.
+        """Store the arguments until ``start`` uses them.
 
         Args:
-            experiment_name: the project's name.
-            logging_dir: where a new experiment keeps its files.
-            run_id: a run to go on with.
-            tags: of the run, as a dictionary or its JSON.
-            nested_run: whether the run stands inside one that is open.
-            run_name: of a new run.
-            description: of the run.
+            experiment_name: name of the experiment: the project's name.
+            logging_dir: folder for the files of a new experiment; None leaves it to MLflow.
+            run_id: the id of an existing run to continue; None begins a new one.
+            tags: tags of the run (and of a new experiment), as a dictionary or as JSON text.
+            nested_run: whether to make the run a child of the run that is active.
+            run_name: name of a new run; None leaves it to MLflow.
+            description: description of the run.
         """
         environment = os.environ
         super().__init__(environment.get("MLFLOW_EXPERIMENT_NAME") or experiment_name or "Default")
@@ -73,7 +73,7 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run, in a new experiment if there is none of that name."""
+        """Begin the MLflow run; create the experiment first if there is none of that name."""
         mlflow = self.library()
         found = mlflow.get_experiment_by_name(self.run_name)
         if found is None:
@@ -85,7 +85,10 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the settings as parameters, as text; one that is too long is named and left out."""
+        """Log the settings as MLflow parameters; one that is too long is left out, with a notice.
+
+        MLflow allows 6000 characters for the text of a parameter.
+        """
         short: dict[str, Any] = {}
         for name, value in values.items():
             if len(str(value)) > _LONGEST_PARAMETER:
@@ -102,12 +105,12 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers; what is none is named once and left out."""
+        """Log numbers as MLflow metrics; a value that is no number is left out, with one notice."""
         self.library().log_metrics(numbers_of(values, self.name), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a list of images a name."""
+        """Log images: each name has a list of them. ``kwargs`` go to ``mlflow.log_image``."""
         # By itself the library leaves them to a thread, and a rank may end before that has.
         kwargs = {"synchronous": True, **kwargs}
         for name, images in values.items():
@@ -117,20 +120,20 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a figure as a file of the run."""
+        """Save a figure (matplotlib or plotly) as the file ``artifact_file`` of the run."""
         self.library().log_figure(figure, artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file with the run."""
+        """Copy a local file into the run's artifacts, in the folder ``artifact_path`` if given."""
         self.library().log_artifact(local_path, artifact_path)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep a folder's files with the run."""
+        """Copy a local folder's files into the run's artifacts, in ``artifact_path`` if given."""
         self.library().log_artifacts(local_dir, artifact_path)
 
     @on_main_process
     def finish(self) -> None:
-        """End MLflow's run."""
+        """End the MLflow run."""
         self.library().end_run()

@@ -1,4 +1,4 @@
-"""A stretch of code under torch's profiler: one trace a rank, and a table of what took the time."""
+"""Run code under torch's profiler: a trace file per rank, and a table of the slowest operators."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ _NUM_ROWS = 12
 
 @contextmanager
 def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
-    """Profile the block.
+    """Return a context that profiles its block with torch's profiler, which it yields.
 
-    When it ends, the trace is written, if there is a folder for it, and a table of the operators
-    is displayed where something displays: in a rank (the notebook shows rank 0's below the panel,
-    that of another by ``run.show(rank)``) and in a notebook's kernel.
+    When the block ends, the trace is written to ``options.output_trace_dir`` (None: not written),
+    and a table of the operators is displayed. The notebook shows the table of rank 0 below the
+    cell, and that of another rank by ``run.show(rank)``. In a plain script no table is displayed.
+
+    Args:
+        options: the settings of the profiler.
+        rank: this rank, for the names of the trace and the table.
     """
     with options.build() as running:
         yield running
@@ -53,12 +57,15 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
 
 
 class ProfileSummary:
-    """Torch's table of the operators that took the most time.
+    """Torch's table of the operators that took the most time, for display in a notebook.
 
     Args:
         profiled: the profiler, which has ended.
-        rank: whose it is.
-        path: of the trace; None where none was written.
+        rank: the rank that was profiled.
+        path: path of the trace file; None if none was written.
+
+    Attributes:
+        text: the table, after a line with the rank and the path.
     """
 
     def __init__(self, profiled: profiler.profile, rank: int, path: Path | None) -> None:

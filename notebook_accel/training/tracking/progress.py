@@ -1,4 +1,7 @@
-"""Progress bars: one a rank in the run's view, one in all elsewhere."""
+"""Progress bars by tqdm.
+
+Under our launcher the notebook can show one bar per rank; elsewhere usually one rank shows one.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,26 @@ def progress(
     *,
     is_shown: bool,
 ) -> Iterable[_Item]:
-    """Return ``iterable`` with a progress bar; under our launcher each rank has its own.
+    """Return ``iterable`` with a progress bar that counts its items.
+
+    Under our launcher each rank has its own bar in the notebook.
 
     Args:
-        iterable: items to count.
+        iterable: the items.
         desc: name of the bar.
-        total: number of items, where ``iterable`` cannot say.
-        is_shown: whether this rank shows one outside our launcher.
+        total: number of items, needed if ``iterable`` has no ``len()``.
+        is_shown: whether this rank shows a bar outside our launcher.
     """
     return auto.tqdm(iterable, desc=desc, total=total, disable=not (is_shown or current().launched))
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm[Any]:
-    """A tqdm bar that only the first rank of each machine shows.
+    """Return a tqdm progress bar that only the first rank of each machine shows.
 
     Args:
-        *args: as tqdm.
-        main_process_only: False shows a bar of every rank.
-        **kwargs: as tqdm.
+        *args: arguments of ``tqdm.auto.tqdm``.
+        main_process_only: False: every rank shows its bar.
+        **kwargs: keyword arguments of ``tqdm.auto.tqdm``.
 
     Example:
         >>> from notebook_accel.utils import tqdm

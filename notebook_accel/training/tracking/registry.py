@@ -1,7 +1,7 @@
-"""The one table of trackers, and the function that finds those of ``log_with`` in it.
+"""The table of trackers by name, and the function that looks up those of ``log_with``.
 
-A new tracker is a file beside this one and its class here, in the import, ``__all__`` and the
-table. ``LoggerType`` and the module ``notebook_accel.tracking`` take their names from here.
+To add a tracker, write a file beside this one, and add its class to the import, to ``__all__`` and
+to the table here. ``LoggerType`` and the module ``notebook_accel.tracking`` follow from them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ LoggerType.__doc__ = "Name of a tracker."
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Make ``log_with`` find a tracker of your own by its name, in this process.
+    """Register a tracker class of your own, so that ``log_with`` finds it by its ``name``.
+
+    It holds in this process only, so each rank has to call it. A class that has the name of another
+    tracker replaces it, with a warning.
 
     Args:
         tracker_class: a subclass of ``GeneralTracker``.
 
     Raises:
-        ConfigError: it is no such class, or lacks ``name`` or ``requires_logging_directory``.
+        ConfigError: ``tracker_class`` is no such class, or lacks ``name`` or
+            ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and _has_interface(tracker_class)):
         raise ConfigError(
@@ -70,7 +74,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[TextEnum]:
-    """Return the trackers whose library is installed."""
+    """Return the names of the trackers whose library is installed, as members of ``LoggerType``."""
     return [
         LoggerType(name)
         for name, kind in LOGGER_TYPE_TO_CLASS.items()
@@ -82,15 +86,19 @@ def get_available_trackers() -> list[TextEnum]:
 def resolve_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None
 ) -> list[type[GeneralTracker] | GeneralTracker]:
-    """Return each tracker of ``log_with`` once: a class to make, or the object that was given.
+    """Look up the trackers that ``Accelerator(log_with=...)`` asks for.
 
     Args:
-        log_with: a name, a ``LoggerType``, a class or an object of ``GeneralTracker``, or several;
-            "all" for every one whose library is installed.
-        logging_dir: the folder for those that write files.
+        log_with: a name, a ``LoggerType``, a subclass or an object of ``GeneralTracker``, or a list
+            of these. "all" means every tracker whose library is installed, None no tracker.
+        logging_dir: the folder for trackers that write files; None if the user gave none.
+
+    Returns:
+        each tracker once: the class, which is not made yet, or the object that was given.
 
     Raises:
-        ConfigError: there is no such tracker, its library is not installed, or it needs a folder.
+        ConfigError: there is no such tracker, its library is not installed, or it writes files and
+            ``logging_dir`` is None.
     """
     if log_with is None:
         return []
@@ -137,7 +145,10 @@ def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
 
 
 def _has_interface(tracker: Any) -> bool:
-    """Whether it is a tracker: one of ours, or of Accelerate's, whose base has the same methods."""
+    """Return whether an object or class has the methods of a tracker.
+
+    So Accelerate's trackers are accepted too: they have the same methods, but another base class.
+    """
     methods = ("start", "store_init_configuration", "log", "finish")
     return all(callable(getattr(tracker, name, None)) for name in methods)
 

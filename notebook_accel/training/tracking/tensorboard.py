@@ -1,4 +1,4 @@
-"""TensorBoard: event files in ``logging_dir/project_name``."""
+"""The tracker for TensorBoard, which writes event files to ``logging_dir/project_name``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ _PLAIN = (bool, int, float, str)
 
 
 class TensorBoardTracker(LibraryTracker):
-    """Writes by TensorBoard's ``SummaryWriter``, of torch or, without tensorboard, of tensorboardX.
+    """Logs to TensorBoard by a ``SummaryWriter``.
+
+    The writer is that of torch, or that of tensorboardX if the package tensorboard is missing.
 
     Args:
         run_name: name of the project.
-        logging_dir: folder for its files.
-        **kwargs: ``init_kwargs`` of ``init_trackers``, for the ``SummaryWriter``.
+        logging_dir: folder that has a folder of files for each project.
+        **kwargs: arguments for the ``SummaryWriter``: this tracker's entry in the ``init_kwargs``
+            of ``init_trackers``.
     """
 
     name = "tensorboard"
@@ -47,23 +50,26 @@ class TensorBoardTracker(LibraryTracker):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether one of the two libraries is installed."""
+        """Whether tensorboard or tensorboardX is installed."""
         return super().is_available() or importlib.util.find_spec("tensorboardX") is not None
 
     @classmethod
     def library(cls) -> Any:
-        """The module with the writer."""
+        """Import the module that has ``SummaryWriter``, and return it."""
         name = "torch.utils.tensorboard" if super().is_available() else "tensorboardX"
         return importlib.import_module(name)
 
     @on_main_process
     def start(self) -> None:
-        """Open the writer."""
+        """Open the ``SummaryWriter``."""
         self._run = self.library().SummaryWriter(str(self.logging_dir), **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the settings as hyperparameters, and whole to ``hparams.yml`` beside them."""
+        """Write the settings as TensorBoard's hyperparameters, and to a file ``hparams.yml``.
+
+        Hyperparameters have flat names and plain values; the file keeps lists and nested settings.
+        """
         name = str(time.time())
         # The writer takes plain values alone: others go as their text.
         plain = {
@@ -79,7 +85,7 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers as scalars, a dictionary's into one plot, and texts as texts."""
+        """Write numbers as scalars, a dictionary of numbers as one plot, other values as text."""
         for name, value in with_numbers(values).items():
             if isinstance(value, dict):
                 self._run.add_scalars(name, value, global_step=step, **kwargs)
@@ -93,11 +99,11 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write a batch of images a name: an array of 4 dimensions.
+        """Write images.
 
         Args:
-            values: the images by name.
-            step: of the training.
+            values: for each name a batch of images, as an array of 4 dimensions.
+            step: the training step.
             **kwargs: for ``SummaryWriter.add_images``, such as ``dataformats="NHWC"``.
         """
         for name, images in values.items():
@@ -105,12 +111,12 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Close the writer."""
+        """Close the ``SummaryWriter``, which writes everything that is still in memory."""
         self._run.close()
 
 
 class _TextDumper(yaml.SafeDumper):
-    """Writes all that plain YAML has no word for, such as an enum, as its text."""
+    """YAML writer that writes a value without a YAML type, such as an enum, as its ``str()``."""
 
 
 _TextDumper.add_multi_representer(dict, _TextDumper.represent_dict)

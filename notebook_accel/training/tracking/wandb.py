@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker for Weights & Biases (wandb)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WandBTracker"]
 
 
 class WandBTracker(LibraryTracker):
-    """Logs to a run of ``wandb.init(project=project_name, **init_kwargs)``."""
+    """Logs to a run that ``wandb.init(project=project_name, **init_kwargs)`` begins."""
 
     name = "wandb"
     module = "wandb"
@@ -22,25 +22,25 @@ class WandBTracker(LibraryTracker):
     run = LibraryTracker.tracker
 
     def start(self) -> None:
-        """Begin the run."""
+        """Begin the wandb run."""
         self._run = self.library().init(project=self.run_name, **self.init_kwargs)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, and whatever else the library takes."""
+        """Log numbers, and any other values that wandb takes, such as tables or histograms."""
         self._run.log(with_numbers(values), step=step, **kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a list of images a name."""
+        """Log images: each name has a list of them, as arrays, PIL images or paths of files."""
         image = self.library().Image
         ready = {name: [image(one) for one in images] for name, images in values.items()}
         self._run.log(ready, step=step, **kwargs)
 
     def finish(self) -> None:
-        """End the run, which sends what is not sent yet."""
+        """End the wandb run, which sends all data that has not been sent yet."""
         self._run.finish()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Add the settings to the run's config."""
+        """Add the settings to the config of the wandb run; they may change earlier values."""
         self._run.config.update(dict(values), allow_val_change=True)
 
     def log_table(
@@ -52,6 +52,6 @@ class WandBTracker(LibraryTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given by columns and rows or as a data frame."""
+        """Log a table: ``columns`` and ``data`` (the rows), or a pandas ``dataframe``."""
         table = self.library().Table(columns=columns, data=data, dataframe=dataframe)
         self._run.log({table_name: table}, step=step, **kwargs)
