@@ -27,6 +27,7 @@ from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
 from tests.engines.slurm import in_job
 from tests.launches import launch
+from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class Waits(View):
         self._act(found[1], found[2])
 
 
-JOIN = "import sys; from notebook_accel.launch.engines.elastic import join; join(*sys.argv[1:])"
+JOIN = f"{IMPORT_LITTLE}import sys; from notebook_accel.launch.engines.elastic import join; "
+JOIN += "join(*sys.argv[1:])"
 
 
 class OtherMachine:
