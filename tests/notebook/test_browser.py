@@ -178,7 +178,10 @@ def reload_and_stop(notebook: Notebook, cell: int) -> None:
     notebook.close()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+# Another ipykernel has an environment of its own, and `make test-kernels` has more of them.
+@pytest.mark.parametrize(
+    "version", [INSTALLED, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)]
+)
 def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_that_is_reloaded(
     lab: Lab, browser: Browser, version: str
 ) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
-APPS = ("lab", "notebook")
 SETUP = "%load_ext notebook_accel\nfrom notebook_accel import notebook_launcher"
 # What would do harm, or look wrong, in a page that took it as it comes.
 SPEAK = r"""
@@ -115,29 +114,20 @@ def many():
 """
 
 
-@pytest.fixture(scope="module")
-def notebooks(
-    tmp_path_factory: pytest.TempPathFactory, chromium: str
-) -> Iterator[dict[str, Notebook]]:
-    """One in each app, with a kernel of its own: all tests add their cells to them."""
+@pytest.fixture(scope="module", params=["lab", pytest.param("notebook", marks=pytest.mark.long)])
+def notebook(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, chromium: str
+) -> Iterator[Notebook]:
+    """One in each app, with a kernel of its own: all tests add their cells to it."""
     folder = tmp_path_factory.mktemp("lab")
     with open_lab(folder, [INSTALLED]) as lab, open_browser(chromium) as browser:
-        opened: dict[str, Notebook] = {}
-        for app in APPS:
-            lab.write(f"{app}.ipynb", [SETUP], INSTALLED)
-            opened[app] = lab.open(browser, f"{app}.ipynb", app=app)
-        for notebook in opened.values():
-            notebook.wait_until_idle()
-            notebook.run(0)
-        yield opened
-        for notebook in opened.values():
-            assert notebook.elsewhere == [], "no code comes from another server"
-            notebook.close()
-
-
-@pytest.fixture(params=APPS)
-def notebook(notebooks: dict[str, Notebook], request: pytest.FixtureRequest) -> Notebook:
-    return notebooks[request.param]
+        lab.write("book.ipynb", [SETUP], INSTALLED)
+        notebook = lab.open(browser, "book.ipynb", app=request.param)
+        notebook.wait_until_idle()
+        notebook.run(0)
+        yield notebook
+        assert notebook.elsewhere == [], "no code comes from another server"
+        notebook.close()
 
 
 def wait_for(output: Locator, words: str | re.Pattern[str]) -> None:
@@ -262,49 +252,44 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     assert len(re.findall(r"Cell In\[\d+\]", fold)) == num_stacks
 
 
-def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) -> None:
-    """In both pages at once, since each takes its time."""
-    outputs = []
-    for notebook in notebooks.values():
-        # The page itself notes when it shows what: one may be there before the other is looked at.
-        notebook.page.evaluate(NOTE_TIMES)
-        notebook.add(HANG)
-        outputs.append(notebook.add("run = notebook_launcher(hang, num_processes=2, grace=1)"))
-    for notebook, output in zip(notebooks.values(), outputs, strict=True):
-        output.get_by_text("the run hangs").first.wait_for(timeout=60_000)
-        where = r"the run hangs: rank 0 waits in all_reduce at Cell In\[\d+\], line 6"
-        wait_for(output, re.compile(where))
-        times = output.page.evaluate("() => window.times")
-        assert times["hangs"] - times.get("runs", times["hangs"]) < 15_000
-        # A page may come to it only when the ranks have gone quiet: since when, the panel says.
-        since = re.search(r"Nothing has moved for 0:(\d\d):", times["said"])
-        assert since
-        assert int(since[1]) < 15, times
-        rows = output.locator("tbody tr")
-        expect(rows.nth(0)).to_contain_text(re.compile(r"waits\s*in all_reduce"))
-        expect(rows.nth(1)).to_contain_text("elsewhere")
-        # On a narrow page the collective can be read, too.
-        viewport = output.page.viewport_size
-        notebook.hide_sidebar()
-        output.page.set_viewport_size({"width": 400, "height": 1000})
-        output.page.wait_for_function(LABELS_FIT, timeout=10_000)
-        assert viewport is not None
-        output.page.set_viewport_size(viewport)
-        # The stacks are there, and what was unfolded stays so when the panel is drawn anew.
-        output.get_by_text("stacks of the ranks").click()
-        before = output.page.evaluate(f"() => {CLOCK}")
-        output.page.wait_for_function(f"(before) => {CLOCK} !== before", arg=before, timeout=30_000)
-        shown = output.locator(".na-stacks").inner_text()
-        assert "all_reduce" in shown
-        assert re.search(r"Cell In\[\d+\], line 8", shown)
-        output.get_by_role("button", name="Stop").click()
-    for output in outputs:
-        wait_for(output, "■ stopped")
-        # What held it up is worth knowing afterwards.
-        wait_for(output, "the run hangs: rank 0 waits in all_reduce")
-        fold = output.locator("details", has_text="stacks of the ranks")
-        text = fold.text_content(timeout=30_000) or ""
-        assert re.search(r"Cell In\[\d+\], line 8", text)
+def test_a_hang_is_shown_within_fifteen_seconds(notebook: Notebook) -> None:
+    # The page itself notes when it shows what.
+    notebook.page.evaluate(NOTE_TIMES)
+    notebook.add(HANG)
+    output = notebook.add("run = notebook_launcher(hang, num_processes=2, grace=1)")
+    output.get_by_text("the run hangs").first.wait_for(timeout=60_000)
+    where = r"the run hangs: rank 0 waits in all_reduce at Cell In\[\d+\], line 6"
+    wait_for(output, re.compile(where))
+    times = output.page.evaluate("() => window.times")
+    assert times["hangs"] - times.get("runs", times["hangs"]) < 15_000
+    # A page may come to it only when the ranks have gone quiet: since when, the panel says.
+    since = re.search(r"Nothing has moved for 0:(\d\d):", times["said"])
+    assert since
+    assert int(since[1]) < 15, times
+    rows = output.locator("tbody tr")
+    expect(rows.nth(0)).to_contain_text(re.compile(r"waits\s*in all_reduce"))
+    expect(rows.nth(1)).to_contain_text("elsewhere")
+    # On a narrow page the collective can be read, too.
+    viewport = output.page.viewport_size
+    notebook.hide_sidebar()
+    output.page.set_viewport_size({"width": 400, "height": 1000})
+    output.page.wait_for_function(LABELS_FIT, timeout=10_000)
+    assert viewport is not None
+    output.page.set_viewport_size(viewport)
+    # The stacks are there, and what was unfolded stays so when the panel is drawn anew.
+    output.get_by_text("stacks of the ranks").click()
+    before = output.page.evaluate(f"() => {CLOCK}")
+    output.page.wait_for_function(f"(before) => {CLOCK} !== before", arg=before, timeout=30_000)
+    shown = output.locator(".na-stacks").inner_text()
+    assert "all_reduce" in shown
+    assert re.search(r"Cell In\[\d+\], line 8", shown)
+    output.get_by_role("button", name="Stop").click()
+    wait_for(output, "■ stopped")
+    # What held it up is worth knowing afterwards.
+    wait_for(output, "the run hangs: rank 0 waits in all_reduce")
+    fold = output.locator("details", has_text="stacks of the ranks")
+    text = fold.text_content(timeout=30_000) or ""
+    assert re.search(r"Cell In\[\d+\], line 8", text)
 
 
 @pytest.mark.long
