@@ -51,7 +51,7 @@ class NotebookAccelError(RuntimeError):
     Attributes:
         run: handle of the run that failed or was stopped. Its logs, its metrics and the results of
             ranks that had ended can still be read. None if no run was involved, as for an invalid
-            setting, and if the error was unpickled.
+            setting, or if the error was unpickled.
 
     Example:
         >>> from notebook_accel import LaunchConfig, NotebookAccelError
@@ -76,11 +76,11 @@ class NotebookAccelError(RuntimeError):
         return (_rebuild, (type(self), self.args), self.__getstate__())
 
     def _render_traceback_(self) -> list[str]:
-        """Return the text that IPython prints for this error, in place of the usual traceback.
+        """Return what IPython prints for this error: a short traceback, then the message.
 
-        IPython calls this method by its name. The text leaves out the frames of this package and of
-        IPython, since they do not help the user. The full message follows; for a failed rank it
-        contains the rank's own traceback.
+        IPython calls this method by its name. The traceback ends where this package was called, and
+        leaves out IPython's frames, since these do not help the user. For a failed rank, the
+        message contains the rank's own traceback.
         """
         frames = list(takewhile(_is_outer, traceback.extract_tb(self.__traceback__)))
         frames = [frame for frame in frames if not _SHELL & set(Path(frame.filename).parts)]
@@ -115,7 +115,7 @@ class LaunchError(NotebookAccelError):
 
 
 class ConfigError(NotebookAccelError, ValueError):
-    """A setting is invalid, alone or together with another; the error is a ``ValueError``, too.
+    """A setting is invalid, alone or together with another; the error is also a ``ValueError``.
 
     Example:
         >>> from notebook_accel import LaunchConfig
@@ -154,9 +154,9 @@ class WorkerError(NotebookAccelError):
             and watches the ranks, died itself.
         ranks: the ranks that failed by themselves. Ranks that failed only because they lost the
             connection to another one are left out.
-        traceback: traceback of the failed rank as text; "" if it died without one.
-        exitcode: exit code of the rank's process; None if a signal ended it. The processes of a
-            session stay alive after a failure: for them, the exit code that it would have caused.
+        traceback: traceback of the failed rank as text; "" if the rank died without one.
+        exitcode: exit code of the rank's process; None if a signal ended it. In a session, whose
+            processes survive a failure, the exit code that the failure would have caused.
         signal: name of the signal that ended the process, such as "SIGKILL"; None if none did.
         run: handle of the run.
 

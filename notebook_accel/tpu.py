@@ -83,7 +83,7 @@ class Library(NamedTuple):
 
 
 def library() -> Library | None:
-    """Return the installed library for TPUs, torch_tpu before torch_xla; None if there is neither.
+    """Return the installed TPU library, torch_tpu rather than torch_xla; None if there is none.
 
     A torch_xla that was built for another version of torch is returned with a ``problem``.
     """
@@ -108,10 +108,11 @@ def library() -> Library | None:
 
 @cache
 def backends() -> tuple[EntryPoint, ...]:
-    """Return the entry points ``torch.backends``: device libraries that ``import torch`` loads.
+    """Return the entry points of the device libraries that ``import torch`` loads.
 
-    The search reads the metadata of every installed package, so its result is cached. The template
-    (the process from which ranks are forked) calls this once, and the ranks inherit the cache.
+    They are those of the group ``torch.backends``. The search reads the metadata of every installed
+    package, so its result is cached. The template (the process from which ranks are forked) calls
+    this once, and the ranks inherit the cache.
     """
     return tuple(entry_points(group="torch.backends"))
 
@@ -120,8 +121,8 @@ def load_backends() -> None:
     """Load the device libraries that ``import torch`` would have loaded (see :func:`backends`).
 
     The template, the process from which ranks are forked, imports torch without them, since it must
-    not touch a device. So each rank calls this, and each child that lists the devices. It loads
-    nothing if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is "0" or ``ACCELERATE_USE_CPU`` is "true".
+    not touch a device. So each rank calls this, and each child that lists the devices. Nothing is
+    loaded if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is "0" or ``ACCELERATE_USE_CPU`` is "true".
     """
     is_off = os.environ.get(AUTOLOAD) == "0" or os.environ.get("ACCELERATE_USE_CPU") == "true"
     for entry in () if is_off else backends():
@@ -187,14 +188,14 @@ def count_chips() -> dict[str, int]:
 
 
 def count_devices(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the platform that torch_xla would use, and its number of devices here.
+    """Return the platform that torch_xla would use, and its number of devices on this machine.
 
     Args:
         environment: environment of the launch; its ``PJRT_DEVICE`` chooses the platform.
 
     Returns:
         the platform ("TPU", "CPU" or another value of ``PJRT_DEVICE``; "" if there is none), and
-        the number of devices, which is 0 for all platforms but "TPU" and "CPU".
+        the number of devices (0 for any platform other than "TPU" and "CPU").
     """
     chips = count_chips()
     platform = environment.get("PJRT_DEVICE") or ("TPU" if chips else "")

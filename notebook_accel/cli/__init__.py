@@ -2,9 +2,10 @@
 
     main --table of commands--> function of a module here --> exit status
 
-Each command is a function of the same name. It gets the arguments after its name and returns the
-exit status: 0 for success, 1 if a run or a check failed. For bad input it raises one of the
-package's errors; ``main`` prints it as one line on stderr and returns 2, as argparse does.
+Each command is a function of the same name. It gets the arguments after the command's name and
+returns the exit status: 0 for success, 1 if a run or a check failed. If it raises one of the
+package's errors, ``main`` prints the error on stderr and returns 2, as argparse does for bad
+arguments, or 1 for a failed rank.
 """
 
 from __future__ import annotations

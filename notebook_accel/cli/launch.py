@@ -78,7 +78,7 @@ def launch(arguments: Sequence[str]) -> int:
 def launch_parser() -> ArgumentParser:
     """Return a parser with torchrun's options and an option for each setting of a launch.
 
-    Options of torchrun that a setting, a config file or Slurm can set too are None unless typed.
+    Options of torchrun that a setting, a config file or Slurm can also set have the default None.
     """
     from torch.distributed.run import get_args_parser
 
@@ -98,7 +98,7 @@ def run_typed(
 ) -> int:
     """Start the ranks by torchrun and wait for their end.
 
-    It changes this process's environment, which the ranks inherit, and ``typed``.
+    This process's environment, which the ranks inherit, and ``typed`` are changed.
 
     Args:
         typed: the parsed options of :func:`launch_parser`.
@@ -111,6 +111,8 @@ def run_typed(
 
     Raises:
         ConfigError, LaunchError: no rank was started; the message says why.
+        KeyboardInterrupt: an interrupt ended the ranks.
+        SystemExit: another signal ended the ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -142,7 +144,8 @@ def _check_script(typed: Namespace) -> None:
     """Check that the script, module or program exists, before any rank starts.
 
     Raises:
-        ConfigError: it does not exist, or ``--module`` and ``--no-python`` were both given.
+        ConfigError: there is no such script, module or program, or ``--module`` and ``--no-python``
+            were both given.
     """
     name = typed.training_script
     if typed.module and typed.no_python:
@@ -166,7 +169,8 @@ def _check_script(typed: Namespace) -> None:
 def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchConfig) -> None:
     """Fill in torchrun's options about machines that were not typed.
 
-    They come from the config file, then from the settings, then from Slurm's variables.
+    Each is taken from the first of these that has it: the config file's entries about machines, the
+    settings, Slurm's variables, and the default.
 
     Args:
         typed: the parsed options, changed in place.
@@ -205,15 +209,16 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
 
 
 def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
-    """Set this process's environment, which the ranks inherit, and the number of ranks here.
+    """Set this process's environment, which the ranks inherit, and ``typed.nproc_per_node``.
 
-    The number is stored in ``typed.nproc_per_node``.
+    The latter is the number of ranks on this machine.
 
     Returns:
         lines for the user.
 
     Raises:
-        ConfigError: there are more ranks than devices.
+        ConfigError: there are more ranks than devices, or ``num_processes`` is no multiple of the
+            number of machines.
         LaunchError: the port is in use, or too few files can be opened.
     """
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
@@ -284,9 +289,10 @@ def _seed(typed: Namespace, config: LaunchConfig) -> None:
 
 @contextlib.contextmanager
 def _shown(typed: Namespace) -> Iterator[None]:
-    """Inside the block, print the output of several ranks with the rank before each line.
+    """Inside the block, print the ranks' output with the number of the rank before each line.
 
-    It does nothing for a single rank, or if torchrun's ``--tee`` or ``--redirects`` was given.
+    Nothing is changed if this machine has one rank, or if torchrun's ``--tee`` or ``--redirects``
+    was given.
     """
     if typed.nproc_per_node == "1" or typed.tee != "0" or typed.redirects != "0":
         yield

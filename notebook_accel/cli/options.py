@@ -3,9 +3,9 @@
     settings of LaunchConfig and of the plugins --add_settings--> options
     typed options --typed_settings--> settings by our names, and lines about unused options
 
-Each option has the setting's own name and that of ``accelerate launch``, with ``_`` or ``-``
+Each option has the setting's own name and its name in ``accelerate launch``, with ``_`` or ``-``
 between words. The tables in this file are for options of ``accelerate launch`` that are no settings
-here: flags that choose a kind of launch, and YAML entries that ranks read.
+of this package, such as flags that choose a kind of launch, and YAML entries that ranks read.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ _SECTIONS = ("dynamo_config", "fp8_config")
 
 
 def spellings(*names: str) -> list[str]:
-    """Return the options for some names, each with underscores and with dashes, without repeats."""
+    """Return the spellings of an option: each name with "--", with underscores and with dashes.
+
+    Empty names are skipped, and each spelling is returned once.
+    """
     both = (f"--{text}" for name in names if name for text in (name, name.replace("_", "-")))
     return list(dict.fromkeys(both))
 
 
 def add_settings(parser: ArgumentParser) -> None:
-    """Add an option for each setting of a launch, and those that only ``accelerate launch`` has."""
+    """Add options to ``parser``: one per setting, and those that only ``accelerate launch`` has."""
     spelled = _Spelled(parser)
     machines = parser.add_argument_group("machines, as in `accelerate launch`")
     for key, option in _MACHINES.items():
@@ -101,8 +104,8 @@ def _add_plugins(parser: ArgumentParser, spelled: _Spelled) -> None:
 class _Spelled:
     """Adds options to a parser's groups under the names that are still free.
 
-    Names may be taken, since torchrun's options and several settings share some. argparse would
-    raise an error for the second use.
+    Some names are used by torchrun's options or by several settings. argparse would raise an error
+    for the second use.
     """
 
     def __init__(self, parser: ArgumentParser) -> None:
@@ -136,7 +139,7 @@ def _help(row: Setting) -> str:
 
 
 def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that were typed, by name, and lines about options that are not used.
+    """Return the typed settings by name, and lines for the user about options that are not used.
 
     Args:
         typed: the parsed options of :func:`add_settings`.
@@ -173,9 +176,9 @@ def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name, value) of the typed options whose ``dest`` begins with ``prefix`` and a space.
+    """Return (name, value) of the typed options whose ``dest`` is ``prefix``, a space and the name.
 
-    Such a prefix is the name of a plugin.
+    The prefix is the name of a plugin, or "section" for YAML entries that ranks read.
     """
     return [
         (name.partition(" ")[2], value)
@@ -193,10 +196,10 @@ def _variables(typed: Iterable[str]) -> dict[str, str]:
 
 
 def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], list[str]]:
-    """Return the settings of a launch by typed options, config file and environment.
+    """Return the settings of a launch from typed options, config files and environment.
 
-    For a setting that is a mapping (``env``, a plugin), typed options are added to the entries of
-    the file that ``--config_file`` names.
+    For a setting that is a mapping (``env``, a plugin), typed entries are added to those of the
+    file that ``--config_file`` names, and replace entries of the same name.
 
     Returns:
         the settings; the file's entries about machines, by the names of torchrun's options; and

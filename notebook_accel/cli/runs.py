@@ -1,7 +1,7 @@
 """Commands about the runs of notebooks: ``runs``, ``stop`` and ``logs``.
 
-They read the folder of each run (launch/control/run_folder.py). To stop a run, they write a request
-there; the notebook's kernel that started the run reads and executes it.
+They read the folder of each run (launch/control/run_folder.py). ``stop`` writes a request into the
+folder; the notebook's kernel that started the run reads the request and stops the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def runs(arguments: Sequence[str]) -> int:
-    """``notebook-accel runs``: print the runs on this machine, the newest last."""
+    """``notebook-accel runs``: print the latest runs on this machine, the newest last."""
     parser = ArgumentParser(prog="notebook-accel runs", description="List runs, the newest last.")
     parser.add_argument("-n", type=int, default=20, metavar="N", help="how many; 20 unless given")
     found = run_list.runs(everywhere=True)[-max(1, parser.parse_args(arguments).n) :]
@@ -63,11 +63,11 @@ def _row(run: Run) -> tuple[str, ...]:
 
 
 def stop(arguments: Sequence[str]) -> int:
-    """``notebook-accel stop [RUN]``: ask a run to stop, and wait until its kernel has read that.
+    """``notebook-accel stop [RUN]``: ask a run to stop; return once its kernel has the request.
 
     Raises:
-        ConfigError: no run goes on, or several do and none was named.
-        LaunchError: the kernel did not react within 10 seconds.
+        ConfigError: no unfinished run fits RUN, or several do.
+        LaunchError: the kernel did not take the request within 10 seconds.
     """
     parser = ArgumentParser(
         prog="notebook-accel stop",
@@ -96,7 +96,7 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def logs(arguments: Sequence[str]) -> int:
-    """``notebook-accel logs [RUN] [-f]``: print the ranks' output; -f follows it to the end."""
+    """``notebook-accel logs [RUN] [-f]``: print the ranks' output, with -f until the run ends."""
     parser = ArgumentParser(
         prog="notebook-accel logs", description="Print what the ranks of a run printed."
     )
@@ -128,10 +128,10 @@ def logs(arguments: Sequence[str]) -> int:
 
 
 def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
-    """Print the complete lines of a rank's log from byte ``start`` on, each after ``label``.
+    """Print the complete lines of a rank's log from byte ``start`` on, with ``label`` before each.
 
     Returns:
-        the byte after the last complete line, from which to print next.
+        the position after the last complete line, in bytes: the next ``start``.
     """
     folder.check()
     with (
@@ -158,7 +158,7 @@ def _goes_on(run: Run) -> bool:
 
 
 def _chosen(text: str | None, found: Sequence[Run]) -> Run:
-    """Return the one run whose id is or ends with ``text``; None takes the only run in ``found``.
+    """Return the only run in ``found`` whose id ends with ``text``; None fits every run.
 
     Raises:
         ConfigError: no run fits, or several do.

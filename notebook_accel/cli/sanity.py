@@ -1,9 +1,9 @@
 """``notebook-accel test``: trains a small model with the configured settings, and checks it.
 
-    test --by torchrun, or by --engine--> check_training on every rank --> one line a check
+    test --by torchrun, or by --engine--> check_training on every rank --> one line per check
 
-Under torchrun, the ranks run this very module as a script. An exception in a check ends the run
-with its traceback; a check returns only whether its result is right.
+Under torchrun, the ranks run this module as a script. A check returns whether its result is right,
+and a text about it. An exception in a check ends the run with its traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test(arguments: Sequence[str]) -> int:
     """``notebook-accel test``, with the options of ``launch``: run the checks and print a verdict.
 
     Returns:
-        the exit status: 0 if all checks passed.
+        the exit status: 0 if all checks passed, else 1.
     """
     from notebook_accel.cli.launch import launch_parser, run_typed
     from notebook_accel.cli.options import resolve_options
@@ -54,7 +54,7 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
-    """Run the checks by the engine of ``config``, as a notebook does; return the exit status."""
+    """Run the checks by the engine in ``config``, as from a notebook; return the exit status."""
     from notebook_accel.launch.launcher import launch
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.view.plain import PlainView
@@ -92,9 +92,9 @@ def check_training() -> bool:
 
 
 def _from_all(value: Any) -> list[Any]:
-    """Return the values of all ranks, in order of the ranks; all ranks must call it (collective).
+    """Return each rank's ``value``, in order of the ranks; all ranks must call it (collective).
 
-    Unlike ``accelerator.gather``, it has a value of each rank even where some share their samples.
+    ``accelerator.gather`` would return only one value for ranks that share their samples.
     """
     import torch.distributed as dist
 
@@ -186,7 +186,7 @@ _CHECKS: dict[str, Callable[[Accelerator], tuple[bool, str]]] = {
 
 
 def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    """Return a model, its optimizer, and a loader; each batch is to be divided among the ranks."""
+    """Return a new model, its optimizer, and a loader of batches to be divided among the ranks."""
     import torch
     from torch import nn
 
@@ -210,7 +210,10 @@ def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
 def _steps(
     accelerator: Accelerator, model: Any, optimizer: Any, loader: Any
 ) -> Iterator[torch.Tensor]:
-    """Train for one epoch, and yield each step's loss; all ranks must iterate (collective)."""
+    """Train for one epoch, and yield this rank's loss of each step (collective).
+
+    All ranks must iterate to the end.
+    """
     from torch.nn.functional import mse_loss
 
     for inputs, targets in loader:
@@ -220,7 +223,7 @@ def _steps(
 
 
 def _losses_of_one_process(model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """Train the same model by torch alone on the CPU, and return its losses for comparison."""
+    """Train for one epoch by torch alone, on the CPU of this rank; return each step's loss."""
     from torch.nn.functional import mse_loss
 
     losses = []

@@ -32,8 +32,8 @@ __all__ = ["config"]
 def config(arguments: Sequence[str]) -> int:
     """``notebook-accel config [default | convert]``: write a config file of settings.
 
-    Without a word it asks for the settings in the terminal. ``default`` writes the defaults, unless
-    the file exists. ``convert`` takes the settings from a file of ``accelerate config``.
+    Without an argument it asks for the settings in the terminal. ``default`` writes the defaults,
+    unless the file exists. ``convert`` takes the settings from a file of ``accelerate config``.
     """
     parser = ArgumentParser(
         prog="notebook-accel config",
@@ -60,7 +60,7 @@ def config(arguments: Sequence[str]) -> int:
 
 
 def _converted(source: str | None) -> LaunchConfig:
-    """Return the settings of an Accelerate config file, and print its entries not used here.
+    """Return the settings of an Accelerate config file, and print which entries are not used.
 
     Args:
         source: the file; None takes the default file of ``accelerate config``.
@@ -89,9 +89,9 @@ def _asked(path: Path) -> LaunchConfig:
 
 
 def _ask_all(rows: Mapping[str, Setting], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for each setting in ``rows``; return the values by name, without those left open.
+    """Ask for each setting in ``rows``; return the values by name, without those that are None.
 
-    ``before`` has the values saved before, which an empty answer keeps.
+    ``before`` has the earlier values by name; an empty answer keeps such a value.
     """
     found = {name: _ask(name, row, before.get(name)) for name, row in rows.items()}
     return {name: value for name, value in found.items() if value is not None}

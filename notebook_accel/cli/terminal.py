@@ -1,9 +1,9 @@
-"""Prints the output of several ranks in one terminal: lines with their ranks, progress bars below.
+"""Prints the output of several ranks in one terminal: labelled lines, with progress bars below.
 
     files of ranks --tail (torchrun's --tee)--> RankOutput.write --> lines, and bars that stay
 
-If the output is no terminal, or Rich is not installed, only lines are printed, and of each progress
-bar its last state.
+If the output is no terminal, or Rich is not installed, progress bars are not drawn: of each, only
+its state at 100% is printed, as a line.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 class _Display:
-    """Prints the lines of all ranks in the order in which they come, without progress bars."""
+    """Prints the lines of all ranks in the order in which they come, and draws no progress bars."""
 
     def line(self, stream: TextIO, rank: int, text: str) -> None:
         stream.write(f"[rank {rank}] {text}\n")
         stream.flush()
 
     def bar(self, rank: int, text: str) -> None:
-        """Show the newest state of a rank's progress bar; here nothing, as in a file."""
+        """Show the newest state of a rank's progress bar; this base class shows none."""
 
 
 class _RichDisplay(_Display):
@@ -83,12 +83,12 @@ class _RichDisplay(_Display):
 class RankOutput:
     """Replaces ``sys.stdout`` or ``sys.stderr`` while torchrun runs, and prints lines of ranks.
 
-    torchrun's tail threads (``--tee``) write the ranks' output to it, in pieces that begin with
-    ``LABEL``. A piece is a line, or the part of a line that the rank has written so far. Text
-    without the label is the launcher's own, and is passed on.
+    torchrun's threads for ``--tee`` write the ranks' output to this object, in pieces that begin
+    with ``LABEL``. A piece is a line, or a new part of a line without its end. Text without the
+    label is torchrun's own, and is written to ``stream``.
 
     Args:
-        stream: the stream that it replaces.
+        stream: the replaced stream.
         display: prints the lines and bars.
         lock: shared by the objects for stdout and stderr, so that their lines do not mix.
     """
@@ -112,7 +112,7 @@ class RankOutput:
         self._stream.flush()
 
     def close_lines(self) -> None:
-        """Print the last lines of ranks that have no line end, at the end of the run."""
+        """Print the ranks' last lines that lack a line end; called at the end of the run."""
         with self._lock:
             for rank, text in self._open.items():
                 if text:
@@ -146,7 +146,7 @@ class RankOutput:
 def ranks_in_terminal() -> Iterator[None]:
     """Inside the block, label the ranks' output, which torchrun writes to stdout and stderr.
 
-    In a terminal with Rich, the ranks' progress bars stay below the lines.
+    In a terminal, if Rich is installed, the ranks' progress bars are kept below the lines.
     """
     lock, out, err = threading.Lock(), sys.stdout, sys.stderr
     display = _Display()

@@ -47,7 +47,9 @@ def merge_weights(arguments: Sequence[str]) -> int:
 
 
 def estimate_memory(arguments: Sequence[str]) -> int:
-    """``notebook-accel estimate-memory MODEL``: print a model's memory, by Accelerate's command.
+    """``notebook-accel estimate-memory MODEL``: run Accelerate's command, return its exit status.
+
+    It prints an estimate of the memory that the model needs.
 
     Raises:
         ConfigError: Accelerate is not installed.

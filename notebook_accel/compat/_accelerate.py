@@ -2,12 +2,12 @@
 
 Such names are big-model loading and offloading with their hooks, checks for libraries, constants,
 and most trackers. A module of ``compat/`` looks them up in Accelerate's module of the same path,
-which is imported when a name is first looked up. If Accelerate is not installed, the name is a
-:class:`Missing`: a line that imports ten names runs, and only the use of the missing one raises.
+which is imported when a name is first looked up. If Accelerate is not installed, the value is a
+:class:`Missing`: importing the name succeeds, and only using it raises an error.
 
 Code may put this package in Accelerate's place (``sys.modules["accelerate"] = notebook_accel``).
 Accelerate's own files are then imported as submodules of this module, whose ``__path__`` is
-Accelerate's folder. That works since they import each other by relative names.
+Accelerate's folder. That works since these files import each other by relative names.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __path__ = _folder()
 
 
 def door(path: str) -> Callable[[str], Any]:
-    """Return a module ``__getattr__`` that looks names up in Accelerate's module ``path``.
+    """Return a module-level ``__getattr__`` that looks names up in Accelerate's module ``path``.
 
     A module of ``compat/`` uses it for the names that this package does not define. If Accelerate
-    is not installed, it returns a :class:`Missing`.
+    is not installed, looking a name up returns a :class:`Missing`.
 
     Args:
         path: path below ``accelerate``, such as "utils.modeling".
@@ -65,12 +65,12 @@ def door(path: str) -> Callable[[str], Any]:
 def open_below(package: str, path: str, names: Sequence[str]) -> None:
     """Make submodules of a module of ``compat/``, so that imports by their paths work.
 
-    Each gets all public names of the module above, in whichever submodule Accelerate defines them.
-    Other names come from Accelerate (see :func:`door`).
+    Each submodule gets all public names of the parent module, even if Accelerate defines them in
+    another submodule. Other names come from Accelerate (see :func:`door`).
 
     Args:
-        package: the module above, by the name under which it was imported.
-        path: path of its counterpart below ``accelerate``: "utils".
+        package: name under which the parent module was imported.
+        path: path of the parent module's counterpart below ``accelerate``: "utils".
         names: names of the submodules.
     """
     above = sys.modules[package]
@@ -94,8 +94,8 @@ def _load(path: str) -> ModuleType:
 def _make_state(here: Topology) -> None:
     """Fill Accelerate's ``PartialState``, by which its trackers and loggers find the main process.
 
-    Left to itself, it detects several ranks only on GPUs or with ``PartialState(cpu=True)``. Each
-    of several ranks on the CPU would then take itself for the main process.
+    Left to itself, ``PartialState()`` detects several ranks only on GPUs: on the CPU, without
+    ``cpu=True``, each rank would take itself for the main process.
 
     Args:
         here: this rank's number, the number of ranks, the device and so on.
@@ -118,7 +118,7 @@ def _make_state(here: Topology) -> None:
 
 
 class Missing:
-    """Stands for a name of Accelerate, which is not installed; any use of it raises ImportError."""
+    """Stands for a name of Accelerate, which is not installed; using it raises ImportError."""
 
     def __init__(self, name: str) -> None:
         self._name = name

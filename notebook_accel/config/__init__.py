@@ -1,4 +1,4 @@
-"""The settings of a launch: which there are, how they are checked, and where values come from."""
+"""The settings of a launch: their names, checks, and the places that their values come from."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 Some entries are no setting here: ``dynamo_config``, ``fp8_config``, ``enable_cpu_affinity``, and
 the communication strategy of context parallelism. Accelerate's launcher passes them to its ranks as
-environment variables, so they become entries of the setting ``env``.
+environment variables; here they become entries of the setting ``env``, which does the same.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def settings_from(
 
 
 def _count_for_each_machine(found: dict[str, Any]) -> None:
-    """Divide ``num_processes``, a total in Accelerate's file, by the number of machines, in place.
+    """Replace ``num_processes`` in ``found``, the total of all machines, by the number for each.
 
-    With one machine, the address of the main machine is dropped, since nothing needs it.
+    With one machine, the main machine's address is removed from ``found`` instead: nothing needs
+    it.
     """
     num_nodes, total = as_count("num_machines", found.get("num_nodes", 1)), "num_processes"
     if num_nodes == 1:
@@ -142,7 +143,7 @@ def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
 
 
 def _section(data: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the entries of a section, all named with its prefix.
+    """Return the entries of a section, with the section's prefix added to names that lack it.
 
     In ``dynamo_config``, ``backend`` and ``dynamo_backend`` both become ``dynamo_backend``.
     """

@@ -1,6 +1,6 @@
-"""Checks of a single setting's value; each error shows the value and what was expected.
+"""Checks of a single setting's value; each error says what was expected.
 
-``name`` is always the name by which the error calls the setting.
+Each function's ``name`` is the name by which the error calls the setting.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) 
     """Return ``value`` as an int; numpy's integers are accepted, bools are not.
 
     Raises:
-        ConfigError: it is no whole number from ``least`` to ``most`` (None: no upper limit).
+        ConfigError: ``value`` is no whole number from ``least`` to ``most`` (None: no upper limit).
     """
     number = as_index(value)
     if number is None or number < least or (most is not None and number > most):
@@ -50,7 +50,7 @@ def as_flag(name: str, value: Any) -> bool:
     """Return ``value``, which must be True or False.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``value`` is neither.
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)}: expected True or False")
@@ -61,7 +61,7 @@ def as_positive(name: str, value: Any) -> float:
     """Return ``value``, a number above 0: an int as it is, others (numpy's too) as a float.
 
     Raises:
-        ConfigError: it is no number above 0.
+        ConfigError: ``value`` is no number above 0.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not value > 0:
@@ -70,10 +70,10 @@ def as_positive(name: str, value: Any) -> float:
 
 
 def as_text(name: str, value: Any) -> str:
-    """Return ``value`` as a plain str; a member of a str enum gives its text.
+    """Return ``value`` as a plain str; of a member of a str enum, its text.
 
     Raises:
-        ConfigError: it is no text.
+        ConfigError: ``value`` is no str.
     """
     if not isinstance(value, str):
         raise ConfigError(f"{name}={shown(value)}: expected text")
@@ -84,7 +84,7 @@ def as_address(name: str, value: Any) -> str:
     """Return ``value``, a host name or an IPv4 address, without surrounding spaces.
 
     Raises:
-        ConfigError: it is no text, or has other characters than such a name.
+        ConfigError: ``value`` is no str, or has a character that is in neither kind of address.
     """
     address = as_text(name, value).strip()
     if not re.fullmatch(r"[A-Za-z0-9._-]+", address):
@@ -93,7 +93,7 @@ def as_address(name: str, value: Any) -> str:
 
 
 def as_index(value: Any) -> int | None:
-    """Return ``value`` as an int if it is one (numpy's count too); None for bools and all else."""
+    """Return an integer, of Python or numpy, as an int; None for a bool and any other value."""
     if isinstance(value, bool):
         return None
     try:
@@ -106,7 +106,7 @@ def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
     """Return ``value``, a number of seconds, as a float.
 
     Raises:
-        ConfigError: it is text, a bool, NaN or negative, or it is 0 and ``above_zero`` is true.
+        ConfigError: ``value`` is no number, a bool, NaN or negative; or 0, if ``above_zero``.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value < 0 or (above_zero and not value):
@@ -116,10 +116,10 @@ def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
 
 
 def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Return ``value`` as a plain str, which must be one of ``choices``.
+    """Return ``value``, which must be one of ``choices``, as a plain str.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: ``value`` is none of ``choices``.
     """
     if not isinstance(value, str) or value not in choices:
         named = ", ".join(map(repr, choices))
@@ -134,8 +134,8 @@ def as_env(name: str, value: Any) -> dict[str, str]:
     errors.
 
     Raises:
-        ConfigError: a name or value cannot be in an environment; the message has the first such
-            name.
+        ConfigError: ``value`` is no mapping, or one of its names or texts cannot be in an
+            environment; the message is about the first of these.
     """
     expected = "expected a mapping of names to texts, such as env={'N': '4'}"
     if not isinstance(value, Mapping):
@@ -168,7 +168,8 @@ def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
         value: a list of indices, text with commas ("0,2"), or "cpu".
 
     Raises:
-        ConfigError: it is none of these, or an index is negative or comes twice.
+        ConfigError: ``value`` is none of these, has no index, or has one that is negative or comes
+            twice.
     """
     if isinstance(value, str) and value == "cpu":
         return "cpu"
@@ -181,7 +182,7 @@ def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
 
 
 def _as_indices(value: Any) -> tuple[int, ...]:
-    """Return the whole numbers in a list or comma-separated text; () if an entry is none."""
+    """Return the integers in a list or comma-separated text; () if any entry is no integer."""
     try:
         parts = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
     except (TypeError, ValueError):
@@ -196,7 +197,7 @@ def check_enough(wanted: int, available: int, why: str) -> None:
     Args:
         wanted: number of ranks.
         available: number of accelerators.
-        why: why there are no more, for the error: "devices=[0, 1]".
+        why: text for the error, why there are no more accelerators: "devices=[0, 1]".
 
     Raises:
         ConfigError: ``wanted`` is more than ``available``.

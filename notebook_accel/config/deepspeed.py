@@ -1,8 +1,8 @@
 """The fields of ``DeepSpeedPlugin``, as settings with checks and environment variables.
 
 A field that is None takes its value from DeepSpeed's configuration, else from its environment
-variable, else its default. This file imports neither torch nor DeepSpeed, since the notebook's
-kernel, which never loads them, reads it.
+variable, else from its default. This file imports neither torch nor DeepSpeed, since it is imported
+in the notebook's kernel, which must not load them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _DEVICES = ("none", "cpu", "nvme")
 
 
 def _option(stem: str, kind: type, about: str, **row: Any) -> Any:
-    """Return a field with two environment variables, ``ACCELERATE_<stem>`` and our own spelling.
+    """Return a field with two environment variables, for a setting of DeepSpeed.
 
-    Our own, ``NOTEBOOK_ACCEL_<stem>``, wins. The other arguments are those of :class:`Setting`.
+    ``NOTEBOOK_ACCEL_<stem>`` wins over ``ACCELERATE_<stem>``. The other arguments are attributes of
+    :class:`Setting`.
     """
     variables = {"variable": f"ACCELERATE_{stem}", "own": f"NOTEBOOK_ACCEL_{stem}"}
     return setting(kind=kind, about=about, **variables, **row)

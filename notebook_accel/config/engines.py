@@ -1,7 +1,7 @@
-"""The engines (ways to start ranks), one row each: description, class, supported settings.
+"""The table of engines (ways to start ranks): description, class and supported settings of each.
 
-A new engine is a file in ``launch/engines/`` and a row here. Its class is imported only when a
-launch uses it.
+To add an engine, add a file in ``launch/engines/`` and a row here. Its class is imported only when
+a launch uses it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class EngineKind:
     Attributes:
         about: where its ranks run, in a few words for the user.
         path: module below ``launch.engines``, a colon, and the engine's class.
-        obeys: which of the settings ``num_nodes`` and ``max_restarts`` it supports; a launch that
-            sets one that its engine lacks is refused.
+        obeys: which of the settings ``num_nodes`` and ``max_restarts`` the engine supports; a
+            launch that sets an unsupported one is refused.
         max_ranks: the largest number of ranks; None for any number.
         runs_scripts: whether ``notebook-accel launch``, which starts a script by torchrun, accepts
             this engine.

@@ -1,4 +1,4 @@
-"""Reads and writes YAML files of settings; a file is written atomically."""
+"""Reads YAML files of settings, and replaces files atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_BYTES = 1_000_000_000
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return the path with "~" replaced by the home folder.
+    """Return the path with "~" or "~user" at its beginning replaced by the home folder.
 
     Raises:
         ConfigError: the home folder of "~" or "~user" is unknown.
@@ -57,7 +57,7 @@ def not_too_large(file: IO[bytes]) -> IO[bytes]:
     """Return the open ``file`` if it has at most 1 GB, so that it can be read into memory.
 
     Raises:
-        OSError: the file is larger. It is not closed.
+        OSError: the file is larger; it is left open.
     """
     size = os.fstat(file.fileno()).st_size
     if size > _MOST_BYTES:

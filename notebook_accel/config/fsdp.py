@@ -1,7 +1,8 @@
 """The fields of ``FullyShardedDataParallelPlugin``, as settings with checks and variables.
 
-A field that is None takes its value from its environment variable, else its default. What ranks do
-with the values is in training/: this file imports no torch, since the notebook's kernel reads it.
+A field that is None takes its value from its environment variable, else from its default. This
+file imports no torch, since it is imported in the notebook's kernel; the code that uses the values
+in ranks is in training/.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _BACKENDS = {"nccl": False, "gloo": True}
 
 
 def _options(name: str) -> Any:
-    """Return the field of a kind of parallelism; its value is a mapping of the plugin's options."""
+    """Return the field for a kind of parallelism, whose value is a mapping of its options."""
     plugin = PLUGINS[name]
     return setting(
         about=f"Fields of ``{plugin.plugin_class}``, for every ``Accelerator`` that is not given "
@@ -319,8 +319,9 @@ def settings_in_file(
 
     Args:
         path: the file, in this package's format or Accelerate's.
-        taken_out: entries of Accelerate's file that the caller handles, as keys. They are left out
-            of the settings, and their values, or None, are stored in this dictionary.
+        taken_out: a dictionary whose keys are entries of Accelerate's file that the caller handles.
+            They are left out of the settings; their values, None for absent entries, are stored in
+            this dictionary. A file in this package's format leaves it unchanged.
 
     Raises:
         ConfigError: the file is missing, or has an invalid setting.
@@ -344,7 +345,7 @@ def check_names(data: Mapping[Any, Any]) -> None:
     """Check that all keys are names of settings.
 
     Raises:
-        ConfigError: some are not; the message names them.
+        ConfigError: some keys are not; the message names the first five.
     """
     known = [field.name for field in fields(LaunchConfig)]
     unknown = [name for name in data if name not in known]

@@ -1,6 +1,6 @@
 """The fields of ``ParallelismConfig``, which says how many ranks each kind of parallelism uses.
 
-This file imports no torch, since the notebook's kernel reads it.
+This file imports no torch, since it is imported in the notebook's kernel.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     LaunchConfig(fsdp={...}) --check--> environment variables --> the plugin in a rank
 
 An ``Accelerator`` in a rank that is given no plugin makes one from these variables. They have the
-names of Hugging Face Accelerate, so that its YAML files and its launcher work here. The options are
-declared in fsdp.py, deepspeed.py and mesh.py beside this file, by base classes of the plugins.
+names that Hugging Face Accelerate gives them, so that its YAML files and its launcher work here.
+The options are declared in config/fsdp.py, deepspeed.py and mesh.py, as fields of base classes of
+the plugins.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ class Plugin:
     """A kind of parallelism (FSDP, DeepSpeed, a mesh) that settings can choose.
 
     Attributes:
-        title: name of it for the user, as in a list.
-        about: what it does, in a sentence.
-        plugin_class: name of the public class for it that a function can pass to its Accelerator.
-        options_class: base class of that class, which declares the options.
-        switch: environment variable that turns it on.
-        section: name of its section in Accelerate's YAML.
+        title: name of this kind, shown to the user.
+        about: what this kind does, in a sentence.
+        plugin_class: name of the public class whose instance can be passed to an Accelerator.
+        options_class: base class of the public class; it declares the options.
+        switch: environment variable that turns this kind on.
+        section: name of this kind's section in Accelerate's YAML.
         without_effect: entries of that section that are accepted and change nothing.
         read_by_ranks: entries of that section that are no options here. They become environment
             variables of the same names, which the ranks read and check.
-        composes: whether it can be combined with another kind that composes.
-        needs_options: whether turning it on without an option changes nothing.
+        composes: whether this kind can be combined with others that also have ``composes``.
+        needs_options: whether turning this kind on without an option changes nothing.
     """
 
     title: str
@@ -65,7 +66,7 @@ class Plugin:
 
         Args:
             name: name of the setting in errors: "fsdp".
-            given: the options; None, which chooses no such parallelism, is returned as None.
+            given: the options by name; None, which leaves this parallelism off, is returned as is.
 
         Raises:
             ConfigError: an option is unknown, or its value is invalid.
@@ -91,7 +92,11 @@ class Plugin:
         }
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Return the environment variables by which a rank's Accelerator makes this plugin."""
+        """Return the variables from which a rank's Accelerator makes this plugin with options.
+
+        Args:
+            given: the options by name, as :meth:`check` returns them.
+        """
         texts = {
             option.variable: str(given[name]).lower() if option.kind is bool else str(given[name])
             for name, option in self.options.items()
@@ -103,13 +108,13 @@ class Plugin:
         """Return whether an environment turns the plugin on (True), off (False), or neither (None).
 
         Raises:
-            ConfigError: the switch's text is no flag.
+            ConfigError: the text of :attr:`switch` means neither true nor false.
         """
         text = environment.get(self.switch, "").strip()
         return parse_flag(self.switch, text) if text else None
 
     def left_open(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-        """Return those of the given options that have no variable set in the environment."""
+        """Return those of the given options whose variable the environment does not set."""
         set_there = {
             name
             for name, option in self.options.items()
@@ -120,7 +125,8 @@ class Plugin:
     def from_accelerate(self, section: object) -> dict[str, Any]:
         """Return the options that a section of Accelerate's YAML sets, by our names.
 
-        Entries without effect, and those that only ranks read, are left out.
+        Entries that are empty, "auto" or without effect are left out, as are those that only ranks
+        read.
 
         Raises:
             ConfigError: the section is no mapping, or has an entry that is not supported.
@@ -151,7 +157,7 @@ class Plugin:
         return found
 
     def variables_of_accelerate(self, section: Mapping[str, Any]) -> dict[str, str]:
-        """Return environment variables for the section's entries that only ranks read."""
+        """Return the environment variables for a section's entries in :attr:`read_by_ranks`."""
         found = {name.upper(): section.get(name) for name in self.read_by_ranks}
         return {name: str(value) for name, value in found.items() if value}
 

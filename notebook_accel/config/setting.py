@@ -4,8 +4,8 @@
     class LaunchConfig:
         grace: float = setting(10.0, check=as_seconds, label="Grace", about="Seconds that ...")
 
-The code for environment variables, YAML, the form, ``help()`` and the documentation gets them from
-:func:`settings_of`, so there is no second list of settings to keep up to date.
+The code for environment variables, YAML, the form, ``help()`` and the documentation gets all
+settings from :func:`settings_of`, so there is no second list to keep up to date.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _CHECKS: Mapping[Any, Callable[[str, Any], Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """All facts about one setting; :func:`setting` stores them in the field's metadata.
+    """All facts about one setting, which :func:`setting` stores in a field's metadata.
 
     Attributes:
         name: name of the field.
-        kind: type of the value; text from YAML, variables and the form is converted to it.
+        kind: type of the value; text from YAML, variables and the form is converted to this type.
         default: default of the field.
-        about: what it does, in one or two sentences without the final full stop.
-        check: called as ``check(name, value)`` with the name for errors and the value; returns the
-            value in its plain form, or raises ConfigError. None checks the type ``kind``. It is not
-            used for a setting with ``choices``.
+        about: what the setting does, in one or two sentences without the final full stop.
+        check: function called as ``check(name, value)``, with the name for errors; returns the
+            value in its plain form, or raises ConfigError. None checks the type ``kind``. With
+            ``choices``, ``check`` is not used.
         choices: the allowed texts, or a function that returns them; empty allows any value.
         label: label in the form; "" shows the name.
         unset: what it means to leave the setting at its default.
@@ -58,11 +58,13 @@ class Setting:
         yaml: name of its entry in the YAML of ``accelerate config``. "" means that there is none; a
             plugin's option then has an entry of its own name.
         is_for_ranks: whether ranks read the setting from their environment.
-        is_first: whether the form shows the setting without unfolding more of them.
-        numbers: the numbers that Accelerate's YAML may have instead of ``choices``, in their order.
-        or_choice_of: another setting, whose choices Accelerate's YAML may have as this one's value.
-        entry: dotted name of the entry in DeepSpeed's configuration.
-        fallback: value of a plugin's option that neither the field nor a variable sets.
+        is_first: whether the form shows the setting at once, not only when it is unfolded.
+        numbers: numbers that Accelerate's YAML may have instead: the first for the first of
+            ``choices``, and so on.
+        or_choice_of: name of another setting. If Accelerate's YAML gives this setting a text that
+            is one of the other's choices, the other is set instead.
+        entry: dotted name of the entry in DeepSpeed's configuration; "" if there is none.
+        fallback: for a plugin's option, the value if neither the field nor a variable sets it.
     """
 
     name: str = ""
@@ -84,7 +86,7 @@ class Setting:
     fallback: Any = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Check a value and return it in its plain form; None stays None if None is the default.
+        """Check a value and return it in its plain form; None is valid if it is the default.
 
         Raises:
             ConfigError: the value is invalid; the message calls the setting ``name``.
@@ -104,8 +106,8 @@ class Setting:
     def from_text(self, text: Any) -> Any:
         """Convert text from YAML, a variable or the form to this setting's type.
 
-        An int may stand for a flag or a choice, as in YAML. Other values, and text that cannot be
-        converted, are returned unchanged: :meth:`checked` then refuses what is invalid.
+        An int may stand for a flag or a choice, as in YAML. Text that cannot be converted, and
+        values that are no text, are returned unchanged: :meth:`checked` refuses invalid ones.
         """
         choices = self.texts
         if type(text) is int and (choices or self.kind is bool):
@@ -118,7 +120,7 @@ class Setting:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables that can set it: this package's, then Accelerate's."""
+        """Names of this setting's environment variables: this package's, then Accelerate's."""
         own = f"NOTEBOOK_ACCEL_{self.name.upper()}" if self.own is None else self.own
         return tuple(filter(None, (own, self.variable)))
 
@@ -127,7 +129,7 @@ class Setting:
         return next((name for name in self.variables if environment.get(name, "").strip()), None)
 
     def from_environment(self) -> Any:
-        """Return the value from this process's environment, or the fallback if no variable is set.
+        """Return the value from this process's environment; :attr:`fallback` if no variable is set.
 
         Raises:
             ConfigError: the variable's text is invalid.
@@ -150,8 +152,8 @@ def setting(default: Any = None, **row: Any) -> Any:
 
     Args:
         default: default of the field.
-        row: the attributes of :class:`Setting`; also ``shows=False``, which keeps the value out of
-            the dataclass's ``repr``.
+        row: attributes of :class:`Setting`, and ``shows``: False leaves the value out of the
+            dataclass's ``repr``.
     """
     shows = row.pop("shows", True)
     metadata = {_ROW: Setting(default=default, **row)}

@@ -6,10 +6,11 @@
 and a YAML file set all that they mention, even to the default value. A ``LaunchConfig`` sets only
 what differs from the defaults, since it does not know what its caller wrote.
 
-``fsdp``, ``deepspeed`` and ``parallelism`` are mappings, so no single variable can set them. Each
-of their options has a variable of Accelerate's launcher (config/plugins.py), which ranks read. The
-default config file therefore sets such an option, or such a variable in ``env``, only where the
-environment does not set the variable.
+``fsdp``, ``deepspeed`` and ``parallelism`` are mappings of options. For these, the environment and
+the default config file are compared option by option: each option has its own variable, one of
+Accelerate's launcher (config/plugins.py), and the file's value counts only if that variable is not
+set. The same holds for variables in ``env``, the file's mapping of environment variables, whose
+names begin with one of ``_PREFIXES``.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def write_basic_config(
 
     Args:
         mixed_precision: "no", "bf16", "fp16" or "fp8".
-        save_location: the file; None is the default config file, which every launch reads.
+        save_location: the file; None means the default config file, which every launch reads.
 
     Returns:
-        The path of the new file; False if the file exists already, which is then left unchanged.
+        The path of the new file; False if the file existed already: it is left unchanged.
 
     Raises:
         ConfigError: ``mixed_precision`` is unknown.
@@ -149,7 +150,7 @@ def given_settings(
 ) -> dict[str, Any]:
     """Return the settings of a call, without the environment and the default config file.
 
-    The arguments are those of :func:`resolve`.
+    ``arguments`` and ``config`` mean the same as for :func:`resolve`.
 
     Raises:
         ConfigError: a name is no setting, or the config file cannot be used.
@@ -161,7 +162,7 @@ def _given(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what :func:`given_settings` does, and lines for the user about unused file entries."""
+    """Return the settings of a call, and lines for the user about unused entries of its file."""
     given: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, LaunchConfig):
@@ -186,7 +187,7 @@ def _given(
 def _from_environment(
     environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings that the environment sets, except those ``given`` by the call."""
+    """Return the settings that the environment sets, except those that the call gives."""
     found: dict[str, Any] = {}
     for name, row in settings_of(LaunchConfig).items():
         variable = None if name in (*_NO_VARIABLE, *given) else row.variable_set(environment)
@@ -198,10 +199,13 @@ def _from_environment(
 def _left_open(
     saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of the default config file that the environment leaves open.
+    """Return the default config file's settings, less what the environment sets inside of them.
 
-    A plugin is set to None if the environment turns it off, or if it cannot be combined with a
-    plugin that the environment or the call asks for.
+    Options of plugins, and variables in ``env`` that begin with a prefix in ``_PREFIXES``, are
+    removed if the environment sets them; ``devices="cpu"`` is removed if ``ACCELERATE_USE_CPU`` is
+    false. A plugin is set to None if the environment turns it off, or if it cannot be combined with
+    one that the environment or the call asks for. Settings with a variable of their own are kept:
+    the caller lets the variables win.
 
     Args:
         saved: settings of the default config file.

@@ -1,7 +1,7 @@
 """The launcher: starts the ranks of a run, sends them calls, watches them and ends them.
 
-A rank is one process of a run. This package does not depend on Jupyter: what shows a run in a
-notebook is in ``notebook_accel/notebook/``.
+A rank is one process of a run. This package does not depend on Jupyter: the code that shows a run
+in a notebook is in ``notebook_accel/notebook/``.
 
 A launch goes from ``notebook_launcher(f)`` in the kernel to ``f`` in each rank, and back. Each line
 names a file below ``notebook_accel/`` and what runs there; it hands over to the next line::
@@ -9,17 +9,17 @@ names a file below ``notebook_accel/`` and what runs there; it hands over to the
     out, in the kernel
         notebook/launcher.py           notebook_launcher: the arguments -> one LaunchRequest
         launch/launcher.py             launch: checks, packs; launch_packed: plans; _begin_and_wait
-        launch/engines/local.py        AgentEngine.begin: a RankPool (sends wire.Launch); the call
-        launch/control/call.py         RankCall.sent: the call; inside of it the run is opened
+        launch/engines/local.py        AgentEngine.begin: makes a RankPool, which sends wire.Launch
+        launch/control/call.py         RankCall.sent: has the call sent; then the run is shown
         launch/control/pool.py         RankPool: sends each agent wire.BeginCall
     in the agent
         launch/agent/agent.py          main: forks the ranks; _begin_call: sends each the call
     in each rank
-        launch/worker/main.py          main, serve_calls: reads the call; _run: calls  f
+        launch/worker/main.py          main, serve_calls: reads the call; _run: calls f
     back, through the same files: the agent relays what its ranks say (wire.Returned, ...)
-        launch/control/pool.py         _take: hears it, in a thread of its own
-        launch/control/call.py         take: a RunState; finish: the verdict, the view's end
-        launch/launcher.py             _wait_in_cell: waits for that, raises the run's error
+        launch/control/pool.py         _take: gets each message, in the pool's own thread
+        launch/control/call.py         take: updates the RunState; finish: decides how it ended
+        launch/launcher.py             _wait_in_cell: waits for the end, raises the run's error
         launch/run.py                  Run: the results
 
 The other modules are helpers of these: ``template/`` is the clean process from which agents are

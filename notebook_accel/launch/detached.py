@@ -75,7 +75,8 @@ def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
     """Raise an error if a launch with ``detach=True`` has arguments that contradict it.
 
     Args:
-        config: settings of the launch; runs of their engine must be able to outlive the kernel.
+        config: settings of the launch. They choose the engine, whose runs must be able to outlive
+            the kernel.
         block: whether the launch waits in its cell for the end of the run.
 
     Raises:
@@ -242,7 +243,7 @@ def _state_of(snapshot: wire.RunSnapshot) -> RunState:
 
 
 class AttachedCall(Call):
-    """A detached run as a kernel that is attached to it sees it.
+    """The call of a detached run, in a kernel that is attached to the run.
 
     A thread receives the run's states from its keeper process. Methods such as ``stop`` and
     ``kill`` send a request to the keeper, which carries it out.

@@ -83,9 +83,9 @@ def examine() -> list[Finding]:
 
 
 def as_lines(findings: Iterable[Finding]) -> list[str]:
-    """Return each finding as text: a sign (✓, ! or ✗) and the result.
+    """Return each finding as text: a sign (✓, ! or ✗), the subject and what was found.
 
-    A remedy follows on a second line.
+    If there is a remedy, it follows on a second line of the same string.
     """
     return [
         f"{SIGNS[each.level]} {each.subject}: {each.found}"
@@ -191,9 +191,9 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def _free_in_container() -> int:
-    """Return how many bytes this process's control group may still take, as in a container.
+    """Return how many more bytes of memory this process's container (control group) may take.
 
-    Without a limit of a control group it is :data:`_UNLIMITED`, more than any machine has.
+    Without such a limit it returns :data:`_UNLIMITED`, more than any machine has.
     """
     try:
         limit = (_GROUP / "memory.max").read_text().strip()

@@ -36,12 +36,13 @@ _POLL_SECONDS = 0.001
 def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
     """Return an empty store for the next process group, the same one on all ranks.
 
-    Each rank must call it once for each process group that all ranks make. Ranks count these groups
-    anew in each call of the user's function, and the count is in the prefix of the store's keys: a
-    rank that failed to make a group in an earlier call still agrees with the others.
+    All ranks must call it once for each process group that they make. The prefix of the store's
+    keys has the number of the group. Each rank counts from 1 again in each call of the user's
+    function, so that a rank that failed to make a group in one call has the right prefix in the
+    next.
 
     Args:
-        rank: of this process in the group; rank 0 also serves the store, unless it does already.
+        rank: rank of this process in the group; rank 0 starts the store's server if none runs yet.
         timeout: how long to wait for rank 0 to listen, and for each key.
         at: the address of the store; if it has no listener, rank 0 opens a socket there.
 
@@ -61,7 +62,7 @@ def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
 
 
 def is_served(port: int) -> bool:
-    """Return whether this process runs the server of the store at ``port``; only rank 0 may."""
+    """Return whether this process serves the store at ``port``; False on all ranks but rank 0."""
     address, _ = current().shared.get(_SERVER, (None, None))
     return address is not None and bool(address[1] == port)
 
@@ -88,10 +89,10 @@ def _serve(timeout: timedelta, at: StorePort) -> None:
 
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until rank 0 listens at the address; return in any case once ``timeout`` is over.
+    """Wait until rank 0 listens at the address, or until ``timeout`` is over; raise no error.
 
     Opening torch's store right away would be slower: after a refused connection it sleeps for half
-    a second. If rank 0 does not listen in time, opening the store raises the error.
+    a second. If rank 0 does not listen in time, the caller gets the error when it opens the store.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:

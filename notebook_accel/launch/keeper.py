@@ -1,12 +1,14 @@
-"""The keeper of a detached run: the process that launches and controls it, as a kernel would.
+"""The keeper of a detached run: the process that launches and controls the run, as a kernel would.
 
-    Detach, a pickled call, from the kernel --> launch_packed, as in a kernel; the run has begun
-    RunSnapshot --> that kernel; its Alive in return says that it has the run's id
-    until the run has ended: its new states --> all attached kernels; Stop, Kill, ... <-- them
-    the last state --> them; the socket is removed, and the process ends
+    kernel --Detach (a pickled call)--> keeper: launch_packed begins the run
+    kernel <--RunSnapshot-------------- keeper
+    kernel --Alive--------------------> keeper: the kernel now has the run's id
+    all attached kernels <--RunSnapshot (each new state)-- keeper, until the run has ended
+    all attached kernels --Stop, Kill, ...---------------> keeper
+    at the end the keeper sends the last state, removes its socket and exits
 
 The keeper imports neither torch nor anything of the notebook. It has a template process of its own,
-from which its ranks start and which watches it as it would watch a kernel: if the keeper is killed,
+from which its ranks start. This template watches the keeper like a kernel: if the keeper is killed,
 the ranks end.
 """
 
@@ -110,7 +112,7 @@ def serve(fd: int) -> None:
 
 
 def _drop(call: Call) -> None:
-    """Kill a run and delete its folder, since no kernel has its handle: the launch has failed."""
+    """Kill a run and delete its folder: its launch has failed, and no kernel can attach to it."""
     call.kill()
     call.ended.wait(_KILL_SECONDS)
     call.folder.remove()
@@ -171,10 +173,10 @@ class _Kernel:
             self._channel.send(message)
 
     def _send_states(self) -> None:
-        """Send new states of the run until it has ended, and its last one in any case.
+        """Send the run's newest state whenever it has changed; return after the last state.
 
-        The pause after a state grows with the time that sending takes, and states in between are
-        skipped: those of many ranks are large.
+        The pause between two states grows with the time that encoding one takes, since states of
+        many ranks are large. States that come within a pause are skipped.
         """
         seen: RunState | None = None
         pause, has_ended = 0.0, False

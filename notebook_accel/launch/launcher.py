@@ -91,13 +91,13 @@ def launch(request: LaunchRequest) -> Run:
 
 
 def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
-    """Start the ranks, send them the pickled call, return the run: the second half of a launch.
+    """Do the second half of a launch: start the ranks, send them the pickled call, return the run.
 
     :func:`launch` calls it in the kernel. The keeper process of a detached run calls it too, with
     the call that the kernel has pickled.
 
     Args:
-        request: the launch, whose arguments are checked already.
+        request: the settings of the launch; its arguments have been checked.
         packed: the pickled function and arguments; None for an engine that needs no pickle.
 
     Raises:
@@ -250,13 +250,13 @@ class Session:
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})
     ) -> list[Any]:
-        """Call a function on every rank, wait, and return the result of each rank, in their order.
+        """Call a function on every rank, wait, and return the results in the order of the ranks.
 
-        It is for internal questions: no view shows the call, and the list of runs does not keep it.
+        Used for internal questions: no view shows the call, and the list of runs does not keep it.
 
         Args:
-            function: called on each rank.
-            kwargs: its keyword arguments.
+            function: the function, called without positional arguments.
+            kwargs: keyword arguments of the function.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -313,9 +313,9 @@ class Session:
         return stacks_text(self._pool.stacks(rank), {})
 
     def close(self, grace: float = LaunchConfig.grace) -> None:
-        """End the ranks after their current call, and wait; kill them after ``grace`` seconds.
+        """Have the ranks end after their current call; kill those left after ``grace`` seconds.
 
-        A KeyboardInterrupt while it waits kills them at once, too.
+        It waits for the end of the ranks. A KeyboardInterrupt during the wait kills them at once.
         """
         try:
             self._pool.shut_down()
@@ -337,11 +337,11 @@ def notebook_file() -> str:
 
 
 def check_ranks(config: LaunchConfig) -> None:
-    """Raise an error if no ranks could be started with these settings; start none.
+    """Raise an error if ranks could not be started with these settings; start none.
 
     Raises:
-        ConfigError: more ranks are asked for than there can be.
-        LaunchError: this system cannot start ranks, or not this many.
+        ConfigError: more ranks are asked for than this machine has accelerators, for example.
+        LaunchError: this system cannot start ranks, or not so many.
     """
     preflight.check_platform()
     request = _checked(LaunchRequest(config=config))
@@ -351,10 +351,10 @@ def check_ranks(config: LaunchConfig) -> None:
 
 
 def _checked(request: LaunchRequest) -> LaunchRequest:
-    """Check the arguments of a request; return a copy in which missing fields are filled in.
+    """Check the arguments of a request; return a copy with its missing fields filled in.
 
-    These are the run's name, the text of its arguments and the environment. The view is wrapped, so
-    that its errors do not end the run.
+    The filled-in fields are the run's name, the text of its arguments and the environment. The
+    view is wrapped, so that errors of the view do not end the run.
 
     Raises:
         ConfigError: an argument makes no sense.
@@ -388,7 +388,8 @@ def _wait_in_cell(run: Run, *before: Presses) -> None:
 
     Args:
         run: the run.
-        before: the interrupts that were held back while the run began; they are passed on, too.
+        before: counters of the interrupts that were held back while the run began; these
+            interrupts are passed on, too.
 
     Raises:
         KeyboardInterrupt: the user interrupted, and the ranks have ended.

@@ -1,6 +1,7 @@
-"""The accelerators, cores and memory of this machine; no accelerator is used to find them out.
+"""Finds out which accelerators, cores and memory this machine has.
 
-Torch is asked in a child process, since a process that uses a GPU takes some of its memory.
+A child process asks torch for the accelerators: a process that uses a GPU takes some GPU memory, so
+this process must not use one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Device:
     """One accelerator of this machine, such as a GPU.
 
     Attributes:
-        index: its number among the accelerators that are visible.
+        index: its number, from 0 on, among the accelerators that are visible.
         name: its name, as its driver reports it.
         memory: its total memory in bytes; 0 if that is unknown.
     """
@@ -51,7 +52,7 @@ class Machine:
         versions: versions of torch and of the accelerators' library, by name.
         problem: why torch can use no accelerator, such as an old driver; "" if torch does not say.
         error: why the accelerators could not be counted; "" if they were.
-        tpu: one line about its TPU and the library for it; "" if there is none.
+        tpu: one line about the machine's TPU and the library for it; "" if there is no TPU.
     """
 
     kind: str

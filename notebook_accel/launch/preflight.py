@@ -55,11 +55,11 @@ def check_wait(*, block: object, timeout: object) -> None:
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-    """Raise an error if ``function(*args, **kwargs)`` must fail in every rank.
+    """Raise an error if the call ``function(*args, **kwargs)`` cannot work in any rank.
 
     Raises:
-        ConfigError: ``function`` is no function (a model, for example), or does not take these
-            arguments.
+        ConfigError: ``function`` is no function (a model, for example) or does not take these
+            arguments, or ``args`` is no sequence, or ``kwargs`` no dictionary.
     """
     # A model is callable as well: who wrote train(...) for train passes the model that it returned.
     if not callable(function) or hasattr(type(function), "state_dict"):

@@ -47,8 +47,8 @@ class StorePort(NamedTuple):
 
     Attributes:
         host, port: the address.
-        listener: on rank 0, the bound socket on which it serves the store, if one was reserved;
-            None on other ranks.
+        listener: the bound socket on which rank 0 serves the store; None on other ranks, and if no
+            socket was bound.
     """
 
     host: str
@@ -91,19 +91,19 @@ class RankContext:
     Attributes:
         rank, local_rank: number of this rank among all ranks, and among those of this machine.
         world_size, local_world_size: number of ranks on all machines, and on this one.
-        device_index: index of the rank's accelerator among those that its process sees; it is
-            ``local_rank`` unless ``device`` was given.
+        device_index: index of the rank's accelerator among those that its process sees: the
+            constructor's ``device``, or ``local_rank`` if that is None.
         shared: dict in which the state classes of ``training`` keep their values for this rank.
         launched: whether notebook_accel started this rank.
         call: number of the current call, the same on all ranks; 0 before the first call and outside
             of notebook_accel.
         before_return: functions that run when the called function has ended well (it returned, or
             raised ``RunStopped`` or ``sys.exit(0)``), before the rank reports its end. The key of
-            each is the object that registered it.
-        kept_error: the error of the newest call that asked for errors to be kept, for a debugger
-            (``keeps_error`` of ``wire.BeginCall``); None if it raised none.
-        store_port: the address at which ranks make their process groups; None if MASTER_ADDR and
-            MASTER_PORT tell it.
+            each function is the object that registered the function.
+        kept_error: the error, for a debugger, that was raised by the newest call with
+            ``keeps_error`` (``wire.BeginCall``); None if that call raised none, or there was none.
+        store_port: address of the store at which ranks make their process groups; None if it is at
+            MASTER_ADDR and MASTER_PORT.
     """
 
     launched = False
@@ -207,7 +207,16 @@ class RankContext:
 
 
 class LaunchedContext(RankContext):
-    """Context of a rank that notebook_accel started: it reports to its agent, which started it."""
+    """Context of a rank that notebook_accel started: it reports to the rank's agent.
+
+    The agent is the process that started the rank.
+
+    Attributes:
+        run: id of the run.
+        made_group: whether the rank has been in a process group in this call.
+        lost_group: whether its connections to other ranks were cut in this call.
+        send: sends a message to the agent.
+    """
 
     launched = True
 
@@ -226,8 +235,8 @@ class LaunchedContext(RankContext):
             run: id of the run.
             send: sends a message to the agent.
             board: shared memory in which this rank counts its batches and steps, for its agent.
-            store_port: the address at which ranks make their process groups.
-            **numbers: arguments of :class:`RankContext`.
+            store_port: address of the store at which ranks make their process groups.
+            **numbers: the arguments of :class:`RankContext`, such as ``rank``.
         """
         super().__init__(**numbers)
         self.run = run
@@ -257,13 +266,13 @@ class LaunchedContext(RankContext):
         return os.getpid() == self._pid
 
     def count_on(self, board: Scoreboard) -> None:
-        """Use another scoreboard from now on; for a child process that the rank forked.
+        """Use another scoreboard from now on. Called in a child process that the rank forked.
 
-        Else the child's batches and steps would count as the rank's, and at a stop other ranks
-        would wait for the child.
+        Otherwise the child's batches and steps would count as those of the rank, and at a stop
+        other ranks would wait for the child.
 
         Args:
-            board: a scoreboard of the child's own.
+            board: a scoreboard that only the child uses.
         """
         self._board, self._row = board, board.row(self.local_rank)
         self._pass = (0, None)
@@ -302,7 +311,7 @@ class LaunchedContext(RankContext):
     def parts_to_rescue(self) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
-        It yields nothing if nothing was trained in this call.
+        It yields nothing if this call has trained nothing.
         """
         training = self._training
         # What an earlier call prepared counts as trained in this call once this call has taken a
@@ -316,7 +325,7 @@ class LaunchedContext(RankContext):
         return kind(run=self.run, call=self.call, rank=self.rank, **fields)
 
     def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
-        """Send such a message (:meth:`message`) to the agent; a forked child sends none."""
+        """Send a message made by :meth:`message` to the agent; do nothing in a forked child."""
         if self.is_own_process:
             self.send(self.message(kind, **fields))
 

@@ -173,7 +173,8 @@ class Run:
     def results(self) -> list[Any]:
         """List of what each rank returned, None for a rank without a result; waits for the end.
 
-        Unlike ``run[0]``, it raises no error if the run has failed.
+        Unlike ``run[0]``, it raises no error if the run has failed. A result that cannot be
+        unpickled is None, too.
 
         Raises:
             NotebookAccelError: the run goes on in another process, which alone has its results.
@@ -245,7 +246,7 @@ class Run:
         return self
 
     def _error(self) -> BaseException | None:
-        """Return the error of a run that has ended, whose ``run`` is this one; None without one."""
+        """Return the error of a run that has ended, with ``error.run`` set; None for no error."""
         failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))
@@ -397,7 +398,8 @@ class Run:
             *names: the metrics; all, if none is given.
 
         Returns:
-            A list of axes, one for each metric, in the order of the names.
+            A list of axes, one for each metric, in the order of ``names``. Without names, it is the
+            order in which the metrics were first logged.
 
         Raises:
             ConfigError: no metric has that name.
@@ -427,16 +429,16 @@ class Run:
         return self._call.stacks(rank)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the function, with what it needs, as a script for torchrun.
+        """Write the function, with all that it uses, as a script for torchrun.
 
         Functions and classes of cells are copied as source, as they are now in the notebook. Other
         values are written as literals or pickled, 1 MB at most: load data inside the function.
 
         Args:
-            path: the script.
+            path: where to write the script; a leading ``~`` is expanded.
 
         Returns:
-            The path.
+            The path of the script.
 
         Raises:
             NotebookAccelError: this is not the handle that the launch returned, or the function
@@ -490,7 +492,7 @@ class Run:
 
 
 def call_of(run: Run) -> Call:
-    """Return the :class:`Call` behind a handle, which has the run's state and ends its ranks."""
+    """Return the :class:`Call` behind a handle: it has the run's state, and can end the ranks."""
     return run._call
 
 
@@ -502,7 +504,7 @@ def raise_error(run: Run) -> None:
 
 
 def results_now(run: Run) -> list[Any]:
-    """Return each rank's result, None for a rank that has none yet; do not wait for the run."""
+    """Return each rank's result without waiting; None if it is missing or cannot be unpickled."""
     return [_result_or_none(run._results, rank) for rank in range(len(run))]
 
 

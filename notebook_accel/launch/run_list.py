@@ -87,9 +87,9 @@ def add(run: Run) -> None:
 
 
 def _newest() -> list[_ListedRun]:
-    """Return the newest runs of the list (50), and older ones that are still worth listing.
+    """Return the newest 50 runs of the list, and those older runs that must not be dropped.
 
-    These are runs that go on, and runs whose rescued training state the list keeps.
+    An older run is kept while it goes on, and while the list keeps its rescued training state.
     """
     old = [
         known
@@ -100,10 +100,11 @@ def _newest() -> list[_ListedRun]:
 
 
 def keep(run: Run) -> None:
-    """Keep a run's handle and results alive in the list, since its launch raised and returned none.
+    """Keep the handle of a run whose launch raises an error, with its results, alive in the list.
 
-    The list keeps the three newest handles of failed launches, and the three newest of runs with a
-    rescued training state, which later failures do not push out.
+    Such a launch returns no handle. The list keeps the newest three of these handles, and apart
+    from them the newest three of runs with a rescued training state, so that later failures do not
+    push these out.
     """
     with held(), _lock:
         for index, known in enumerate(_known):
@@ -124,12 +125,12 @@ def discard(run: Run) -> None:
 
 
 def expression(run_id: str) -> str:
-    """Return Python code, for messages, that gets the run of this id also after later launches."""
+    """Return Python code, to be shown in a message, that gets the run by its id at any time."""
     return f"import notebook_accel; notebook_accel.find_run({run_id!r})"
 
 
 def expression_now(run_id: str) -> str:
-    """Return Python code that gets the run now: ``last_run()`` if newest, else ``find_run``."""
+    """Return Python code that gets the run: ``last_run()`` if it is newest, else ``find_run``."""
     is_newest = bool(_known) and _known[-1].run.id == run_id
     return "import notebook_accel; notebook_accel.last_run()" if is_newest else expression(run_id)
 
@@ -140,7 +141,9 @@ def expression_to_attach(run_id: str) -> str:
 
 
 def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """Return the run of this id, of this process or on disk (``notebook_accel.find_run``).
+    """Return the run of this id: one of this process, or one on disk that another has launched.
+
+    It is the function behind ``notebook_accel.find_run``.
 
     Args:
         run_id: the run's id.

@@ -1,9 +1,9 @@
-"""Launches on several nodes of a Slurm job: what Slurm says of the job, and commands on its nodes.
+"""Launches on several nodes of a Slurm job: reads Slurm's variables, and starts commands on nodes.
 
-``srun --ntasks-per-node=1 COMMAND`` starts the command once on each node of the job; the variables
-that it sets there are what a launch over these nodes needs (``slurm_step``). A notebook runs on one
-node of its job: its launch has ``srun`` start a command on other nodes, by which they join the
-launch (``OtherNodes``).
+``srun --ntasks-per-node=1 COMMAND`` starts the command once on each node of the job. From the
+variables that ``srun`` sets for the command, ``slurm_step`` reads all that a launch over these
+nodes needs. A notebook, however, runs on one node of its job. Its launch uses ``OtherNodes`` to
+start a command on other nodes, by which they join the launch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SlurmStep:
     """A step of a Slurm job with one task on each of several nodes, as one of the tasks sees it.
 
     Attributes:
-        num_nodes: number of nodes of the step.
+        num_nodes: number of nodes of the step, 2 or more.
         node_rank: number of this task's node, from 0 on.
         master_addr: host name of the first node.
         port: a port that is the same on all nodes, since it depends on the job's id alone.
@@ -51,7 +51,7 @@ def slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
     """Return the step over several nodes in which this process is a task; None if there is none.
 
     Args:
-        environment: the variables of this process, such as ``srun`` sets.
+        environment: the environment variables of this process, with those that ``srun`` has set.
 
     Raises:
         ConfigError: the step starts several tasks on one node.
@@ -120,10 +120,12 @@ class OtherNodes:
 
 
 def has_other_nodes(environment: Mapping[str, str], num_nodes: int) -> bool:
-    """Return whether the job has ``num_nodes`` nodes beside this one, and ``srun`` to use them.
+    """Return whether a launch can use ``num_nodes`` other nodes of this process's Slurm job.
+
+    It needs so many other nodes in the job, and the command ``srun``. False outside of a job.
 
     Args:
-        environment: the variables of this process, such as Slurm sets.
+        environment: the environment variables of this process, with those that Slurm has set.
         num_nodes: number of nodes, without this one.
     """
     is_on_node = "SLURMD_NODENAME" in environment and shutil.which("srun") is not None

@@ -15,7 +15,8 @@ it what it needs:
                   -> call.py take                    results, metrics and stacks of the call
                        -> state.py apply             what it changes of the call, as views draw it
 
-A message that a rank sends has ``from_rank`` and is sent by launch/rank.py; the agent passes it on.
+Ranks send messages of the classes with ``from_rank``, mostly through launch/rank.py, and end a call
+with ``Returned`` or ``Raised``. The agent passes all these messages on to the kernel.
 
 The bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
 no message is unpickled. The user's values (arguments, results, exceptions) pass as opaque bytes;
@@ -139,8 +140,8 @@ class RankReady(Message, frozen=True, kw_only=True):
     Attributes:
         pid: pid of the rank's process, if the agent did not start it itself (ranks on TPUs); else
             0.
-        host: number of the rank whose file gets the stacks of this process: if ranks are threads of
-            one process, the first of them. None for this rank's own file.
+        host: number of the rank into whose file this process writes its stacks: on TPUs, where
+            ranks are threads, the first rank of the process. None stands for this rank.
     """
 
     from_rank: ClassVar[bool] = True
@@ -231,7 +232,7 @@ class Returned(Message, frozen=True, kw_only=True):
     Attributes:
         value: what the function returned, pickled.
         is_none: whether that was None.
-        made_group: whether the rank made a process group in this call, or had one before it.
+        made_group: whether the rank made a process group in this call, or was in one before.
         lost_group: whether the rank's connections to the other ranks were cut during the call, so
             that its process group cannot be used any more.
     """
@@ -285,18 +286,18 @@ class AgentReady(Message, frozen=True, kw_only=True):
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """A heartbeat of an agent, every few seconds, to the kernel: without it, the agent is stuck.
+    """From an agent: a heartbeat, every two seconds, so that the kernel notices a stuck agent.
 
-    A kernel also sends one to the keeper of a detached run that it launched, to say that it has the
-    run's id.
+    A kernel that has launched a detached run sends this message to the keeper, too, to say that it
+    has the run's id.
     """
 
 
 class PortReserved(Message, frozen=True, kw_only=True):
-    """From the agent with rank 0, if there are several agents: it has reserved this MASTER_PORT.
+    """From the agent with rank 0, if there are several agents: the MASTER_PORT of a new call.
 
-    It has begun the call by then. The kernel now sends the call, with the port, to the other
-    agents.
+    The kernel sends a call to this agent first. Once it has the port that the agent has reserved,
+    it sends the call, with the port, to the other agents.
     """
 
     port: int
@@ -319,13 +320,14 @@ class RankFailed(Message, frozen=True, kw_only=True):
 
 
 class StopPointReached(Message, frozen=True, kw_only=True):
-    """From an agent, in answer to ``Stop``: how far its ranks have come.
+    """From an agent, in answer to ``Stop``: how far its ranks have come in their training loops.
 
-    So the kernel can choose a count at which all ranks leave; transport/scoreboard.py explains it.
+    From all answers the kernel chooses a later count, at which all ranks leave (:class:`LeaveAt`);
+    transport/scoreboard.py explains it.
 
     Attributes:
-        batches, reads: numbers of the furthest batch, and of the furthest read of ``should_stop``,
-            that a rank has passed; ranks can leave only at a later one.
+        batches, reads: the highest number of a batch, and of a read of ``should_stop``, at which a
+            rank went on with its loop; numbers count from 1 in each call.
         reads_should_stop: whether a rank has read ``should_stop`` at all.
     """
 
@@ -345,7 +347,7 @@ class Metrics(Message, frozen=True, kw_only=True):
 
 
 class Output(Message, frozen=True, kw_only=True):
-    """From an agent: new output of a rank, printed in the message's call.
+    """From an agent: new output that a rank has printed in the call with number ``call``.
 
     Attributes:
         text: the newest part of the new output.
@@ -366,7 +368,8 @@ class Sample(Message, frozen=True, kw_only=True):
     Attributes:
         batches, total_batches, pass_start, steps: what the rank has counted, as explained by
             ``RankState`` (control/state.py).
-        memory, device_memory: of its process and on its device, in bytes; None if unknown.
+        memory, device_memory: memory that its process uses, and that is used on its device, in
+            bytes; None if unknown.
         cpu: use of the CPU in percent of one core; None if unknown.
         device_use: use of its device in percent of the time; None if unknown.
         device: name of its device; "" if unknown.
@@ -389,9 +392,10 @@ class RankEnded(Message, frozen=True, kw_only=True):
     """From an agent: a rank's process ended and was reaped.
 
     Attributes:
-        exitcode, signal: how it ended; one of them is None.
+        exitcode, signal: its exit code, or the signal that killed it; the other one is None.
         ended_by_agent: whether its agent had sent it SIGTERM or SIGKILL.
-        after_interrupt: as in :class:`Raised`, for the end of the process.
+        after_interrupt: whether the agent had already sent the call's ranks SIGINT, SIGTERM or
+            SIGKILL when the process ended.
     """
 
     exitcode: int | None = None
@@ -403,8 +407,9 @@ class RankEnded(Message, frozen=True, kw_only=True):
 class Stacks(Message, frozen=True, kw_only=True):
     """Answer to ``DumpStacks``: stack traces as text.
 
-    From an agent these are the traces of one rank's threads, as faulthandler writes them; from the
-    keeper of a detached run those of all ranks that were asked for.
+    An agent sends one answer per rank, with the traces of the rank's threads as faulthandler writes
+    them. The keeper of a detached run sends a single answer about all ranks that were asked for;
+    its ``monotonic`` is that of the request.
     """
 
     text: str
@@ -419,7 +424,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank: its number among all ranks of the run.
         local_rank: its number among the ranks of its agent.
-        environment: variables of this rank alone, which win over those of all ranks.
+        environment: variables of this rank alone, which override those of all ranks.
         device: index of its accelerator among those that the rank sees; None for its local rank.
     """
 
@@ -461,18 +466,19 @@ class Launch(Message, frozen=True, kw_only=True):
 class BeginCall(Message, frozen=True, kw_only=True):
     """Request to an agent, and from it to each of its ranks: call a function.
 
-    It is sent once the ranks have ended the call before. A descriptor comes along if the buffers of
-    ``payload`` are in a memory segment.
+    It is sent once the ranks have ended the previous call. A descriptor comes along if the buffers
+    of ``payload`` are in a memory segment.
 
     Attributes:
         payload: the function and its arguments, pickled.
-        grace: seconds that the function's handlers of a KeyboardInterrupt get.
+        grace: seconds that a rank gets to end the call after a ``Stop``, and again after a
+            KeyboardInterrupt, before the agent takes a harder step.
         last: whether the rank processes end after the call, as after a ``Shutdown``.
         keeps_error: whether the rank keeps the exception that the call raises, for a debugger.
         by_value: whether the notebook's classes and functions in a result are pickled with their
             code, for a kernel that lacks them.
-        group_generation: number of calls of the session so far that failed or cut a rank off. If it
-            has grown, each rank destroys its process group before it runs the call.
+        group_generation: number of earlier calls in which a rank did not return, or was cut off
+            from the others. If it has grown, each rank destroys its process group before the call.
         master_port: the ranks' MASTER_PORT; 0 if the agent of rank 0 is to fill in a port that it
             has reserved.
     """
@@ -496,7 +502,7 @@ class MasterSocket(Message, frozen=True, kw_only=True):
 class Shutdown(Message, frozen=True, kw_only=True):
     """Request to an agent and its ranks: end the rank processes after their current call.
 
-    No more calls come.
+    The kernel sends no call after it.
     """
 
 
@@ -512,11 +518,13 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class LeaveAt(Message, frozen=True, kw_only=True):
-    """From the kernel to all agents, once all have answered a ``Stop``: the count to leave at.
+    """From the kernel to all agents, once all have answered a ``Stop``: where the ranks leave.
+
+    Batches and reads are counted from 1 in each call.
 
     Attributes:
         batches: each rank leaves when it asks for the batch of this number; None if the ranks leave
-            at a read.
+            at a read of ``should_stop`` instead.
         reads: ``should_stop`` becomes True at the read of this number.
     """
 
@@ -525,10 +533,10 @@ class LeaveAt(Message, frozen=True, kw_only=True):
 
 
 class CallEnded(Message, frozen=True, kw_only=True):
-    """From the kernel to all agents: on all machines, every rank's part of the call has ended.
+    """From the kernel to all agents: every rank on every machine has ended its part of the call.
 
-    Until then a rank that has returned keeps its connections open, since others may still read from
-    them.
+    A rank that returns earlier keeps its connections open until then, five seconds at most,
+    since other ranks may still read from them.
     """
 
 
@@ -541,15 +549,15 @@ class Terminate(Message, frozen=True, kw_only=True):
 
 
 class Kill(Message, frozen=True, kw_only=True):
-    """Request to an agent or keeper: SIGKILL the ranks and their children.
+    """Request to an agent or keeper: SIGKILL the rank processes and their children.
 
-    It concerns rank processes that are in the call or shutting down. With call 0, or the number of
-    a call that has not reached the agent yet, it ends all rank processes.
+    Only ranks that are in the call or shutting down are killed. If ``call`` is 0, or the number of
+    a call that has not reached the agent yet, all ranks are killed.
     """
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
-    """Request to an agent or keeper: answer with ``Stacks`` for this rank, or for all if None."""
+    """Request to an agent or keeper: send ``Stacks`` of ``rank``, or of all ranks if it is None."""
 
 
 # ---- with the keeper of a detached run (launch/keeper.py); it takes Stop, Kill and DumpStacks, too
@@ -576,8 +584,8 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
     Attributes:
         state: the ``RunState``, encoded by msgpack.
         timeout: seconds after which the run is ended; None for never.
-        timed_out: whether that has ended the run.
-        rescued_as: code that gets the training state of a stopped run; "" if none was kept.
+        timed_out: whether the timeout has ended the run.
+        rescued_as: Python code that gets the training state of a stopped run; "" if none was kept.
     """
 
     state: bytes
@@ -594,10 +602,13 @@ class TemplateReady(Message, frozen=True, kw_only=True):
 
 
 class ForkAgent(Message, frozen=True, kw_only=True):
-    """Request to the template: fork an agent; the agent's end of the run's channel comes along.
+    """Request to the template: fork an agent.
+
+    A descriptor comes along: the agent's end of the channel between kernel and agent.
 
     Attributes:
-        secret: the agent and the kernel prove to each other over the channel that they know it.
+        secret: a random secret; the agent and the kernel first prove to each other over the channel
+            that they know the secret.
     """
 
     secret: bytes
@@ -629,10 +640,10 @@ class Devices(Message, frozen=True, kw_only=True):
     Attributes:
         kind: torch's device type of the accelerators; "cpu" if there are none.
         names: name of each accelerator.
-        memory: total memory of each in bytes; 0 if unknown.
-        versions: versions of torch and of the accelerators' library.
-        problem: why torch can use none, such as an old driver; "" if it does not say.
-        error: why they could not be counted; "" if they were.
+        memory: total memory of each accelerator in bytes, 0 if unknown; empty if all are unknown.
+        versions: versions of torch and of the accelerators' library, by name.
+        problem: why torch can use no accelerator, such as an old driver; "" if torch does not say.
+        error: why the accelerators could not be counted; "" if they were.
     """
 
     kind: str
@@ -649,12 +660,12 @@ class Devices(Message, frozen=True, kw_only=True):
 class StreamOpened(Message, frozen=True, kw_only=True):
     """Announces a stream of bytes to another machine, to which no file descriptor can be sent.
 
-    It carries a memory segment, in place of the descriptor of a later message, or a growing log
-    file, which belongs to no message.
+    The stream carries the bytes of a memory segment, in place of a descriptor that goes with a
+    later message, or those of a growing log file.
 
     Attributes:
-        stream: its number among the streams of the sender.
-        size: of the segment, in bytes; None for a file that grows.
+        stream: number of the stream among those of the sender.
+        size: size of the memory segment in bytes; None for a log file.
     """
 
     stream: int
@@ -670,7 +681,7 @@ class Data(Message, frozen=True, kw_only=True):
 
 
 class Credit(Message, frozen=True, kw_only=True):
-    """Allows the sender of a stream to send ``size`` more bytes, so that it does not run ahead."""
+    """Allows the sender of a stream to send ``size`` more bytes; it may not send without credit."""
 
     stream: int
     size: int
@@ -689,9 +700,9 @@ class MachineJoined(Message, frozen=True, kw_only=True):
         environment: variables of the process that joins.
         directory: current directory of that process.
         path: ``sys.path`` of that process.
-        num_cores: number of cores that it may use.
-        interface: the network interface by which it reaches the notebook; "" if unknown.
-        devices: its accelerators, by their names.
+        num_cores: number of cores that the process may use.
+        interface: the network interface by which the machine reaches the notebook; "" if unknown.
+        devices: names of its accelerators.
         num_ranks: number of ranks that the machine is to have; 0 if the notebook decides.
     """
 

@@ -307,7 +307,7 @@ def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
 
     Args:
         points: (step, value) pairs in the order of their steps.
-        weight: of the mean so far, 0 to below 1; 0 returns the points unchanged.
+        weight: weight of the mean so far, from 0 to below 1; 0 returns the points unchanged.
     """
     if not weight:
         return points

@@ -2,8 +2,8 @@
 
 The browser page sends a click as a message on the kernel's shell channel, which handles nothing
 else while a cell runs. The way around that differs between versions of ipykernel. Each way is one
-small class here, and the first one in :data:`CLICK_WAYS` that works in the kernel is taken. No
-other module depends on the version.
+small class here, and the first one in :data:`CLICK_WAYS` that works in the kernel is taken. Users
+of these classes need not know the version.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CONTROL_TARGET = "jupyter.widget.control"
 class BlockedShell:
     """Answers certain messages of pages (ipykernel 7) while a cell blocks the kernel's main shell.
 
-    There is one for a kernel. Between ``start`` and ``stop`` it takes the place of the kernel's own
+    A kernel has one at most. Between ``start`` and ``stop`` it takes the place of the kernel's own
     receiver of shell messages, and runs in the thread of the shell channel.
     """
 
@@ -84,11 +84,11 @@ class BlockedShell:
         self._clickable.add(comm)
 
     def start(self, waiting: object) -> None:
-        """Begin to answer messages of pages, until all callers of this have called ``stop``.
+        """Begin to answer messages of pages, until every caller of ``start`` has called ``stop``.
 
         Args:
-            waiting: identifies the caller, one of several that may wait for runs at a time;
-                ``stop`` takes the same object. A second call with it does nothing.
+            waiting: identifies the caller, one of several that may wait for runs at a time; each
+                passes the same object to ``stop``. A second ``start`` with it does nothing.
         """
         with self._lock:
             if waiting in self._waiting:
@@ -99,7 +99,7 @@ class BlockedShell:
             self._waiting.add(waiting)
 
     def stop(self, waiting: object) -> None:
-        """End what ``start(waiting)`` began; after the last one ipykernel takes over again."""
+        """End what ``start(waiting)`` began; once no caller is left, ipykernel takes over again."""
         with self._lock:
             if waiting not in self._waiting:
                 return
@@ -110,7 +110,7 @@ class BlockedShell:
     def _receive_by(self, receiver: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         """Make ``receiver`` handle the shell channel's messages.
 
-        The change is made in the thread that owns the channel, soon after this returns.
+        The change is made in the thread that owns the channel, soon after this method returns.
         """
         self._thread.io_loop.add_callback(self._kernel.shell_stream.on_recv, receiver, copy=False)
 
@@ -139,8 +139,8 @@ class BlockedShell:
     def _is_to_answer(self, message: Any) -> bool:
         """Return whether to answer a message now, though a cell blocks the main shell.
 
-        It reads the message's frames only. To deserialise the message would record its signature,
-        and the kernel would then refuse it as a duplicate.
+        The message is not deserialised, only its frames are read: deserialising would record its
+        signature, and the kernel would then refuse it as a duplicate.
         """
         session = self._kernel.session
         try:
@@ -177,8 +177,8 @@ def _asks_for_state(content: Any) -> bool:
 def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
     """In the block, messages that the kernel sends from this context are replies to ``request``.
 
-    The block sets the context variable itself. The kernel's ``set_parent`` would also make
-    ``request`` the parent of output from every thread that the user started.
+    Only a context variable is set for that. The kernel's ``set_parent`` would also make ``request``
+    the parent of output from every thread that the user started.
     """
     parent: Any = of_ipykernel.parent_variable(kernel)
     before = parent.set(request)
@@ -192,7 +192,7 @@ def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
 def blocked_shell_of(kernel: Any) -> BlockedShell | None:
     """Return the kernel's ``BlockedShell``, made by the first call.
 
-    Returns None where this version of ipykernel lacks the private parts that it needs.
+    Returns None where this version of ipykernel lacks the private parts that the class needs.
     """
     has_parts = (
         hasattr(kernel, "shell_channel_thread_main")
@@ -207,7 +207,7 @@ def blocked_shell_of(kernel: Any) -> BlockedShell | None:
 
 
 class ClicksAfterTheCell:
-    """The base class of the ways, and the last resort: clicks wait until the cell has ended."""
+    """The base class of all ways, and the last resort: clicks wait until the cell has ended."""
 
     # Said on the panel; "" where clicks get through.
     advice: ClassVar[str] = "Clicks wait while a cell runs: use the kernel's Interrupt."
@@ -225,7 +225,7 @@ class ClicksAfterTheCell:
         return True
 
     def let_through(self, widget: Any) -> None:
-        """Let clicks on ``widget`` through while a cell runs; called before it is shown."""
+        """Let clicks on ``widget`` through while a cell runs; called before the widget is shown."""
 
     def keep_order(self, widgets: Iterable[Any]) -> None:
         """Have messages to these widgets handled in the order in which the page sends them.
@@ -243,7 +243,7 @@ class ClicksAfterTheCell:
     def stop_pumping(self) -> None:
         """Undo what ``pump`` set up: the cell's thread no longer waits for the run.
 
-        It may also be called where ``pump`` never was.
+        It may also be called if ``pump`` was never called.
         """
 
 
@@ -289,11 +289,10 @@ class ClicksBySubshell(ClicksAfterTheCell):
 class ClicksByPump(ClicksAfterTheCell):
     """ipykernel 6: the thread of a cell that waits for a run handles messages of widgets itself.
 
-    It takes them out of the shell's queue. All other messages go back in the order in which they
-    came, so that no queued cell starts early. A reloaded page asks for the kernel's info, for the
-    list of comms, and for the state of the widgets by a comm of its own; these messages are
-    answered as well. While a cell computes instead of waiting, nobody pumps, and clicks are handled
-    after it.
+    It takes those messages out of the shell's queue and leaves all others in their order, so that
+    no queued cell starts early. A reloaded page asks for the kernel's info, for the list of comms,
+    and for the state of the widgets by a comm of its own; these messages are answered as well.
+    While a cell computes instead of waiting, clicks are handled only after the cell.
     """
 
     advice = ""
@@ -346,7 +345,7 @@ class ClicksByPump(ClicksAfterTheCell):
 
 
 class ClicksInColab(ClicksByPump):
-    """Google Colab (ipykernel 6): as :class:`ClicksByPump`, with one limit more.
+    """Google Colab (ipykernel 6): as :class:`ClicksByPump`, with one more limit.
 
     Colab's pages draw nothing that is sent while no cell runs (issue 3373 of
     googlecolab/colabtools).
@@ -374,7 +373,7 @@ def find_kernel() -> Any | None:
 
 
 def clicks_for(kernel: Any) -> ClicksAfterTheCell:
-    """Return the first way of :data:`CLICK_WAYS` that works in ``kernel``, made for that kernel.
+    """Return an instance of the first class in :data:`CLICK_WAYS` that works in ``kernel``.
 
     Args:
         kernel: as :func:`find_kernel` returns it; None for no kernel.

@@ -45,19 +45,19 @@ class Dashboard(View):
 
     A run begins as one line and gets a panel of widgets once it has lasted for half a second (a
     cell: one second). Two threads draw it under one lock: a thread of the view, and the cell's
-    thread while that waits for the run. Clicks only leave a note, and the next drawing shows their
-    effect.
+    thread while the cell waits for the run. A click draws nothing itself: the next drawing shows
+    its effect.
 
     Attributes:
-        panel: the panel; None until the run has lasted that long.
+        panel: the panel of widgets; None until it is made.
 
     Args:
-        clicks: how clicks get through while a cell runs.
+        clicks: gets clicks through to the kernel while a cell runs.
         waits: whether the cell waits for the run. Where it does not, the displays of ranks (figures
             and the like) stand in the panel and below the summary, since nothing can be added to
             the output of a cell that has ended.
-        is_cell: whether the run is a ``%%accelerate`` cell. Of one that ends at once only a line is
-            left, as of any other cell, and no summary.
+        is_cell: whether the run is a ``%%accelerate`` cell. A cell that ends before it has a panel
+            gets one line and its output, as any other cell, instead of a summary.
         slot: where the panel is shown; None for the output of the cell that opens the view.
     """
 

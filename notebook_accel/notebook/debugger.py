@@ -1,7 +1,7 @@
 """``%accelerate debug``: look into the frames of an error in a rank, after a failed launch or cell.
 
-    launch_for_debugger --> ranks, one call --> a rank raised: they wait <--- %accelerate debug
-                                            --> it ended otherwise: they end
+    launch_for_debugger --> ranks, one call --> a rank raised: the ranks wait <-- %accelerate debug
+                                            --> the call ended otherwise: the ranks end
     cell: input("rank 1 (pdb) ") --DebugCall--> the rank's PostMortem --> text, printed in the cell
 
 With ``notebook_launcher(..., debug=True)`` the ranks stay alive after one of them raised: the
@@ -60,8 +60,8 @@ class HeldLaunch:
         """Send a command to the debuggers of all ranks, and wait for the answers.
 
         Returns:
-            One answer for each rank, in the order of ranks; None from a rank that is not the one
-            the command is for, or has no error.
+            One answer for each rank, in the order of ranks; None from a rank that has no error, and
+            from all other ranks if the command is for one rank.
         """
         return self.session.ask(request)
 
@@ -83,7 +83,7 @@ def end_held_launch() -> bool:
 def launch_for_debugger(request: LaunchRequest) -> Run:
     """Launch a run, wait for its end, and hold its ranks if one of them raised.
 
-    Apart from that, as :func:`notebook_accel.launch.launcher.launch`.
+    Otherwise it does the same as :func:`notebook_accel.launch.launcher.launch`.
 
     Returns:
         The run, if no rank failed.
@@ -111,7 +111,7 @@ def launch_for_debugger(request: LaunchRequest) -> Run:
 
 
 def _hold_or_end(session: Session) -> bool:
-    """Hold the ranks of an ended launch if one raised and a person can debug it; else end them.
+    """Hold the ranks of an ended launch if a rank raised and a person can debug; else end them.
 
     Returns:
         True if the ranks are held.
@@ -144,12 +144,12 @@ def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) ->
     """Read pdb commands from the person and run them in a rank that has an error, until they quit.
 
     Args:
-        failed_call: whose ranks are asked: the session of ``%%accelerate`` cells or a held launch.
+        failed_call: the session of ``%%accelerate`` cells, or the held launch, that has the ranks.
         rank: the rank to look into; None for the rank at fault, or else the first one with an
             error.
 
     Raises:
-        NotebookAccelError: no rank has an error, this rank has none, or nobody can answer
+        NotebookAccelError: no rank has an error, ``rank`` has none, or nobody can answer
             ``input()`` here.
     """
     answers = failed_call.ask_debuggers(DebugCall())

@@ -29,8 +29,8 @@ def widget_view(widget: Any, text: str) -> dict[str, Any]:
 def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
     """Start a daemon thread that may change widgets and slots, and return it.
 
-    It runs ``act`` in a copy of the caller's context, by which alone ipykernel 7.0 finds the cell
-    or click to which the thread's messages belong.
+    It runs ``act`` in a copy of the caller's context, since ipykernel 7.0 knows only from the
+    context to which cell or click the thread's messages belong.
     """
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(act,), name=name, daemon=True)
@@ -39,7 +39,7 @@ def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
 
 
 class DisplaySlot:
-    """A place in a cell's output whose contents can be replaced, made by the first :meth:`show`.
+    """A place in a cell's output whose contents can be replaced, made by ``show`` or ``place``.
 
     Contents are MIME bundles: mappings from a MIME type to data, as Jupyter's messages have them.
 

@@ -131,8 +131,8 @@ def _folders_of_server(python: str) -> list[Path]:
 def _server_python() -> str | None:
     """Return the path of the Python that runs the Jupyter server of this kernel.
 
-    The server is looked for among the parents of this process. None where none of them is one, or
-    where another user owns it.
+    The server is looked for among the parents of this process. The result is None if no parent is
+    a Jupyter server, or if this process may not look at one of them.
     """
     try:
         for process in psutil.Process().parents():
@@ -146,7 +146,7 @@ def _server_python() -> str | None:
 
 
 def _version_in(folder: Path) -> str:
-    """Return the version of the widgets' JupyterLab extension in ``folder``; "" without one."""
+    """Return the version of the widgets' JupyterLab extension in ``folder``; "" if it has none."""
     try:
         return str(json.loads((folder / _EXTENSION).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError):

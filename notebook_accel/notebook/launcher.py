@@ -47,11 +47,11 @@ _SETTINGS = [field.name for field in fields(LaunchConfig)]
 def _with_given_arguments(
     launcher: Callable[Concatenate[Mapping[str, Any], P], Run],
 ) -> Callable[P, Run]:
-    """Decorate ``launcher``: its first argument becomes a mapping of the arguments in the call.
+    """Decorate ``launcher`` to get, as its first argument, the arguments that the caller wrote.
 
-    An argument that is written wins over ``config=`` even where it equals the default
-    (``debug=False``); one that is left out does not. Inside of a plain function the two look the
-    same. The decorated function has the signature of ``launcher`` without that first argument.
+    They come as a mapping by name. A written argument wins over ``config=`` even where it equals
+    the default (``debug=False``), while an argument that is left out does not; a plain function
+    cannot tell the two apart. Callers see the signature of ``launcher`` without the mapping.
     """
     parameters = list(inspect.signature(launcher).parameters.values())[1:]
     signature = inspect.Signature(parameters, return_annotation="Run")
@@ -118,12 +118,12 @@ def notebook_launcher(
         mixed_precision: "no", "bf16", "fp16" or "fp8", for each ``Accelerator`` that the function
             makes without an own ``mixed_precision``.
         use_port: MASTER_PORT of the ranks; None takes a free one. A session in which a call has
-            failed takes a free one in any case. With several machines, the port of this one at
+            failed takes a free one in any case. With several machines, the port of machine 0 at
             which the others join.
-        master_addr: with several machines, the address of this one, at which the others reach it.
+        master_addr: with several machines, the address at which the others reach machine 0.
         node_rank: number of this machine; 0 in the notebook that launches. Another machine joins by
             running the same cell with its own number and with the ``join_token`` that the
-            notebook shows. There the call returns None, once the run has ended.
+            notebook shows. On that machine the call returns None once the run has ended.
         num_nodes: number of machines. The call shows a command (``notebook-accel join``), by which
             the others join, and waits for them before the run begins. On a node of a Slurm job
             it has ``srun`` start that command on other nodes of the job.
@@ -158,7 +158,7 @@ def notebook_launcher(
             wait.
         detach: with ``block=False``, the run continues when the kernel ends or restarts, until the
             function returns or you stop it. ``attach(run.id)`` in any later kernel returns its
-            handle. Results come by value: they do not use the classes of the notebook.
+            handle. A result whose class the notebook defines comes with a copy of that class.
         view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets", "text"
             or "none".
         timeout: seconds after which the run is ended; None for no limit.
@@ -248,8 +248,8 @@ def launch_below(
 ) -> Run:
     """Launch a run from a click on a widget, and show it in a slot that a cell has made.
 
-    As a call of :func:`notebook_launcher` with ``block=False``. A click has no output of its own in
-    which the panel could appear.
+    Otherwise it is like :func:`notebook_launcher` with ``block=False``. A click has no output of
+    its own in which the panel could appear.
 
     Args:
         function: what each rank calls.
@@ -258,8 +258,8 @@ def launch_below(
         slot: where the run's panel is shown.
 
     Raises:
-        ConfigError, LaunchError: as :func:`notebook_launcher`; also for an engine that runs the
-            function in a cell (:func:`check_leaves_notebook_free`).
+        ConfigError, LaunchError: as :func:`notebook_launcher`. ConfigError also for an engine that
+            runs the function in the notebook (:func:`check_leaves_notebook_free`).
     """
     end_held_launch()
     chosen, notices = resolve({}, config)
@@ -283,7 +283,7 @@ def check_leaves_notebook_free(config: LaunchConfig) -> None:
     For launches by a click, which has no cell in which the function could run.
 
     Raises:
-        ConfigError: the engine of ``config`` is one of these.
+        ConfigError: the engine of ``config`` runs the function in the notebook's process.
     """
     if "block" in engine_for(config).unused:
         raise ConfigError(
@@ -304,10 +304,10 @@ def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given arguments that are fields of ``LaunchConfig``, in the forms that it takes.
+    """Return the given arguments that are fields of ``LaunchConfig``, in the forms of its fields.
 
-    ``rdzv_endpoint`` is split into ``master_addr`` and ``use_port``; numbers given as text become
-    ints.
+    ``rdzv_endpoint`` is split into ``master_addr`` and ``use_port``, numbers given as text become
+    ints, and "FP16" becomes "fp16".
 
     Raises:
         ConfigError: ``rdzv_endpoint`` is no ``HOST:PORT``.
@@ -409,7 +409,7 @@ def debug_launcher(
 ) -> Run:
     """Call ``function(*args)`` on several CPU processes, in full precision and with ``debug=True``.
 
-    Neither environment variables nor the default config file change these three settings.
+    Environment variables and the default config file cannot change device, precision or ``debug``.
 
     Args:
         function: what each rank calls.

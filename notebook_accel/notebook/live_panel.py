@@ -133,18 +133,18 @@ _ended_lock = threading.Lock()
 class LivePanel:
     """The widgets that show one run while it goes on.
 
-    Clicks only leave a note, since they may come from another thread. The next :meth:`draw` shows
-    their effect.
+    A click, which may come from another thread, draws nothing itself: it acts on the run or leaves
+    a note, and the next :meth:`draw` shows its effect.
 
     Attributes:
         box: the panel as a widget.
-        asked_stacks: a title and the stacks of the ranks, which the newest click on Stacks has
-            fetched; None before the first.
+        asked_stacks: a title, and (ranks, stack) pairs, that the newest click on Stacks has
+            fetched; None before the first click.
 
     Args:
         run: the run to show.
         slot: where the panel stands in the output of a cell.
-        clicks: how clicks get through while a cell runs.
+        clicks: gets clicks through to the kernel while a cell runs.
         stop: called when Stop is clicked.
     """
 
@@ -238,12 +238,12 @@ class LivePanel:
     def draw(self, state: RunState, details: Details) -> bool:
         """Update the widgets; return True if a part of the log is still to be sent.
 
-        The page is only told of changes. In a long run a call makes two messages, for the ranks and
-        for a block of the log, and once a second two more, for the title and the charts.
+        Only changes are sent to the page. In a long run each call sends two messages, for the ranks
+        and for a block of the log, and once a second two more, for the title and the charts.
 
         Args:
             state: the run's state.
-            details: what the panel shows beside the state.
+            details: the facts that the panel shows in addition to the state.
         """
         now = time.monotonic()
         # The rate in the title changes all the time, and is a message of its own.
@@ -286,7 +286,7 @@ class LivePanel:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
     def _draw_note(self, state: RunState) -> None:
-        """Show the log folder or stacks below the ranks, if a click or a hang brought new ones."""
+        """Show the log folder or stacks below the ranks, if a click or a hang asks for them."""
         if self._is_folder_asked:
             self._is_folder_asked = False
             path = copyable("code", str(self._run.log_dir))

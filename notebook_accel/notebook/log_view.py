@@ -1,6 +1,6 @@
 """The log of the live panel: the newest lines of ranks, cut into blocks with one widget each.
 
-    state --> LogWindow.read --> blocks --> LogWindow.next_block --> one widget a block
+    state --> LogWindow.read --> blocks --> LogWindow.next_block --> one widget per block
 
 A block that is full never changes again. So a selection in the page stays, a reader who scrolled up
 keeps the place, and a message holds new lines only. When lines come faster than they can be sent,
@@ -87,7 +87,7 @@ class LogBlock:
 
 
 class LogWindow:
-    """The last :data:`MAX_LINES` lines of some ranks as blocks, in the order of reading.
+    """The last :data:`MAX_LINES` lines of some ranks as blocks, in the order of reading them.
 
     It also keeps track of which blocks the page has. It holds no widgets.
 
@@ -111,7 +111,7 @@ class LogWindow:
         self._open_lines: dict[int, _Timed] = {}
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last call; drop the oldest blocks."""
+        """Add the lines that ranks printed since the last call, then drop surplus old blocks."""
         news = {
             number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
         }
@@ -151,7 +151,7 @@ class LogWindow:
 
     @property
     def num_found(self) -> int:
-        """Number of lines that matched the search words, including those that were dropped."""
+        """Number of lines read so far that contain ``words``, including lines dropped since."""
         return self._num_found + len(self._open_lines)
 
     @property
@@ -168,8 +168,8 @@ class LogWindow:
         """Return the block to send next, and mark it as sent; None if all blocks were sent.
 
         Args:
-            older: skip the window's newest block if others are unsent too. By default the newest
-                unsent block is returned.
+            older: skip the window's newest block if other blocks are unsent too. By default the
+                newest unsent block is returned.
         """
         unsent = [index for index, block in enumerate(self._blocks) if not block.is_sent]
         if not unsent:
@@ -255,8 +255,8 @@ def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
 
     Args:
         lines: the newest finished lines.
-        rank: the state of that rank, which has the wall-clock seconds in which lines came. The
-            second of a line that it knows nothing of is None.
+        rank: the state of that rank, which has the wall-clock seconds in which its lines came. The
+            second is None for a line whose time is not known.
     """
     first = rank.num_lines - len(lines)
     seconds: list[int | None] = []
@@ -299,7 +299,7 @@ class LogView:
 
     Args:
         state: the run's state.
-        clicks: how clicks get through while a cell runs.
+        clicks: gets clicks through to the kernel while a cell runs.
         widgets: makes the widgets of the panel.
         saved: called with a rank, or None for all ranks, after a click on Save; returns HTML with a
             link to the output, or with a message.
@@ -416,7 +416,7 @@ class LogView:
         self._is_follow_asked = True
 
     def _say_what_was_found(self) -> None:
-        """Show the number of lines that the search found as the title, even if there are none."""
+        """Set the title to the number of lines that the search found; "output" without a search."""
         found, words = self._window.num_found, self._window.words
         hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
         self._title.value = hits if words else "output"

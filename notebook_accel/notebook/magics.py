@@ -57,7 +57,7 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
 
     Args:
         shell: the notebook's IPython shell.
-        names: returns the variables to offer, those of the notebook and of its session.
+        names: returns the names of variables to offer: those of the notebook and of its session.
     """
 
     def offer(_shell: Any, event: Any) -> Sequence[str]:
@@ -82,8 +82,8 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
 def _silence_jedi(completer: Any) -> None:
     """Keep IPython from adding Jedi's completions to those of this package in lines of the magic.
 
-    Jedi takes such a line for Python: for ``--`` it would offer ``--abs``. Before IPython 8.6
-    nothing is changed.
+    Jedi reads such a line as Python: after ``--`` it would offer ``--abs``. With an IPython before
+    8.6 this function does nothing.
     """
     try:
         from IPython.core.completer import context_matcher
@@ -119,8 +119,8 @@ _RANKS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics ``%accelerate`` and ``%%accelerate``, and prepare for the first launch.
 
-    ``%load_ext notebook_accel`` calls it. To make the first launch fast, it also starts the helper
-    process from which ranks are forked.
+    ``%load_ext notebook_accel`` calls this function. To make the first launch fast, it also starts
+    the helper process from which ranks are forked.
 
     Args:
         ipython: the notebook's IPython shell.
@@ -137,8 +137,8 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 class CellSyntaxError(Exception):
     """A ``%%accelerate`` cell is not Python; raised before it is sent to the ranks.
 
-    Its ``__cause__`` is the ``SyntaxError``. It is no subclass of ``SyntaxError``: for one that a
-    magic raises, IPython would also list the frames of the magic. Instead, IPython shows the lines
+    Its ``__cause__`` is the ``SyntaxError``. This class is no subclass of ``SyntaxError``, since
+    IPython would then also list the frames of the magic. As it is, IPython shows only the lines
     that ``_render_traceback_`` returns.
     """
 
@@ -164,7 +164,7 @@ _CONFIG = argument("--config", metavar="FILE", help="YAML file with the session'
 
 @magics_class
 class AccelerateMagics(Magics):
-    """``%%accelerate`` and ``%accelerate`` as IPython wants magics: methods of a class."""
+    """The magics ``%%accelerate`` and ``%accelerate``, as methods of a class for IPython."""
 
     @magic_arguments("%accelerate")
     @argument("-h", "--help", action="store_true", help="show this text; the cell does not run")
@@ -251,9 +251,10 @@ class AccelerateMagics(Magics):
 
     @contextmanager
     def _ranks_for(self, options: Any) -> Iterator[NotebookSession]:
-        """Yield the session that runs the cell; it is started if there is none.
+        """Yield the session that runs the cell: the kernel's own, started if there is none.
 
-        With ``--fresh`` it is a new session beside that one, which ends with the block.
+        With ``--fresh``, yield a new session instead, and end it at the end of the block. The
+        kernel's own session is then neither used nor changed.
 
         Args:
             options: the parsed options of ``%%accelerate``.
@@ -271,13 +272,13 @@ class AccelerateMagics(Magics):
             running.end()
 
     def _write(self, cell: str, number: int, path: str, running: NotebookSession) -> None:
-        """Write a script of the cells that the session has run, and of this cell as the last one.
+        """Write the cells that the session has run to their end, and then this cell, as one script.
 
         Args:
             cell: source of the cell, without its magic's line.
             number: execution number of the cell.
             path: file to write.
-            running: the session.
+            running: the session that runs the cell.
         """
         shell: Any = self.shell
         target = Path(path).expanduser()
@@ -401,7 +402,7 @@ class AccelerateMagics(Magics):
 @_MIXED_PRECISION
 @_CONFIG
 def _start_options() -> None:
-    """Carry the options of ``%accelerate start`` and ``restart``; only its ``parser`` is used."""
+    """Carry the options of ``%accelerate start`` and ``restart`` in the attribute ``parser``."""
 
 
 @magic_arguments("%accelerate pull")
@@ -409,7 +410,7 @@ def _start_options() -> None:
 @argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
 @argument("--each-rank", "--each_rank", action="store_true", help="a list with each rank's value")
 def _pull_options() -> None:
-    """Carry the options of ``%accelerate pull``; only its ``parser`` is used."""
+    """Carry the options of ``%accelerate pull`` in the attribute ``parser``."""
 
 
 _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
@@ -443,7 +444,7 @@ def _session_names() -> frozenset[str]:
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """Return the launch settings among parsed options; None for an option that was left out."""
+    """Return the options ``num_processes`` and ``mixed_precision`` by name; None if left out."""
     return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
 
 
@@ -476,7 +477,7 @@ def _check_syntax(shell: Any, text: str, filename: str) -> None:
         filename: file name of the cell, for the error.
 
     Raises:
-        CellSyntaxError: it is no Python.
+        CellSyntaxError: the cell is not valid Python.
     """
     try:
         compile("\n" + text, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -500,7 +501,9 @@ def _split(line: str) -> list[str]:
 
 
 def _parse_names(text: str | None) -> tuple[str, ...]:
-    """Return the names in ``a,b`` or ``a b``, in NFKC form as Python has them; () for None.
+    """Return the names in a text such as ``a,b`` or ``a b``; an empty tuple for None.
+
+    The names are in Unicode's NFKC form, to which Python itself normalises identifiers.
 
     Raises:
         UsageError: a word is no Python identifier.
@@ -516,7 +519,7 @@ def _some_names(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the names in the arguments of a command, such as ``a,b`` or ``a b``.
 
     Raises:
-        UsageError: there is none, or a word is no Python identifier.
+        UsageError: no name is given, or a word is no Python identifier.
     """
     names = _parse_names(",".join(arguments))
     if not names:

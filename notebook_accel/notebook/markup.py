@@ -82,7 +82,7 @@ def copyable(tag: str, text: str) -> Markup:
     Only for the values of live widgets: in a saved notebook the button's script does not run.
 
     Args:
-        tag: of the element around the text.
+        tag: name of the element around the text.
         text: what is shown and copied.
     """
     button = element("button", "Copy", class_="na-copy", type="button", onclick=_COPY)

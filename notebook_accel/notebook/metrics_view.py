@@ -32,7 +32,7 @@ class MetricsView:
     """The part of a live panel that shows the charts of the metrics, one page of them at a time.
 
     Args:
-        clicks: how clicks get through while a cell runs.
+        clicks: gets clicks through to the kernel while a cell runs.
         widgets: makes the widgets of the panel.
     """
 
@@ -142,7 +142,7 @@ def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
     """Group names of metrics by the prefix before their first slash.
 
     Returns:
-        The names of each prefix, and all names under "". Names without a prefix are under "" alone.
+        A mapping from each prefix to its names. The key "" has all names, with and without prefix.
     """
     groups: dict[str, list[str]] = {"": list(names)}
     for name in names:

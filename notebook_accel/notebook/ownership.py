@@ -125,7 +125,7 @@ class Ownership:
         """Record which globals the functions, classes and objects of the session use.
 
         Args:
-            uses: one mapping a rank, from a name to the globals that the code of its value uses.
+            uses: one mapping per rank, from a name to the globals that the code of its value uses.
         """
         for name in {name for one in uses for name in one}:
             self._uses[name] = frozenset[str]().union(*(one.get(name, ()) for one in uses))
@@ -140,10 +140,10 @@ class Ownership:
             self._anew[name] = self._num_calls
 
     def keep_only(self, names: Sequence[frozenset[str]]) -> None:
-        """Forget all names that no rank has any more.
+        """Forget names that no rank has any more, and note which names only some ranks have.
 
         Args:
-            names: the names that each rank has, one set a rank.
+            names: one set per rank: all names that the rank has now.
         """
         kept = frozenset[str]().union(*names)
         self._known = {name: known for name, known in self._known.items() if name in kept}

@@ -67,9 +67,10 @@ class Details:
 
     Attributes:
         now: wall time in seconds.
-        throughputs: batches or steps a second of each rank, shown for ranks that draw no progress
-            bar; None where it is not known yet.
-        of_run: (items a second of a rank in the mean, name of an item); None if not known yet.
+        throughputs: batches or steps per second of each rank, by its number; None where not known
+            yet. Shown for ranks that draw no progress bar.
+        of_run: mean items per second of one rank, and their unit, such as "step"; None if not known
+            yet.
         last_hang: the text about the newest hang, also after the hang is over; "" if there was
             none.
         picked: the rank whose output is shown in the log; None for all ranks.
@@ -89,8 +90,8 @@ class Details:
 def render_panel(state: RunState, details: Details) -> Markup:
     """Return the rows of the ranks, notices and warnings as HTML.
 
-    Notices and warnings, which come later, stand below the rows and stay once they are shown:
-    nobody can use a panel that jumps under the mouse.
+    Notices and warnings appear while the run goes on. They stand below the rows, and a warning of
+    a hang stays after the hang, since nobody can use a panel that jumps under the mouse.
     """
     parts = _ranks(state, details), _notices(state), _warnings(state, details)
     return element("div", *parts, class_="na")
@@ -152,9 +153,9 @@ def fold_of_stacks(
     """Return stacks as HTML in a ``<details>`` element, which a click folds and unfolds.
 
     Args:
-        title: the line that stays visible when it is folded.
+        title: the line that stays visible when the stacks are folded.
         stacks: (ranks, stack) pairs; ranks as a text such as "rank 2" or "ranks 0-3".
-        is_open: whether it is unfolded at first.
+        is_open: whether the stacks are unfolded at first.
         max_bytes: about how many bytes of the stacks are shown; each is cut to its share.
         style: inline CSS of the stacks; None for none.
     """
@@ -313,7 +314,7 @@ def _memory(num_bytes: int | None) -> str:
 
 
 def _inner_row(rank: RankState, line: ProgressLine | None) -> Markup:
-    """Return a table row for a progress bar nested in another one; None gives a blank row as high.
+    """Return a table row for a nested progress bar; None gives a blank row of the same height.
 
     The blank row keeps the place of a bar that has ended. Each column has a cell, since a narrow
     page hides some columns by the CSS classes of their cells.
@@ -394,7 +395,7 @@ def _warnings(state: RunState, details: Details) -> Markup:
 
 
 def _hang(state: RunState, details: Details) -> Markup:
-    """Return the sentence about a hang, or the last one that is over, as HTML; "" for none."""
+    """Return a sentence about the current hang, or else the last one, as HTML; "" for none."""
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
         return element("div", shorten(hang_line(state), 800), class_=kind)

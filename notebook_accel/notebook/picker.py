@@ -65,7 +65,7 @@ class Row:
     """One setting in the form: a label, an input widget and a note beside it.
 
     Args:
-        name: of the setting, as in the messages of errors: "seed", "fsdp['min_num_params']".
+        name: name of the setting, as error messages write it: "seed", "fsdp['min_num_params']".
         label: the text before the input.
         about: one sentence on what the setting does.
         widget: the input widget.
@@ -100,7 +100,7 @@ class Row:
 
     @property
     def value(self) -> Any:
-        """The setting in the row's widget; None if it is left open."""
+        """The value that the row's widget gives to the setting; None if it is left open."""
         return self._read(self.widget.value)
 
     @value.setter
@@ -244,12 +244,12 @@ def _memory(num_bytes: int) -> str:
 
 
 def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
-    """Return the source of a cell that launches as the form's Launch button does.
+    """Return the source of a cell that launches a function with the settings of the form.
 
     Args:
         config: settings of the form.
         function: name of the function to launch; None writes ``train``.
-        arguments: its arguments as the person typed them, such as ``3e-4, epochs=2``.
+        arguments: the function's arguments as the person typed them, such as ``3e-4, epochs=2``.
 
     Raises:
         SyntaxError: ``arguments`` is no list of arguments.
@@ -285,7 +285,7 @@ def _given(arguments: str) -> str:
 
 
 def as_yaml(config: LaunchConfig) -> str:
-    """Return the settings that ``config`` gives as the text of a YAML config file."""
+    """Return the settings given in ``config`` as YAML text; a comment line if none is given."""
     settings = config.to_dict()
     if not settings:
         return "# every setting is at its default"
@@ -299,7 +299,7 @@ def read_arguments(
 
     Args:
         text: what would stand between the brackets of a call.
-        namespace: the variables that it may use.
+        namespace: the variables that the text may use.
 
     Raises:
         SyntaxError: the text is no list of arguments.
@@ -346,7 +346,7 @@ _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
 class ConfigPicker:
-    """A form for the settings of a launch; as the last expression of a cell a notebook shows it.
+    """A form for the settings of a launch, shown where it is the last expression of a cell.
 
     Args:
         config: settings with which the form is filled at first.
@@ -563,7 +563,7 @@ class ConfigPicker:
         return {name: value for name, value in values.items() if value is not None}
 
     def _row_of(self, error: Exception) -> Row | None:
-        """Return the row of the first setting in the message of an error; None without one."""
+        """Return the row of the setting that an error's message begins with; None without one."""
         found = re.match(r"(\w+(?:\['\w+'\])?)[= ]", str(error))
         return None if found is None else self._rows.get(found[1])
 

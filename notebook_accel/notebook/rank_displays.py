@@ -91,7 +91,7 @@ class RankDisplays:
 
 
 def seconds_to_wait(size: int) -> float:
-    """Return the seconds to wait after sending ``size`` characters before they are sent anew.
+    """Return the seconds to wait after sending ``size`` characters, before an update of them.
 
     A Jupyter server drops messages when too much is sent in a second.
     """
@@ -158,7 +158,7 @@ def _contents(rank: RankState) -> list[dict[str, str]]:
 
 
 def _show(display: Display, state: RunState, rank: RankState) -> DisplaySlot:
-    """Show a display as an output of the running cell; if there are more ranks, below a label.
+    """Show a display as an output of the running cell; with several ranks, below its rank's label.
 
     Returns:
         The slot that holds the display, so that it can be replaced.
@@ -176,7 +176,7 @@ def _say(text: str) -> None:
 
 
 def _as_html(data: Mapping[str, str]) -> Markup:
-    """Return a display as HTML: its own HTML, or an image, or its plain text, in this order.
+    """Return a display as HTML: its own HTML, or else its image, or else its text as it is.
 
     Args:
         data: the display's data by MIME type; images other than SVG in base64.
@@ -204,7 +204,7 @@ def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = 
     """Show the value of a cell's last expression on each rank, labelled; equal values once.
 
     Args:
-        values: one of each rank, in the order of ranks; None for a rank without one.
+        values: one per rank, in the order of ranks; None for a rank without a value.
         slot: where the values go if the cell has ended, all as one output. None shows them in the
             running cell; only its thread may do that.
     """
@@ -229,7 +229,7 @@ def by_rank(texts: Sequence[str | None]) -> str:
     """Return the texts of all ranks with labels, equal texts once, as in ``ranks 0-1: 3``.
 
     Args:
-        texts: one of each rank, in the order of ranks; None for a rank without one.
+        texts: one per rank, in the order of ranks; None for a rank without a text.
     """
     lines: list[str] = []
     for text, ranks in _alike(texts):
@@ -243,7 +243,7 @@ def _alike(values: Sequence[T | None]) -> list[tuple[T, list[int]]]:
     """Return each different value with the list of ranks that have it, ordered by their first rank.
 
     Args:
-        values: one of each rank, in the order of ranks; None for a rank without one.
+        values: one per rank, in the order of ranks; None for a rank without a value.
     """
     found: list[tuple[T, list[int]]] = []
     for rank, value in enumerate(values):

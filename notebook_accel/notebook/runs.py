@@ -46,7 +46,8 @@ class RunTable(list[T]):
     Args:
         items: the elements of the list.
         runs: (label, run) pairs, one for each row of the table.
-        names: metrics that have a column; None for all that the runs logged.
+        names: metrics that have a column, the first eight of them; None for all that the runs
+            logged.
     """
 
     def __init__(
@@ -181,10 +182,11 @@ def runs(*, everywhere: bool = False) -> RunTable[Run]:
     raised returned no handle; the newest few of these runs keep their results.
 
     Args:
-        everywhere: add the runs on disk that other processes and earlier kernels left, by time.
+        everywhere: also return the runs that other processes and earlier kernels left on disk; all
+            are in the order of their starts.
 
     Raises:
-        LaunchError: ``everywhere``, and this user has no folder for runs.
+        LaunchError: ``everywhere`` is True, and this user has no folder for runs.
 
     Example:
         >>> from notebook_accel import notebook_launcher, runs
@@ -204,7 +206,7 @@ def _view_of_past() -> View:
 def compare(
     *runs: Run | Sequence[Run] | Mapping[str, Run], names: Sequence[str] = ()
 ) -> RunTable[Any]:
-    """Draw the metrics of several runs with matplotlib: one plot a metric, one colour a run.
+    """Draw the metrics of several runs with matplotlib: one plot per metric, one colour per run.
 
     Runs are labelled by their names (``notebook_launcher(..., name="lr 0.1")``), and by their ids
     too if names are equal.
@@ -212,15 +214,16 @@ def compare(
     Args:
         *runs: the runs: one after the other, as a list, or as a mapping whose keys are the labels.
             Runs of ``runs(everywhere=True)`` work too.
-        names: the metrics to draw, in this order; all if empty.
+        names: the metrics to draw, in this order. If empty, all metrics in the order in which they
+            were first logged: those of the first run, then further ones of the next run, and so on.
 
     Returns:
-        A list of matplotlib's axes, one a metric, in the order of the names. A notebook shows it as
-        a table of the runs.
+        A list of matplotlib's axes, one for each metric, in the same order. A notebook shows the
+        list as a table of the runs.
 
     Raises:
         ConfigError: no run was given, something given is no run, ``names`` is a text, or no run has
-            a metric of that name.
+            a metric with one of the names.
         FileNotFoundError: a run was deleted from disk.
         ImportError: matplotlib is not installed.
 

@@ -185,8 +185,8 @@ class CellOptions:
     Attributes:
         ranks: the ranks that run the cell; None for all.
         pull: names that are copied from the ranks into the notebook after the cell.
-        pulls_each_rank: whether each pulled name becomes a list with one value a rank. If False, it
-            is the value of the lowest rank that runs the cell.
+        pulls_each_rank: whether each pulled name becomes a list with one value per rank. If False,
+            it is the value of the lowest rank that runs the cell.
         push: names that are copied to the ranks before the cell, even if the session assigned them
             last.
         pushes_used: whether variables of the notebook that the cell uses are pushed too.
@@ -225,7 +225,7 @@ class NotebookSession:
 
         Args:
             shell: the notebook's IPython shell.
-            config: how to launch.
+            config: settings of the launch.
             notices: lines for the person, shown with the first call.
             view: tells the person about a slow start; None shows nothing.
 
@@ -297,6 +297,7 @@ class NotebookSession:
         Raises:
             ConfigError: there is no such rank, or no such name to push.
             LaunchError: a value cannot be pickled, or a rank has ended.
+            NotebookAccelError: a name to pull does not exist.
             WorkerError, RunStopped: as :func:`notebook_launcher`. If a ``breakpoint()`` ended the
                 cell, the debugger opens first, and the error is raised when the person has left it.
         """
@@ -407,7 +408,7 @@ class NotebookSession:
         Args:
             called: what each rank does.
             push: the variables.
-            request: how to show and await the run. Its function and arguments are not used.
+            request: how to show and await the run. The function and arguments in it are not used.
         """
         called.fills = push.fills
         self._owners.note_call()
@@ -479,7 +480,7 @@ class NotebookSession:
         Does nothing unless all ranks have answered.
 
         Args:
-            outcomes: one a rank; None for a rank that did not return.
+            outcomes: one per rank; None for a rank that did not return.
         """
         answers = [one for one in outcomes if one is not None]
         if len(answers) < len(self.session.processes):
@@ -548,7 +549,7 @@ class NotebookSession:
             self._take(self._ask(NamesCall()))
 
     def _note_end(self) -> None:
-        """Record how the newest call, which has ended, went: once, before the next call is made."""
+        """Record, once, how the newest call has ended; called before the next call is made."""
         run, (called, pushed) = self.session.newest_call, self._sent
         if run is None or run is self._noted:
             return
@@ -575,10 +576,10 @@ class NotebookSession:
     def _ask(
         self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Send a request to all ranks, without a run that ``runs()`` lists.
+        """Call a request on all ranks, and wait for the answers; ``runs()`` does not list the call.
 
         Args:
-            request: called on each rank.
+            request: the object to call on each rank.
             names: variables to push along.
 
         Returns:
@@ -600,8 +601,9 @@ class NotebookSession:
         """Copy variables of the ranks into the notebook, with tensors on the CPU.
 
         Args:
-            names: of the variables.
-            rank: whose values; None for a list with the values of all ranks.
+            names: names of the variables.
+            rank: the rank whose values are copied. None assigns a list of all ranks' values to each
+                name.
 
         Raises:
             ConfigError: there is no such rank.
@@ -632,10 +634,10 @@ class NotebookSession:
         """Assign pulled values to variables of the notebook.
 
         Args:
-            names: of the variables.
+            names: names of the variables.
             outcomes: the answers of the ranks; None for a rank that did not return.
-            rank: whose values; None for a list with the values of all ranks, and None in it for a
-                rank that lacks the name.
+            rank: the rank whose values are assigned. None assigns a list of all ranks' values to
+                each name, with None for a rank that lacks the name.
 
         Raises:
             NotebookAccelError: the rank has no such name, or with ``rank=None`` no rank has it.
@@ -706,8 +708,8 @@ class NotebookSession:
         """Send a command to the debuggers of all ranks, and wait for the answers.
 
         Returns:
-            One answer for each rank, in the order of ranks; None from a rank that is not the one
-            the command is for, or has no error.
+            One answer for each rank, in the order of ranks; None from a rank that has no error, and
+            from all other ranks if the command is for one rank.
         """
         self._await_turn()
         answers: list[DebugAnswer | None] = self._ask(request)
@@ -737,8 +739,8 @@ _session: NotebookSession | None = None
 def current_session() -> NotebookSession | None:
     """Return the session of this kernel; None before one is started and after it was ended.
 
-    A session whose ranks have died is still returned, until the person ends or restarts it. A new
-    one in its place would lack its variables, without anybody being told.
+    A session whose ranks have died is still returned, until the person ends or restarts it: a new
+    session in its place would lack the variables of the old one, without anybody being told.
     """
     return _session
 
@@ -750,7 +752,7 @@ def start_session(
 
     Args:
         shell: the notebook's IPython shell.
-        config: how to launch.
+        config: settings of the launch.
         notices: lines for the person, shown with the first call.
 
     Raises:

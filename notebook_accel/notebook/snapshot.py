@@ -121,7 +121,7 @@ def render_line(text: str) -> Snapshot:
 
 
 def render_slim(state: RunState, *, now: float | None = None, with_output: bool = True) -> Snapshot:
-    """Return a summary of one line and the output of the ranks, as an ordinary cell would show it.
+    """Return a summary of one line, with the output of the ranks below as in an ordinary cell.
 
     For cells that end at once, which are too short for a table of ranks.
 
@@ -290,7 +290,7 @@ def _other_displays(state: RunState) -> Markup:
 
 
 def _metrics(curves: Mapping[str, Sequence[Point]]) -> Markup:
-    """Return plots of the first metrics as HTML, and the last values of the other ones."""
+    """Return plots of the first metrics, and the last values of further metrics, as HTML."""
     if not curves:
         return Markup("")
     names = list(curves)
@@ -330,9 +330,9 @@ def _plot(name: str, points: Sequence[Point]) -> list[Markup]:
 
 
 def _output(state: RunState, style: str, room: int) -> Markup:
-    """Return the output of the ranks as HTML: a block for ranks that printed the same.
+    """Return the output of the ranks as HTML, one block for all ranks that printed the same.
 
-    The first block and short ones are open, long ones are folded.
+    The first block is open, and so are short ones within a limit; the others are folded.
 
     Args:
         state: the run's state.
@@ -370,7 +370,7 @@ def _output(state: RunState, style: str, room: int) -> Markup:
 def _printed_alike(
     state: RunState, max_lines: int
 ) -> list[tuple[tuple[tuple[str, ...], int], list[int]]]:
-    """Group ranks by their output.
+    """Group ranks by their output, without a traceback at its end that the error shows already.
 
     Args:
         state: the run's state.

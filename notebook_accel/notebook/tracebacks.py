@@ -2,8 +2,8 @@
 
 The sources of the notebook's cells are sent to the ranks with each launch, so that tracebacks can
 quote them. IPython asks an exception for ``_render_traceback_`` and shows the lines that it returns
-in place of a traceback. ``NotebookAccelError`` has that method; instances of Python's own
-exceptions are given one.
+in place of a traceback. ``NotebookAccelError`` has that method. A ``KeyboardInterrupt`` or
+``TimeoutError`` of a run is given one here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
 
 
 def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
-    """Return the execution number of each cell that has run, by the file name of its code."""
+    """Return a mapping from the file name of each cell's code to the cell's execution number."""
     names = list(linecache.cache)
     label: Any = getattr(shell.compile, "format_code_name", None)
     if label is not None:
@@ -66,10 +66,10 @@ def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
 
 @contextmanager
 def show_in_short() -> Iterator[None]:
-    """Have IPython show an error that leaves the block in a few lines, without our own frames.
+    """Have IPython show an error of the block in a few lines, without frames of this package.
 
-    The error itself and its traceback stay as they are: ``raise``, ``sys.last_value`` and
-    ``%debug`` work on them.
+    This holds for errors of this package, and for an interrupt or timeout of a run. The error is
+    raised with its full traceback, so that ``sys.last_value`` and ``%debug`` work as usual.
     """
     try:
         yield

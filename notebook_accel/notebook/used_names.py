@@ -67,8 +67,8 @@ class CellNames:
         dotted: names with attributes, as they stand anywhere in the cell: "os.path.join".
         assigned: global names that the cell assigns or deletes, also as ``global`` in a function.
         certain: those of ``assigned`` that exist whenever the cell ends without an error, whatever
-            branches ran. The variable of a ``for`` counts as assigned; of nested blocks only those
-            of ``with`` count.
+            branches ran. The variable of a ``for`` loop counts, too. Names assigned in a nested
+            block count only if it is the block of a ``with``.
     """
 
     used: frozenset[str] = frozenset()
@@ -78,7 +78,7 @@ class CellNames:
 
 
 def names_of(text: str) -> CellNames:
-    """Return the names that a cell uses and assigns; none for a text that is not Python.
+    """Return the names that a cell uses and assigns; no names for a text that is not Python.
 
     Args:
         text: source of the cell, with IPython's own syntax turned into Python.
@@ -143,8 +143,8 @@ class _Reader:
 
         Args:
             statements: such as the body of a cell or of an ``if``.
-            own: the names that are certainly assigned so far. Those that the statements certainly
-                assign are added.
+            own: the names that are certainly assigned so far; names that the statements certainly
+                assign are added to it.
         """
         for statement in statements:
             if not isinstance(statement, (ast.Break, ast.Continue)):
@@ -176,7 +176,7 @@ class _Reader:
 
         Args:
             node: the statement; its blocks are replaced by a call.
-            own: the names that are certainly assigned so far. What the statement assigns is added.
+            own: the names that are certainly assigned so far; updated by what the statement does.
         """
         for part in ast.walk(node):
             self.dotted |= _dotted(part)
@@ -196,8 +196,8 @@ class _Reader:
 
         Args:
             code: of a statement, or of a function, a class or a comprehension in it.
-            own: the global names that are certainly assigned so far; changed by code of a
-                statement.
+            own: the global names that are certainly assigned so far; updated by code that runs in
+                the cell's scope.
             local: names that a class or function has assigned in its own scope so far; None for
                 code that runs in the cell's scope.
         """

@@ -95,9 +95,9 @@ class Transcript(PlainView):
 class CellDashboard(Dashboard):
     """A :class:`Dashboard` for Colab, whose pages draw nothing that is sent while no cell runs.
 
-    No thread draws the panel: the thread of a cell that waits for the run does, and moves the panel
-    into that cell. A run in the background is one line, which says what to type to see it, until a
-    cell waits for it or shows it.
+    No thread of its own draws the panel: the thread of a cell that waits for the run does, and adds
+    the panel to the output of that cell. A run in the background is one line, which says what to
+    type to see it, until a cell waits for it or shows it.
     """
 
     # The number of the newest cell that shows the run.
@@ -130,7 +130,7 @@ class CellDashboard(Dashboard):
         super().print_end()
 
     def _place_in_cell(self) -> None:
-        """Move the panel into the cell that runs now, unless it is there already."""
+        """Add the panel to the output of the cell that runs now, unless it is there already."""
         if self._placed_in != _number_of_cell():
             self._placed_in = _number_of_cell()
             self._slot.place()

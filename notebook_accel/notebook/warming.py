@@ -54,8 +54,8 @@ def warm_kernel() -> None:
 
     The template is the helper process from which ranks are forked: with it, a launch some seconds
     later is fast. Nothing is started in a script, whose first launch comes at once or never, nor in
-    a rank. It also calls :func:`keep_reading`. Errors are not raised: the launch itself will report
-    them.
+    a rank. This function also calls :func:`keep_reading`. It raises no errors: the launch itself
+    will report them.
     """
     kernel = getattr(get_ipython(), "kernel", None)
     keep_reading(kernel)

@@ -10,9 +10,9 @@ __all__ = ["forget_groups", "has_stepped_copy"]
 def has_stepped_copy(weight: Any) -> bool:
     """Return whether DeepSpeed's optimizer steps a float32 copy of a weight.
 
-    It looks for ``_z3_optimizer`` and ``_hp_mapping`` and gives the same answer on all ranks, even
-    on those that step no part of the weight. Without these names, such copies would be missed: the
-    next step would overwrite loaded weights, and saved weights would have only 16 bits.
+    It looks for ``_z3_optimizer`` and ``_hp_mapping``, and returns the same on all ranks, even on
+    those that step no part of the weight. Without these names, the float32 copies would be missed:
+    the next step would overwrite loaded weights, and saved weights would have only 16 bits.
     """
     return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
 

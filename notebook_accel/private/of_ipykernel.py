@@ -13,8 +13,8 @@ __all__ = ["let_any_subshell_answer", "parent_variable", "publish_status"]
 def publish_status(kernel: Any, status: str, request: Any) -> None:
     """Send a status for a request to the notebook's pages (``Kernel._publish_status``).
 
-    A page waits for "idle" before it sends its next click. Without this function, a click during a
-    cell raises an error, and the page holds the next one back.
+    After a click, a page waits for the status "idle" before it sends the next click. Without this
+    function, a click while a cell runs raises an error, and the page holds back further clicks.
 
     Args:
         kernel: the ipykernel.
@@ -27,8 +27,8 @@ def publish_status(kernel: Any, status: str, request: Any) -> None:
 def parent_variable(kernel: Any) -> ContextVar[Any] | None:
     """Return the context variable that holds the request being answered (``Kernel._shell_parent``).
 
-    None if this ipykernel has none. Without it, a page that is reloaded while a cell runs does not
-    show its widgets until the cell has ended.
+    None if this ipykernel has no such variable: a page that is reloaded while a cell runs then does
+    not show its widgets until the cell has ended.
     """
     found: ContextVar[Any] | None = getattr(kernel, "_shell_parent", None)
     return found

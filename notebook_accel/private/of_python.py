@@ -30,8 +30,8 @@ def join_threads() -> None:
 def forget_exit_functions() -> None:
     """Forget the ``atexit`` functions that were registered before a fork (``atexit._clear``).
 
-    Called in a process just after its fork. Otherwise it would run, at its end, the functions that
-    its parent registered for itself.
+    A process calls this just after it was forked. Otherwise it would run, at its exit, the
+    functions that its parent registered for itself.
     """
     atexit._clear()
 
@@ -47,8 +47,8 @@ def run_exit_functions() -> None:
 def run_finalizers() -> None:
     """Make multiprocessing's pools and managers end their workers (``util._run_finalizers``).
 
-    A rank calls it before it ends its children by a signal. A worker that gets SIGTERM while it
-    holds a lock would make its pool wait for ever.
+    A rank calls this before it ends its remaining children by a signal. Without it, a worker that
+    gets SIGTERM while it holds a lock would make its pool wait for ever.
     """
     util._run_finalizers(0)  # type: ignore[attr-defined]
 

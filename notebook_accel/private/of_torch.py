@@ -76,8 +76,8 @@ def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
     """Replace ``_new_process_group_helper``, which makes each process group and its store.
 
     Without this, a rank that waits in a collective cannot be freed, since the sockets of its group
-    are not known. A rank that destroys its group at once may also break that of a rank that is
-    still connecting.
+    are not known. A rank that destroys a group right after it was made may also break the group of
+    a rank that is still connecting.
 
     Args:
         wrap: takes torch's function and returns the replacement.
@@ -202,7 +202,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def set_rotate_method(exchange: str) -> None:
-    """Choose how torch's ring attention exchanges keys and values (``_attention``).
+    """Choose how torch's ring attention exchanges keys and values (module ``_attention``).
 
     Without this, context parallelism on GPUs would use torch's default, whatever
     ``cp_comm_strategy`` says.
@@ -241,14 +241,14 @@ def whole_gradient(held: Any) -> Any:
 
 
 def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a DTensor around ``local``, which may be on another device than its mesh.
+    """Return a DTensor like ``spread`` whose local shard is ``local``, on any device.
 
     It uses ``DTensor._spec``. Without this, sharded weights on GPUs could not be moved to the CPU
     to be saved in the background.
 
     Args:
         spread: the DTensor.
-        local: its local shard, on the other device.
+        local: a copy of its local shard, maybe on another device than the mesh of ``spread``.
     """
     part: torch.Tensor = type(spread)(local, spread._spec, requires_grad=False)
     return part
@@ -352,10 +352,11 @@ def set_original_module(compiled: Module, module: Module) -> None:
 
 
 def join_flags(wrapped: Module) -> dict[str, Any]:
-    """Return the attributes that DDP sets for a ``join`` block (``_join_config`` and its divisor).
+    """Return the attributes that DDP sets for a ``join`` block, by name.
 
-    They are copied when DDP is wrapped anew inside ``join_uneven_inputs``. Without them, the new
-    wrapper would be outside of the block, and the other ranks would wait for it.
+    These are ``_join_config`` and ``_divide_by_initial_world_size``. They are copied when a model
+    is wrapped in DDP anew inside ``join_uneven_inputs``. Without them, the new wrapper would not
+    take part in the block, and the other ranks would wait for this one.
     """
     names = ("_join_config", "_divide_by_initial_world_size")
     return {name: vars(wrapped)[name] for name in names if name in vars(wrapped)}
@@ -367,7 +368,7 @@ def join_flags(wrapped: Module) -> dict[str, Any]:
 def count_of_changes(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place (``Tensor._version``).
 
-    Without it, gradients of which only some were scaled would not be refused. A notebook variable
+    Without it, a mix of scaled and unscaled gradients would not be refused. A notebook variable
     whose tensor was changed in place would also not be sent to the session again.
 
     Raises:

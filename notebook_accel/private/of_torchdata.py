@@ -10,7 +10,7 @@ __all__ = ["num_read"]
 def num_read(reader: Any) -> int:
     """Return how many batches a data loader's iterator has given (``_num_yielded``); 0 if unknown.
 
-    For a StatefulDataLoader, batches before a restored state count, too. Otherwise
-    ``skip_first_batches`` would skip too many batches of a loader that continues from a state.
+    For the iterator of a StatefulDataLoader that continues from a restored state, the batches
+    before that state count, too. Without this, ``skip_first_batches`` would skip them twice.
     """
     return getattr(reader, "_num_yielded", 0)

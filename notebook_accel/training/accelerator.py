@@ -104,15 +104,16 @@ _STRATEGY = "strategy"
 class Accelerator(ProcessInfo):
     """Prepares the objects of a training loop for the devices of a run, and runs its steps.
 
-    Every rank makes one. Names and arguments are those of Hugging Face Accelerate. The same loop
-    trains on one device or on many, under ``notebook_launcher``, torchrun or plain Python.
+    Every rank makes its own ``Accelerator``. Names and arguments are those of Hugging Face
+    Accelerate. The same loop trains on one device or on many, under ``notebook_launcher``, torchrun
+    or plain Python.
 
     Attributes:
         project_configuration: folders for checkpoints and for the files of trackers, and how
             checkpoints are named.
 
     Example:
-        The examples of the methods use these names.
+        The examples of the methods use these variables.
 
         >>> import torch
         >>> from notebook_accel import Accelerator
@@ -185,16 +186,17 @@ class Accelerator(ProcessInfo):
             parallelism_config: number of ranks for each kind of parallelism.
             rng_types: random states that ranks copy from rank 0 when an epoch of a prepared loader
                 begins: "torch", a device type such as "cuda", or "generator", which draws the order
-                of the samples. None copies "generator" alone. It is copied with any other, too. An
-                empty list copies none: seed all ranks alike then.
-            log_with: trackers that ``log`` feeds beside the live panel: a name such as
+                of the samples. "generator" is copied along with any other name, and alone if this
+                is None. An empty list copies nothing: then give all ranks the same seed.
+            log_with: trackers that ``log`` writes to, besides the live panel: a name such as
                 "tensorboard" (``LoggerType`` has all), "all", a ``GeneralTracker``, or a list.
             project_dir: folder for numbered checkpoints and for files of trackers.
-            project_config: further settings of that folder, such as numbered checkpoints.
+            project_config: further settings of the project's folder, such as whether
+                checkpoints are numbered.
             gradient_accumulation_plugin: further settings of gradient accumulation; replaces
                 ``gradient_accumulation_steps``.
             step_scheduler_with_optimizer: whether ``step()`` of a prepared scheduler has an effect
-                only if its optimizer stepped. False: each call has one.
+                only if its optimizer stepped. False: every call moves the schedule.
             kwargs_handlers: settings of parts of torch, at most one of each class, such as
                 ``DistributedDataParallelKwargs``.
             dynamo_backend: compile models with this backend of ``torch.compile``, such as
@@ -266,14 +268,15 @@ class Accelerator(ProcessInfo):
 
     @property
     def _models(self) -> list[Any]:
-        """The prepared models, with their wrappers; Transformers' Trainer reads how many."""
+        """The prepared models, with their wrappers; Transformers' Trainer uses ``len`` of it."""
         return [known.wrapped for known in self._prepared.models]
 
     @property
     def _optimizers(self) -> list[Any]:
         """The prepared optimizers.
 
-        As in Accelerate, a subclass that overrides ``prepare_optimizer`` appends its own here.
+        As in Accelerate, a subclass that overrides ``prepare_optimizer`` appends its optimizers to
+        this list.
         """
         return self._prepared.optimizers
 
@@ -285,7 +288,8 @@ class Accelerator(ProcessInfo):
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers, given in any order.
 
-        All ranks call it, with the same objects: wrapping a model sends rank 0's weights to all.
+        All ranks call it with corresponding objects in the same order, since wrapping a model sends
+        rank 0's weights to all ranks.
 
         Args:
             *args: the objects. Objects of other kinds are returned unchanged.
@@ -386,8 +390,9 @@ class Accelerator(ProcessInfo):
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Return a scheduler whose ``step`` has an effect only if its optimizer stepped.
 
-        On N ranks it advances by N per optimizer step (by 1 with ``split_batches``): the length of
-        a schedule counts batches of the loader before ``prepare``, and N ranks use N of them.
+        With ``step_scheduler_with_optimizer=False`` every call has an effect. On N ranks the
+        schedule advances by N per optimizer step (by 1 with ``split_batches``), since its length is
+        counted in batches of the unprepared loader, and N ranks use N of these at a time.
 
         Args:
             scheduler: a scheduler whose optimizer was prepared before.
@@ -447,14 +452,14 @@ class Accelerator(ProcessInfo):
 
         Args:
             dataloader: the loader, prepared or not.
-            num_batches: batches to skip, 0 or more.
+            num_batches: batches to skip, 0 or more; for a prepared loader, batches of this rank.
 
         Returns:
             A loader that skips these batches in each epoch. Use ``dataloader`` itself for later
             epochs.
 
         Raises:
-            ConfigError: ``num_batches`` is no whole number from 0 on.
+            ConfigError: ``num_batches`` is negative, or not a whole number.
 
         Example:
             >>> len(loader), len(accelerator.skip_first_batches(loader, 3))
@@ -526,7 +531,7 @@ class Accelerator(ProcessInfo):
             self.lomo_backward(loss / num_steps, learning_rate)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run backward and step in one, for optimizers that do both (LOMO, AdaLomo).
+        """Run backward and the optimizer step in one call, for LOMO and AdaLomo, which fuse them.
 
         ``backward(loss, learning_rate=...)`` does the same, with the loss divided by
         ``gradient_accumulation_steps``.
@@ -536,7 +541,8 @@ class Accelerator(ProcessInfo):
             learning_rate: the learning rate of this step.
 
         Raises:
-            ConfigError: the learning rate is None, or no such optimizer was prepared.
+            ConfigError: the learning rate is None, or no optimizer with a method
+                ``fused_backward`` was prepared.
 
         Source: K. Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
         Resources" (2023).
@@ -563,7 +569,7 @@ class Accelerator(ProcessInfo):
     def verify_device_map(self, model: Module) -> bool:
         """Return whether a ``device_map`` of Transformers spreads a model over several devices.
 
-        A submodule that is spread counts, too.
+        It is also True if only a submodule was loaded with such a ``device_map``.
 
         Args:
             model: the model.
@@ -593,8 +599,8 @@ class Accelerator(ProcessInfo):
                 argument. The first dimension of tensors is the batch.
             targets: second argument of ``loss_function``. The first dimension of tensors is the
                 batch.
-            loss_function: called with the outputs and the targets. It returns the mean over the
-                batch.
+            loss_function: called with the outputs and the targets. It must return the mean loss
+                over the batch.
 
         Returns:
             The loss of this rank's batch, detached from the graph. All ranks of a pipeline, which
@@ -630,7 +636,7 @@ class Accelerator(ProcessInfo):
             ...         accelerator.backward(loss)
             ...         optimizer.step()
             ...         optimizer.zero_grad()
-            >>> optimizer.num_steps
+            >>> optimizer.num_steps  # 4 in the example of the class, 2 here
             6
         """
         return Window(self._accumulation, models, self._strategy.gradient_sync)
@@ -671,7 +677,7 @@ class Accelerator(ProcessInfo):
         """Return a context manager in which torch computes in the Accelerator's mixed precision.
 
         The forward of a prepared model runs in mixed precision anyway. Use the block for
-        computations outside of it, such as a loss.
+        computations outside of the model, such as a loss.
 
         Args:
             autocast_handler: settings of this block. None: the ``AutocastKwargs`` among
@@ -695,8 +701,8 @@ class Accelerator(ProcessInfo):
         sequences inside the block, and ``scaled_dot_product_attention`` still attends to the full
         sequences. Without ``cp_size``, the block changes nothing.
 
-        Run forward and backward inside the block, on sequences without padding. A loss computed
-        there covers this rank's part alone; ``forward_backward`` returns the mean over the parts.
+        Run forward and backward inside the block, on sequences without padding. A loss computed in
+        the block covers this rank's part alone; ``forward_backward`` returns the mean of all parts.
         All ranks enter the block together.
 
         Args:
@@ -720,10 +726,11 @@ class Accelerator(ProcessInfo):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale of fp16; in other precisions, do nothing.
 
-        The step does it anyway. Call it before code that reads or changes gradients.
+        All ranks call it. It is needed only before code that reads or changes gradients:
+        ``optimizer.step()`` divides gradients that are not divided yet.
 
         Args:
-            optimizer: a prepared optimizer, or a list of them. None: all of them.
+            optimizer: a prepared optimizer, or a list of them. None: all prepared optimizers.
 
         Example:
             >>> accelerator.backward(model(torch.ones(2, 8)).sum())
@@ -885,8 +892,8 @@ class Accelerator(ProcessInfo):
     ) -> Any:
         """Pad this rank's tensors along one dimension to the largest size on any rank.
 
-        All ranks call it. Afterwards the tensors have the same shape on all ranks, as ``gather``
-        needs it.
+        All ranks call it. Afterwards the tensors have the same shape on all ranks, which ``gather``
+        requires.
 
         Args:
             tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim``
@@ -912,8 +919,9 @@ class Accelerator(ProcessInfo):
     ) -> AbstractContextManager[None]:
         """Return a context manager in which the ranks may have different numbers of batches.
 
-        A rank that runs out of batches answers the gradient exchanges of the other ranks, so that
-        these do not hang. With one rank the block does nothing.
+        All ranks enter the block. A rank that runs out of batches takes part in the gradient
+        exchanges of the other ranks until they have finished, so that they do not hang. With one
+        rank the block does nothing.
 
         Args:
             joinables: the prepared models. Of these, only ``DistributedDataParallel`` models take
@@ -964,7 +972,7 @@ class Accelerator(ProcessInfo):
         Args:
             model: a prepared model.
             unwrap: whether names are those of the model inside its wrapper. False gives the
-                wrapper's names ("module.weight" under DDP). A sharded model has no such wrapper.
+                wrapper's names ("module.weight" under DDP), unless the weights are sharded.
 
         Returns:
             Tensors by name, on every rank. Two exceptions: with
@@ -1075,12 +1083,12 @@ class Accelerator(ProcessInfo):
         ``end_training`` and the end of a launched function wait for that thread, and raise if it
         failed.
 
-        Between two optimizer steps of gradient accumulation, the checkpoint holds the position
-        after the last step and no gradients: a resumed training reads the batches since that step
-        again. Counters (``Start``, ``accelerator.step``, progress bars) go back to it, and metrics
-        of these batches are logged again. The repeated batches draw the same random numbers from
-        torch as before, but others from Python's ``random`` and numpy, unless they are the first of
-        their epoch.
+        A checkpoint saved between two optimizer steps of gradient accumulation holds the position
+        after the last step, and no gradients. A resumed training goes back to that position with
+        its counters (``Start``, ``accelerator.step``, progress bars), repeats the batches since
+        then, and logs their metrics again. Repeated batches draw the same random numbers from torch
+        as before, but others from Python's ``random`` and numpy, unless they are the first of their
+        epoch.
 
         Args:
             output_dir: the folder, replaced in one step if it exists. None takes the next number in
@@ -1090,7 +1098,7 @@ class Accelerator(ProcessInfo):
             **save_model_func_kwargs: under DeepSpeed, arguments of its ``save_checkpoint``.
 
         Returns:
-            The folder.
+            The path of the checkpoint's folder.
 
         Raises:
             ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state dict
@@ -1136,7 +1144,8 @@ class Accelerator(ProcessInfo):
         """Read a checkpoint into everything that was prepared and registered; all ranks call it.
 
         Args:
-            input_dir: the folder. None takes the newest number in ``project_dir/checkpoints``.
+            input_dir: the folder. None takes the checkpoint with the highest number in
+                ``project_dir/checkpoints``.
             load_kwargs: arguments of ``torch.load`` for files that are not safetensors.
                 ``{"weights_only": False}`` unpickles any object, so use it only for files that you
                 trust. ``map_location`` applies to states of optimizers, schedulers and registered
@@ -1208,7 +1217,7 @@ class Accelerator(ProcessInfo):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` save, and ``load_state`` restore, the state of further objects.
 
-        Register the same objects in the same order before both.
+        Register the same objects in the same order before either call.
 
         Args:
             *objects: objects with ``state_dict`` and ``load_state_dict``.
@@ -1324,7 +1333,8 @@ class Accelerator(ProcessInfo):
         Args:
             values: metrics by name: numbers, tensors and arrays with one element, mappings of
                 these, and any other value that the trackers accept.
-            step: number of the training step. None: each tracker counts the calls.
+            step: number of the training step. None: the live panel numbers the values of each
+                metric, and each tracking library uses its own default.
             log_kwargs: further arguments of each tracker's ``log``, by the tracker's name.
 
         Example:
@@ -1371,8 +1381,8 @@ class Accelerator(ProcessInfo):
     def should_stop(self) -> bool:
         """Whether the launched run was asked to stop, by the panel or ``run.stop()``.
 
-        It becomes True on all ranks at the same read, so that a loop may leave on it: all ranks
-        must read it equally often.
+        The n-th read of this property gives the same value on all ranks, so that a loop may end
+        when it is True. All ranks must therefore read it equally often.
         """
         return current().should_stop()
 
@@ -1398,7 +1408,7 @@ class Accelerator(ProcessInfo):
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[Profiler]:
-        """Return a context manager that runs torch's profiler, and gives it by ``as``.
+        """Return a context manager that runs torch's profiler, which ``with ... as`` gives.
 
         Args:
             profile_handler: settings of this block. None: the ``ProfileKwargs`` among
@@ -1475,9 +1485,10 @@ class Accelerator(ProcessInfo):
     def step(self) -> int:
         """Number of ``accumulate`` blocks entered since the last batch of a loader; may be set.
 
-        An optimizer steps whenever it is a multiple of ``gradient_accumulation_steps``, and with
-        the last batch of a loader, which sets it to 0. With ``sync_with_dataloader=False`` it is
-        not reset, and counts from the start.
+        Prepared optimizers step whenever this number is a multiple of
+        ``gradient_accumulation_steps``, and at the last batch of a loader, which sets the number to
+        0. With ``GradientAccumulationPlugin(sync_with_dataloader=False)``, the last batch does
+        neither, and the number counts from the start of training.
         """
         return self._accumulation.step
 
@@ -1499,7 +1510,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def gradient_state(self) -> GradientState:
-        """A ``GradientState``: how far gradient accumulation and the loader in use have got."""
+        """A ``GradientState``: the position of gradient accumulation and of the loader in use."""
         return GradientState(accumulation=self._plan.accumulation)
 
     @property
@@ -1509,7 +1520,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def multi_device(self) -> bool:
-        """Whether several ranks train, each on its own GPU or other accelerator; False on CPUs."""
+        """Whether there are several ranks, and ``distributed_type`` is not ``MULTI_CPU``."""
         alone = (DistributedType.NO, DistributedType.MULTI_CPU)
         return self.num_processes > 1 and self.distributed_type not in alone
 
@@ -1577,7 +1588,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether weights are spread over a device mesh: sharded, by layers, or in a pipeline."""
+        """Whether weights are spread over a mesh: by FSDP, tensor or pipeline parallelism."""
         return self._plan.strategy.spreads_weights
 
     @property
@@ -1638,8 +1649,9 @@ class Accelerator(ProcessInfo):
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether ``step()`` of a prepared scheduler needs a step of its optimizer; may be set.
 
-        If True, the call has no effect while gradients accumulate or after a skipped step. If
-        False, every call moves the schedule. It applies to schedulers that are prepared later.
+        If True, ``step()`` has no effect while gradients accumulate or after a skipped step. If
+        False, every call moves the schedule. A change applies to schedulers that are prepared
+        later.
         """
         return self._plan.step_scheduler_with_optimizer
 
@@ -1651,8 +1663,8 @@ class Accelerator(ProcessInfo):
     def rng_types(self) -> list[str]:
         """Names of the random states that ranks copy from rank 0 when an epoch begins; may be set.
 
-        "generator" is the one that draws the order of the samples. A change applies to loaders that
-        are prepared later.
+        "generator" is the random state that draws the order of the samples. A change applies to
+        loaders that are prepared later.
         """
         return ["generator"] if self._plan.rng_types is None else list(self._plan.rng_types)
 
@@ -1718,7 +1730,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """Settings of training in 8 bits by torchao, given or "fp8"'s defaults; None without."""
+        """Settings of 8-bit training by torchao; None if none were given and "fp8" is not used."""
         return self._handler(AORecipeKwargs) or self._plan.precision.recipe
 
     @property
@@ -1775,7 +1787,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def even_batches(self) -> bool:
-        """Whether samples are repeated at the end of an epoch for equally many batches per rank.
+        """Whether all ranks get equally many batches, by repeating samples at the end of an epoch.
 
         May be set.
         """
@@ -1799,14 +1811,14 @@ class Accelerator(ProcessInfo):
     def use_stateful_dataloader(self) -> bool:
         """Whether prepared loaders are also ``StatefulDataLoader`` objects of torchdata.
 
-        All prepared loaders have a ``state_dict``; with torchdata's, a dataset that has one too
-        resumes without reading the earlier samples again.
+        All prepared loaders have a ``state_dict``. That of torchdata includes the ``state_dict`` of
+        the dataset, which then resumes without reading the earlier samples again.
         """
         return self._plan.loaders.use_stateful_dataloader
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of the project: of its numbered checkpoints and logs; None if it was not set."""
+        """Folder for numbered checkpoints and the files of trackers; None if it was not set."""
         return self.project_configuration.project_dir
 
     @property
@@ -1818,7 +1830,7 @@ class Accelerator(ProcessInfo):
     def save_iteration(self) -> int:
         """Lowest number that the next numbered checkpoint may get.
 
-        It gets a higher number if checkpoints with this number or higher exist already.
+        If checkpoints with this or a higher number exist, the next one is numbered after them.
         """
         return self.project_configuration.iteration
 

@@ -73,7 +73,8 @@ class _SharedState:
 class PartialState(ProcessInfo):
     """Rank, number of ranks and device of this process, and helpers for work between the ranks.
 
-    All instances in a rank show the same state. An ``Accelerator`` has the same members.
+    All instances in a rank show the same state. The members that are inherited from ``ProcessInfo``
+    are also those of an ``Accelerator``.
 
     Example:
         >>> from notebook_accel import PartialState
@@ -85,9 +86,10 @@ class PartialState(ProcessInfo):
     _shared_state = _SharedState(topology.is_established)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        """Make the process group if there are several ranks and none has been made.
+        """Make the process group if there are several ranks and no process group yet.
 
-        All ranks then call it together. The arguments have an effect in the first call only.
+        All ranks then make their ``PartialState`` together. The arguments have an effect only if it
+        is the first ``PartialState`` or ``Accelerator`` of this rank.
 
         Args:
             cpu: compute on the CPU even if there is an accelerator.
@@ -110,7 +112,8 @@ class PartialState(ProcessInfo):
         """Whether debug mode is on; may be set, by all ranks at the same point of the program.
 
         In debug mode each collective first compares the shapes and types that the ranks pass, and
-        raises if they do not match. ``ACCELERATE_DEBUG_MODE`` sets the initial value.
+        raises if they do not match. The environment variable ``ACCELERATE_DEBUG_MODE`` sets the
+        initial value.
         """
         return is_debugging()
 
@@ -125,7 +128,7 @@ class PartialState(ProcessInfo):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether Accelerate's own launcher forked this process (``FORK_LAUNCHED``)."""
+        """Whether Accelerate's launcher forked this process (environment: ``FORK_LAUNCHED``)."""
         return environment.parse_flag_from_env("FORK_LAUNCHED")
 
     def set_device(self) -> None:
@@ -172,8 +175,10 @@ class PartialState(ProcessInfo):
 class AcceleratorSettings:
     """Settings with which this rank's newest ``Accelerator`` was made.
 
-    The ``Accelerator`` makes this object, and ``AcceleratorState`` reads it. ``plugins`` are named
-    by the argument of ``Accelerator``, such as "fsdp_plugin".
+    The ``Accelerator`` makes this object, and ``AcceleratorState`` shows it. ``plugins`` are named
+    by the argument of ``Accelerator``, such as "fsdp_plugin". ``distributed_type`` is None if it
+    follows from the device and the number of ranks. ``dynamo`` has the settings of
+    ``torch.compile``.
     """
 
     mixed_precision: str
@@ -194,8 +199,8 @@ def newest_settings() -> AcceleratorSettings:
     """Return the settings with which this rank's newest ``Accelerator`` was made.
 
     Raises:
-        AttributeError: this rank has made none, or has called ``AcceleratorState._reset_state()``
-            since.
+        AttributeError: this rank has made no ``Accelerator``, or has called
+            ``AcceleratorState._reset_state()`` since.
     """
     settings: AcceleratorSettings | None = current().shared.get(_SETTINGS)
     if settings is None:
@@ -227,10 +232,11 @@ class AcceleratorState(PartialState):
         """Show the newest ``Accelerator``'s settings; make the process group if there is none.
 
         Args:
-            mixed_precision: "no", "bf16", "fp16" or "fp8": from now on shown by all instances, in
-                place of the Accelerator's own. It does not change how models compute.
-            cpu: compute on the CPU even if there is an accelerator. It has an effect only if the
-                device was not chosen before.
+            mixed_precision: the precision that all instances show from now on, in place of the
+                Accelerator's: "no", "bf16", "fp16" or "fp8". It does not change how models compute.
+                None changes nothing.
+            cpu: compute on the CPU even if there is an accelerator. It has an effect only if this
+                is the first state or ``Accelerator`` of this rank.
             **kwargs: plugins (``dynamo_plugin``, ``fsdp_plugin``, ``deepspeed_plugin``,
                 ``torch_tp_plugin``, ``megatron_lm_plugin``, ``parallelism_config``), accepted if
                 the newest ``Accelerator`` has the same object; and fields of
@@ -335,6 +341,6 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
 def is_initialized() -> bool:
     """Return whether this rank has made an ``Accelerator`` or an ``AcceleratorState``.
 
-    ``AcceleratorState._reset_state()`` makes it False again.
+    After ``AcceleratorState._reset_state()`` the result is False again.
     """
     return _SETTINGS in current().shared

@@ -211,7 +211,7 @@ class Agent:
     # ---- start -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Fork the rank processes and tell the kernel their pids."""
+        """Start the rank processes and tell the kernel their pids."""
         launch = self._launch
         made_of = launch, self._board, self._logs, self._ports
         own = [self._channel.fileno(), self._kernel, self._selector.fileno()]
@@ -448,7 +448,7 @@ class Agent:
     def _report_broken(self, rank: RankProcess) -> None:
         """Tell the kernel that user code broke a rank's connection: closed it, or wrote into it.
 
-        During a call it is reported as an exception of the rank, else as a line for the person.
+        It is reported as an exception of the rank during a call, else as a line for the person.
         """
         if not rank.is_in_call:
             self._post(wire.Notice, text=f"rank {rank.rank} {BROKEN}")
@@ -495,9 +495,10 @@ class Agent:
             self._post(wire.Metrics, call=self._call, metrics=metrics)
 
     def _may_say(self, rank: RankProcess, message: wire.Message) -> bool:
-        """Return whether to forward a rank's message: its class and its call are permitted now.
+        """Return whether a rank may send this message now, judged by its class and call number.
 
-        User code can write to the channel of its rank, so the agent drops all other messages.
+        User code can write to the channel of its rank, so the agent forwards only permitted
+        messages.
         """
         if isinstance(message, (wire.Returned, wire.Raised)):
             return rank.is_in_call and message.call == self._call
@@ -547,7 +548,7 @@ class Agent:
     def _rank_failed(self) -> None:
         """Begin to end the call on the other ranks, since a rank of this agent failed.
 
-        The kernel hears of it if the run has other agents, which then do the same.
+        If the run has other agents, the kernel is told (``RankFailed``), so that they do the same.
         """
         self._begin_settle_window()
         if self._has_others:
@@ -556,7 +557,8 @@ class Agent:
     def _begin_settle_window(self) -> None:
         """Begin the settle window: a short time after a rank failed, before the others are ended.
 
-        In it they may fail by themselves, so that their own errors are reported (``ending.py``).
+        During the window they may fail by themselves, so that their own errors are reported
+        (``ending.py``).
         """
         self._ending = self._ending.failed(now=time.monotonic())
 
@@ -591,13 +593,13 @@ class Agent:
             self._tell_end(rank, was_in_call=was_in_call, exitcode=exitcode)
 
     def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
-        """Report the end of a reaped rank process to the kernel, and whether the rank failed by it.
+        """Report the end of a reaped rank process to the kernel; if it is a failure, end the call.
 
         Args:
             rank: the rank.
             was_in_call: whether it ended before it had sent the result of its call: a failure.
-            exitcode: of the process; negative for a signal. Not 0 is a failure too, unless the
-                rank's function has returned, or all ranks have ended the call.
+            exitcode: of the process; negative for a signal. Any value but 0 is a failure too,
+                unless the rank's function has returned, or all ranks have ended the call.
         """
         self._post_metrics()
         for message in rank.last_messages():
@@ -652,7 +654,7 @@ class Agent:
         self._channel.post(kind(run=self._launch.run, **fields))
 
     def close(self) -> None:
-        """Kill the remaining ranks and their descendants, and remove the run's scratch files."""
+        """Kill the remaining ranks and all descendants, remove scratch files, close the channel."""
         processes.kill_tree(rank.pid for rank in self.ranks if rank.alive)
         used_by = [*self.reaped, *processes.kill_descendants()]
         scratch.remove(self._launch.run, os.getpid(), used_by=used_by)

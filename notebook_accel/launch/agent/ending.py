@@ -79,8 +79,8 @@ class Ending:
         stage: the last stage that was entered.
         grace: seconds that ranks get before a harder stage; the call's value, unless a request
             brings another.
-        is_last: whether the rank processes end after this call anyway, so that they need not be
-            saved for another call once one has failed.
+        is_last: whether the rank processes end after this call anyway, so that a failure of one
+            rank may end the others by SIGTERM.
         has_failed: whether a rank has failed, so that the call is ended on the other ranks.
         settles_from: the earliest end of the settle window, in monotonic seconds; None while there
             is no such window.
@@ -105,7 +105,7 @@ class Ending:
             stage: the stage. If it or a harder one was entered before, the state stays as it is;
                 also for STOP after a rank has failed, since the failure ends the call sooner.
             now: monotonic seconds.
-            grace: seconds until the next stages; None keeps those of this state.
+            grace: new value of the attribute ``grace``, in seconds; None keeps the old one.
         """
         if stage <= self.stage or (stage == Stage.STOP and self.has_failed):
             # The failure ends the call sooner than a polite stop would.
@@ -132,7 +132,8 @@ class Ending:
         """Return the state after a rank failed: a settle window begins, then the others are ended.
 
         If the rank processes are to serve more calls, the other ranks get a KeyboardInterrupt and
-        the person's grace. If not (``is_last``), they get SIGTERM and soon SIGKILL.
+        the person's grace. If not (``is_last``), they get SIGTERM and soon SIGKILL. The state is
+        unchanged if a rank failed before, or INTERRUPT or a harder stage was entered.
         """
         if self.has_failed or self.stage >= Stage.INTERRUPT:
             return self

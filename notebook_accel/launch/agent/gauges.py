@@ -68,7 +68,7 @@ class Gauges:
 
     Attributes:
         memory: resident memory of the process, in bytes.
-        cpu: percent of one core that the process used since the last reading.
+        cpu: mean CPU use of the process since the previous reading, in percent of one core.
         device_memory: bytes of device memory that the process holds, by NVML.
         device_use: percent of the time in which the device computed, for any process.
         device: name of the device for a person; "" while unknown.
@@ -104,7 +104,7 @@ class Gauges:
         self._busy = (0.0, 0.0)
 
     def follow(self, pid: int) -> None:
-        """Measure the process with this pid from now on, in place of the one so far."""
+        """Measure the process with this pid from now on, instead of the previous one."""
         self._pid, self._process, self._busy = pid, None, (0.0, 0.0)
 
     def read(self, now: float) -> None:

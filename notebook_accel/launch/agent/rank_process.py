@@ -55,7 +55,7 @@ BROKEN = (
 class Process(Protocol):
     """Interface of a rank's process, as the agent uses it to wait for its end.
 
-    A process of ``multiprocessing`` has it, and so have those of ``spawning.py`` (TPUs).
+    Implemented by the processes of ``multiprocessing`` and by those of ``spawning.py`` (TPUs).
     """
 
     @property
@@ -129,16 +129,16 @@ class RankProcess:
     """The agent's handle of one rank: its process, its connection, and its part of the call.
 
     Attributes:
-        rank: its number among all ranks of the run.
+        rank: the rank's number among all ranks of the run.
         pid: of the rank's process.
-        needed_pids: the processes without which the rank ends: its own and, where it was forked by
-            another process than the agent (TPUs), that parent.
+        needed_pids: pids of the processes that must live for the rank to live: its own and, if
+            another process than the agent forked it (TPUs), its parent.
         channel: connection to the rank.
         row: the rank's counters in memory that the rank and the agent share.
         exit_fd: pidfd of the process, readable once the process has ended.
         alive: whether the process was not reaped yet.
         ended_by_agent: whether the agent sent SIGTERM or SIGKILL to the process.
-        is_in_call: whether a call was sent to the rank whose end it has not reported yet.
+        is_in_call: whether the rank was sent a call and has not reported the end of that call yet.
         has_started: whether the rank has called the function of its newest call.
         has_returned: whether the function of its newest call has returned.
         closed_at: when the agent found the connection closed by the rank, in monotonic seconds; 0
@@ -264,9 +264,10 @@ class RankProcess:
         return self.closed_at is not None and self.alive
 
     def is_broken(self, now: float) -> bool:
-        """Whether the rank's connection is lost for good while its process lives on.
+        """Whether the connection is lost for good, for a rank whose process still lives.
 
-        A closed connection counts only after a second: mostly it means that the process is ending.
+        A closed connection mostly means that the process is ending, so it counts only after a
+        second.
 
         Args:
             now: monotonic seconds.
@@ -345,7 +346,8 @@ class RankProcess:
     def ask_stacks(self) -> None:
         """Ask the rank's faulthandler, by a signal, for the stack traces of all its threads.
 
-        It writes them to a file in memory; :meth:`observe` yields the text once it is complete.
+        The rank writes them to a file in memory; :meth:`observe` yields the text once it is
+        complete.
         """
         if self.alive and self._stacks_asked is None:
             os.ftruncate(self._stacks, 0)

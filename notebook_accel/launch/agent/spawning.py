@@ -81,7 +81,7 @@ def start_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankP
 
 
 class _Leader:
-    """The agent's handle of the leader process, whose children have the ranks.
+    """The agent's handle of the leader process, whose children run the ranks as threads.
 
     It also reads the exit codes of those children from the leader's pipe: the agent cannot wait for
     processes that are not its own children.
@@ -215,7 +215,7 @@ def _check_world(number: int) -> None:
 def _serve_failing(error: Exception) -> None:
     """Serve all ranks as threads of the leader, since ``xmp.spawn`` failed with ``error``.
 
-    Each rank's first call raises ``error``, so that the person sees it like any other error.
+    Each call of each rank raises ``error``, so that the person sees it like any other error.
     """
 
     def fail() -> None:
@@ -266,4 +266,4 @@ class _HostProcess(ForkProcess):
         super().join(timeout)
 
     def terminate(self) -> None:
-        """Do nothing: when one process dies, the agent ends the others, not the pool."""
+        """Do nothing: when one process dies, the agent ends the others, and the pool need not."""

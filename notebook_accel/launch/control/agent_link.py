@@ -41,9 +41,9 @@ class AgentEnd:
 
     @classmethod
     def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
-        """Describe an agent that is ended because code of this process, the kernel, raised.
+        """Return the end of an agent that is killed because the kernel's own code raised an error.
 
-        Logs ``error`` as a warning, too.
+        Also logs ``error`` as a warning.
 
         Args:
             error: what the kernel's code raised while it handled the agent's messages.
@@ -71,8 +71,8 @@ class AgentLink:
         ranks: the ranks that the agent starts.
         sees_files: whether the agent can write into the run's folder, as one on this machine can.
             If False, it sends the output of its ranks to the kernel, which writes the log files.
-        how_it_ended: waits some seconds for the end of the agent's process, and returns how it
-            ended; None if unknown.
+        how_it_ended: waits at most some seconds for the end of the agent's process, and returns how
+            the process ended; None if unknown.
         kill: ends the agent, and its ranks with it.
         launch_fields: fields of ``wire.Launch`` that this agent gets in place of those for all
             agents, such as the environment of another machine.
@@ -117,7 +117,7 @@ class AgentLink:
 
     @property
     def silence(self) -> str:
-        """The line that the user sees if even the agent's heartbeats have stopped for a while."""
+        """Message for the user when no heartbeat of the agent has arrived for a while."""
         return (
             f"the helper process that watches {rank_list(self.rank_numbers)} says nothing: it may "
             "be stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "

@@ -81,7 +81,7 @@ _MAX_REASON = 200
 
 
 class CallView(Protocol):
-    """Methods that a call uses of its view, the live panel or terminal output that shows a run.
+    """The methods of a view, the live panel or terminal output of a run, that its call uses.
 
     ``View`` in ``view/__init__.py`` says when each method is called.
     """
@@ -110,7 +110,7 @@ class NewCall:
             handle.
         timeout: seconds after which the call is ended; None for never.
         advise: whether to say, after a success, what the function seems to have forgotten.
-        keeps_error: whether ranks keep what the call raises, for a debugger.
+        keeps_error: whether ranks keep the exception that the function raises, for a debugger.
         sources: the notebook cells that the function's code comes from, for stack traces.
     """
 
@@ -129,7 +129,7 @@ class NewCall:
 class Call:
     """Base class of calls: one call of a function on all ranks, and its newest state.
 
-    Methods that a kind of call cannot support do nothing here.
+    Most methods do nothing here; each kind of call overrides those that it supports.
 
     Attributes:
         state: the newest state; replaced, never changed in place.
@@ -165,24 +165,25 @@ class Call:
     # ---- the end -----------------------------------------------------------------------------
 
     def check_waiting(self) -> None:
-        """Raise if a wait would never end, since this process is not told of the call's end.
+        """Raise an error if :meth:`wait` would never end. The default raises none.
 
         Raises:
-            NotebookAccelError: the call belongs to another process and still goes on.
+            NotebookAccelError: the call goes on in another process, which does not tell this one
+                of the call's end.
         """
 
     def wait(self, timeout: float | None = None, presses: Sequence[Presses] = ()) -> bool:
-        """Wait for the end of the call; return False if ``timeout`` passes first.
+        """Wait for the end of the call; return True at its end, False if ``timeout`` passes first.
 
         Meanwhile the view is polled, and interrupts of the user are forwarded to the ranks.
 
         Args:
             timeout: seconds; None for no limit.
-            presses: counters of the user's interrupts (Ctrl-C). Each new one is passed to
-                :meth:`press`.
+            presses: counters of the user's interrupts (Ctrl-C). For each new interrupt
+                :meth:`press` is called.
 
         Raises:
-            NotebookAccelError: the call goes on in another process (:meth:`check_waiting`).
+            NotebookAccelError: the wait would never end (:meth:`check_waiting`).
         """
         self.check_waiting()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -207,11 +208,12 @@ class Call:
         """Ask all ranks to leave the call at the same step; returns at once.
 
         Args:
-            grace: seconds until ranks that have not left are interrupted; None: as in the config.
+            grace: seconds until ranks that have not left are interrupted; None for
+                ``config.grace``.
         """
 
     def press(self, number: int) -> None:
-        """Act on the user's n-th Ctrl-C: 1 interrupts the ranks, 2 sends SIGTERM, 3 SIGKILL."""
+        """Act on the user's Ctrl-C number 1 (interrupt the ranks), 2 (SIGTERM) or 3 (SIGKILL)."""
 
     def kill(self) -> None:
         """Kill the ranks now."""
@@ -219,7 +221,7 @@ class Call:
     # ---- what it leaves ----------------------------------------------------------------------
 
     def stacks(self, rank: int | None = None) -> str:
-        """Return the current Python stacks as text: of one rank, or with None of all ranks."""
+        """Return the current Python stacks of one rank, or of all if ``rank`` is None, as text."""
         return ""
 
     def logs(self, rank: int | None = None, max_bytes: int | None = None) -> str:
@@ -331,10 +333,10 @@ class RankCall(Call):
         return stacks_text(self._pool.stacks(rank), self._labels)
 
     def note_stop(self) -> bool:
-        """Mark the call as stopped by request; return False if it has ended already.
+        """Mark the call as stopped by request; return False if the call has ended already.
 
-        Once every rank's part of the call has ended, a stop no longer changes its outcome: it only
-        hurries the exit of the processes.
+        Once every rank's part of the call has ended, a stop only hurries the exit of the processes.
+        It no longer changes the outcome, except that it prevents a restart after a failure.
         """
         with held(), self._state_lock:
             if self.state.has_ended:
@@ -353,7 +355,7 @@ class RankCall(Call):
     def restart_by(self, start_again: Callable[[int], RankPool], close: Callable[[], None]) -> None:
         """Have the ranks restarted after a failure, up to ``config.max_restarts`` times.
 
-        Called before :meth:`sent`; without it a failure ends the run.
+        Called before :meth:`sent`. If it is never called, a failure ends the run.
 
         Args:
             start_again: given the number of the restart, from 1 on, starts new ranks and returns
@@ -366,8 +368,8 @@ class RankCall(Call):
     def sent(self, packet: wire.Packet, fds: tuple[int, ...], *, last: bool) -> Iterator[None]:
         """Send the call to the ranks, and run the block in which the launcher opens its run.
 
-        Messages from the ranks are handled only after the block, so that none comes before the run
-        and its view exist. Within the block the run can already be stopped or killed.
+        Messages from the ranks are handled only after the block, when the run and its view exist.
+        Within the block the run can already be stopped or killed.
 
         Args:
             packet: the pickled function with its arguments.
@@ -376,7 +378,7 @@ class RankCall(Call):
                 thread is then started at the end of the block. False for a call of a session.
 
         Raises:
-            LaunchError: a call is running, or a rank process has ended.
+            LaunchError: a call is running, a rank process has ended, or the ranks were told to end.
         """
         pool = self._pool
         message = msgspec.structs.replace(self._message, payload=packet, last=last)
@@ -421,7 +423,7 @@ class RankCall(Call):
             pool.start()
 
     def _let_go(self) -> None:
-        """Release what only another restart would need: the sent descriptors and the engine."""
+        """Release what only a restart would need: file descriptors, and the engine's machines."""
         if self._close is not None:
             self._close()
         fds, self._fds = self._fds, ()
@@ -431,10 +433,10 @@ class RankCall(Call):
     # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
     def begin(self, number: int) -> None:
-        """Set the call's number, and note the pids of its ranks; called just before it is sent.
+        """Set the call's number, and the pid and agent of each rank, just before the call is sent.
 
         Args:
-            number: number of the call; 0 if sending it has failed.
+            number: number of the call; 0 when called again because sending has failed.
         """
         self.number = number
         ranks = (
@@ -481,7 +483,7 @@ class RankCall(Call):
         self._change(partial(apply, message))
 
     def lose(self, ranks: Sequence[int]) -> None:
-        """Mark those of these ranks that still run as failed, since their agent is gone."""
+        """Mark the given ranks as failed, unless they have ended already: their agent is gone."""
 
         def without(state: RunState) -> RunState:
             lost = (
@@ -495,7 +497,7 @@ class RankCall(Call):
         self._change(without)
 
     def _change(self, change: Callable[[RunState], RunState]) -> None:
-        """Replace the state by ``change(state)``, so that no concurrent stop request gets lost."""
+        """Replace the state by ``change(state)``; a stop requested during the change is kept."""
         with self._state_lock:
             before = self.state
             state = change(before)
@@ -505,9 +507,10 @@ class RankCall(Call):
             self.state = state
 
     def tick(self) -> None:
-        """Do what is due now: the timeout, and five times a second the drawing and other checks.
+        """Check the timeout; and, at most five times a second, update the view and do other checks.
 
-        These look for stop requests of other processes, write metrics and look for a hang.
+        The other checks look for stop requests of other processes and for a hang, and metrics are
+        written to disk.
         """
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
@@ -539,7 +542,7 @@ class RankCall(Call):
     def _time_out(self) -> None:
         """End the call after its timeout: at first ask the ranks to stop.
 
-        It runs again after each grace period in which the call has not ended, and then uses a
+        It is called again after each grace period while the call has not ended, and then uses a
         harder means each time: an interrupt, SIGTERM, SIGKILL.
         """
         if not self._is_time_over:
@@ -577,7 +580,7 @@ class RankCall(Call):
     def _begins_again(
         self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
     ) -> bool:
-        """Restart the ranks if the call failed and a restart is left; return whether they run.
+        """Restart the ranks if the call failed and a restart is left; return whether this was done.
 
         Args:
             start_again: as in :meth:`restart_by`.
@@ -612,7 +615,7 @@ class RankCall(Call):
         self._context.run(self.view.update, self.state)
 
     def _renew(self, pool: RankPool) -> None:
-        """Reset state and results for the restarted ranks in ``pool``."""
+        """Switch to ``pool`` with restarted ranks: reset their states; drop results and hang."""
         with self._state_lock:
             self._pool = pool
             assert self.results is not None, "the run has not ended"
@@ -623,7 +626,7 @@ class RankCall(Call):
             self.state = replace(self.state, ranks=fresh.ranks, hang=None, status=status)
 
     def _fail_by(self, error: Exception) -> None:
-        """Set the final state to "failed" by an error in notebook_accel's own verdict code."""
+        """Set the final state to "failed", since judging the run's end raised ``error``."""
         _log.warning("the end of run %s could not be judged", self.state.run, exc_info=error)
         failure = Failure(
             message=(
@@ -640,7 +643,7 @@ class RankCall(Call):
             )
 
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
-        """Decide the final state by the verdict, and save it and the rescued training state.
+        """Set the final state by the verdict; save this state and the rescued training state.
 
         Args:
             lost: as in :meth:`finish`.

@@ -1,8 +1,8 @@
 """Metrics of a running run as curves of bounded size, which the live charts draw.
 
-A curve divides the steps into at most a few hundred stretches of equal length. Of each stretch it
-keeps only the lowest and the highest value, and whether some value was nan or infinite; when there
-are too many stretches, each pair is merged into one of twice the length. So a peak is never lost,
+A curve divides the steps into at most 256 stretches of equal length. Of each stretch it keeps only
+the lowest and the highest value, and the first step whose value was nan or infinite. When there are
+more stretches, neighbours are merged into stretches of twice the length. So a peak is never lost,
 the chart shows the run from its first step on, and a million values need as much memory as a
 thousand. All values are on disk (``metrics_file.py``).
 """
@@ -32,8 +32,8 @@ class NotFinite:
 
     Attributes:
         count: number of such values in the whole curve.
-        since: the step from which on every value was nan or infinite; None if the newest value is
-            finite.
+        since: the step from which on every value is nan or infinite, up to the newest value; None
+            if the newest value is finite.
     """
 
     count: int = 0
@@ -71,7 +71,7 @@ class _Stretch(NamedTuple):
         return _NOTHING._replace(gap_x=x)
 
     def joined(self, other: _Stretch) -> _Stretch:
-        """Return the stretch of this one's and the other's values together."""
+        """Return the summary of the values of both stretches."""
         gap_x = other.gap_x if math.isnan(self.gap_x) else self.gap_x
         if not self.has_value or not other.has_value:
             return (self if self.has_value else other)._replace(gap_x=gap_x)
@@ -80,7 +80,7 @@ class _Stretch(NamedTuple):
         return _Stretch(low.low_x, low.low_y, high.high_x, high.high_y, True, gap_x)
 
     def points(self) -> list[Point]:
-        """Return the lowest and highest point, and (step, nan) for a gap, sorted by step.
+        """Return the lowest and highest point, and (step, nan) if there is a gap, sorted by step.
 
         A nan or infinite value interrupts the drawn line: that is the gap.
         """
@@ -157,7 +157,7 @@ class LiveCurves:
     The call adds values in one thread while charts read in another.
 
     Attributes:
-        version: grows with each :meth:`add`: a chart need not be redrawn if it is the same.
+        version: grows with each :meth:`add`; while it is the same, a chart need not be redrawn.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,8 @@ class LiveCurves:
     def add(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
         """Add the values of one ``accelerator.log`` call of a rank.
 
-        A run keeps at most 2,000 curves; values of further names or ranks are dropped.
+        A run keeps at most 2,000 curves, one per metric and rank; values of further curves are
+        dropped.
         """
         self.version += 1
         for name, value in values.items():

@@ -2,7 +2,7 @@
 
 They are merged from four sources, and a later one wins:
 
-    the notebook's environment, without the variables of its Jupyter kernel
+    the notebook's environment, without variables that would mislead a rank
         <- what the settings ask for <- what the engine adds <- ``env=``
 
 Variables of a single rank, such as RANK, come on top (``wire.RankSpec``). If no source sets
@@ -73,8 +73,10 @@ def rank_environment(
 
     Args:
         config: the settings.
-        of_engine: variables that the engine adds once it knows number and devices of the ranks.
-        base: for ranks on another machine, that machine's variables; None: those of the notebook.
+        of_engine: variables that the engine adds once it knows how many ranks there are, and on
+            which devices.
+        base: variables of the machine of the ranks, if it is not the notebook's; None for
+            :func:`kept_environment`.
 
     Raises:
         ConfigError: the settings choose accelerators that the notebook does not see.
@@ -85,7 +87,10 @@ def rank_environment(
 
 
 def kept_environment() -> dict[str, str]:
-    """Return this process's environment without the variables of its Jupyter kernel."""
+    """Return this process's environment variables, without those that would mislead a rank.
+
+    Left out are variables of the Jupyter kernel, and those that torchrun sets (``RANK``).
+    """
     return {
         name: text
         for name, text in os.environ.items()
@@ -114,13 +119,13 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
 
 
 def _among_visible(devices: Sequence[int]) -> str:
-    """Return the CUDA_VISIBLE_DEVICES with which ranks see only the chosen devices.
+    """Return the value of CUDA_VISIBLE_DEVICES that shows ranks only the chosen devices.
 
     Args:
-        devices: indices among the devices that the notebook itself sees.
+        devices: indices, from 0 on, among the devices that the notebook itself sees.
 
     Raises:
-        ConfigError: the notebook sees none, or not as many.
+        ConfigError: the notebook's own CUDA_VISIBLE_DEVICES hides one of these devices.
     """
     given = os.environ.get(_VISIBLE)
     if given is None:
@@ -145,7 +150,8 @@ def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | 
     """Return the number of threads of a rank: OMP_NUM_THREADS, or an equal share of the cores.
 
     Args:
-        environment: the user's variables.
+        environment: environment variables of the launch, in which the user may set
+            OMP_NUM_THREADS.
         num_ranks: number of ranks on the machine.
         cores: number of cores of that machine; None: those of this machine.
     """

@@ -90,11 +90,13 @@ def script_of(
         args, kwargs: its arguments.
         world_size: number of processes in the torchrun command of the script's head comment.
         file: name of the script in that command.
-        sources: the notebook's cells, newest first: where the source of classes is looked up.
+        sources: the notebook's cells, newest first, in which the source of classes and imports of
+            submodules are looked up.
 
     Raises:
-        NotebookAccelError: the function says that no script can call it; a value can neither be
-            written down nor pickled, or is larger than 1 MB.
+        NotebookAccelError: the function is marked as one that no script can call; a value can
+            neither be written as source nor pickled, or is larger than 1 MB; or two different
+            values need the same name.
     """
     refusal = getattr(function, _NO_SCRIPT, None)
     if refusal is not None:
@@ -156,10 +158,10 @@ class Script:
         return f"_pickled[{label!r}]"
 
     def define(self, name: str, value: Any) -> None:
-        """Give the script a global of that name, with what it needs in turn.
+        """Add a global variable ``name`` to the script, and all that its value needs in turn.
 
         Raises:
-            NotebookAccelError: the script already has a different global of that name; or the value
+            NotebookAccelError: the script already has a different global of this name; or the value
                 can neither be written as source nor pickled.
         """
         if name in self._names:
@@ -239,7 +241,7 @@ class Script:
     def _pickle(self, label: str, value: Any) -> None:
         """Add a value to the script's pickle, and the definitions that it needs to the script.
 
-        The value is pickled once on trial, which finds these definitions, and an error early.
+        The value is pickled once on trial, to find these definitions and to fail early.
 
         Args:
             label: key of the value in the pickle, and its name in an error message.
@@ -316,7 +318,7 @@ class Script:
         reads, and all that these functions and classes read in turn, since they may be called.
 
         Args:
-            name: of a function or class that is copied as source.
+            name: name of a function or class that is copied as source.
         """
         found: set[str] = set()
         waiting = [*self._read_by(name, at_once=True)]
@@ -332,7 +334,7 @@ class Script:
         return _globals_read(table, at_once=at_once)
 
     def _ordered(self, needs: Mapping[str, set[str]]) -> list[str]:
-        """Return the names of the definitions in cell order, but each after those that it needs.
+        """Return the definitions' names in cell order, but each after those that it needs.
 
         Args:
             needs: for each definition, the globals that must exist before its statement runs.
@@ -354,7 +356,8 @@ class Script:
     def _place(self, name: str) -> tuple[int, int]:
         """Return a sort key for a definition: (number of its cell, position in the cell's text).
 
-        The oldest cell has number 1; 0 stands for a definition that is found in no cell.
+        The oldest cell has number 1. A definition that is found in no cell has the key (0, its
+        index among all definitions).
         """
         source = self._definitions[name].strip()
         for index, cell in enumerate(self._cells):
@@ -369,7 +372,8 @@ class Script:
 def _source_of(value: Any, cells: Sequence[str]) -> str | None:
     """Return source text that makes this function or class again; None if there is none.
 
-    There is none for closures and lambdas, or where the source is unknown.
+    There is none for closures and lambdas, if the source is unknown, or if the source alone would
+    not give an equal function (``functools.singledispatch``).
 
     Args:
         value: a function or class.
@@ -420,8 +424,8 @@ def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
 def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
     """Yield the global names that a definition reads; a name may come twice.
 
-    Nested functions, classes and comprehensions count, and so do decorators, bases, defaults and
-    annotations.
+    Includes names that are read in nested functions, classes and comprehensions, and in decorators,
+    base classes, default values and annotations.
 
     Args:
         table: symbol table of the definition's source.
@@ -482,7 +486,8 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Args:
         file: where the pickle is written.
-        reference: returns the name of such a function or class, and None for other values.
+        reference: returns the name of a function or class that the script defines, and None for
+            every other value.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
@@ -516,7 +521,7 @@ def _checked_literal(label: str, value: Any) -> str:
 def _is_definition(value: Any) -> bool:
     """Return whether the value is a class or function, as a ``class`` or ``def`` makes it.
 
-    A function with ``functools.lru_cache`` counts, too.
+    True also for a function that ``functools.lru_cache`` wraps.
     """
     return isinstance(value, (type, types.FunctionType, _Cached))
 
@@ -524,7 +529,7 @@ def _is_definition(value: Any) -> bool:
 def _is_public(value: Any) -> bool:
     """Return whether a script can import the value: its module has it under its own name.
 
-    False for what is defined in ``__main__``, as cells do.
+    False for all that is defined in ``__main__``, and so in the notebook's cells.
     """
     try:
         module = sys.modules.get(getattr(value, "__module__", None) or "")
@@ -539,7 +544,7 @@ def _is_public(value: Any) -> bool:
 def _is_literal(value: Any) -> bool:
     """Return whether ``repr(value)`` is an expression that gives an equal value of the same type.
 
-    Containers count if all their parts do.
+    True for a list, tuple, set or dict if it is True for all of its items.
     """
     if isinstance(value, float):
         return type(value) is float and math.isfinite(value)

@@ -83,17 +83,17 @@ class RankStack:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Ranks that wait in collectives for ranks that do not come.
+    """Ranks that wait in collectives for ranks that do not come, or that are suspended (SIGSTOP).
 
     Attributes:
         is_certain: True if the waiting ranks can hardly ever go on, since every other rank is idle
             or has ended. False if another rank still computes, and may reach the collective.
         text: the message for the user: which ranks wait, in which collective, at which line, and
             where the others are.
-        since: when any rank last made progress (``RunState.now``: wall time, seconds).
+        since: the last time at which any rank made progress (``RunState.now``: wall time, seconds).
         operations: the collective in which each waiting rank waits, by rank number.
         elsewhere: the ranks that the waiting ones wait for, by number, each with its place ("at
-            Cell In[3], line 9"). Ranks that have ended are not among them.
+            Cell In[3], line 9"). Ranks that have ended or are suspended are not among them.
         stacks: pairs (ranks, stack as text), one for each group of ranks at the same place.
     """
 
@@ -136,7 +136,7 @@ def place_of_wait(traceback: str) -> str:
         traceback: formatted traceback of the error that the rank got.
 
     Returns:
-        Such as ``in gather at Cell In[3], line 9``; "" if the traceback shows no collective.
+        Text such as ``in gather at Cell In[3], line 9``; "" if the traceback has no collective.
     """
     found = reversed(_TRACED.findall(traceback))
     frames = [Frame(file=file, line=int(line), function=name) for file, line, name in found]
@@ -147,11 +147,12 @@ def place_of_wait(traceback: str) -> str:
 
 
 def _own_index(frames: Sequence[Frame], labels: Mapping[str, str]) -> int:
-    """Return the index of the innermost frame of the user's code; if there is none, the last one.
+    """Return the index of the innermost frame of the user's code, or else of the outermost frame.
 
     Args:
         frames: newest first.
-        labels: by the file names of cells; a frame in such a file is the user's.
+        labels: labels of the notebook's cells, by file name. A frame in one of these files is the
+            user's, as is one in any file that belongs to no library.
     """
     own = (i for i, f in enumerate(frames) if f.file in labels or not _LIBRARY.search(f.file))
     return next(own, len(frames) - 1)
@@ -173,7 +174,7 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
             backward pass, or in a function of torch.distributed that is no known collective.
 
     Returns:
-        Such as "all_reduce"; "all_reduce (reduce)" if a method of ``Accelerator`` called it.
+        A name such as "all_reduce", or "all_reduce (reduce)" if ``Accelerator.reduce`` called it.
     """
     in_torch = [frame for frame in frames if _TORCH_DISTRIBUTED.search(frame.file)]
     # The newest frame is first. So the last of these is the one that was called, and those before
@@ -203,7 +204,7 @@ def find_hang(
     since: float,
     suspended: Mapping[int, int] | None = None,
 ) -> Hang | None:
-    """Explain why ranks are silent: which wait, in which collective, and for which others.
+    """Find why ranks are silent: which ranks wait, in which collective, and for which others.
 
     Args:
         stacks: one for each rank that is still in the call.

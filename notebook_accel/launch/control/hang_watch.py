@@ -39,9 +39,10 @@ _ANSWER_SECONDS = 4.0
 
 
 class HangWatch:
-    """Fills in a call's state which ranks are quiet, and which hang in a collective.
+    """Adds to a call's state which ranks are quiet, and which hang in a collective.
 
-    The call (``RankCall``) passes it the newest state a few times a second, in the pool's thread.
+    The call (``RankCall``) passes its newest state to :meth:`look` five times a second, in the
+    pool's thread.
 
     Args:
         labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
@@ -69,7 +70,7 @@ class HangWatch:
     def asks(self, state: RunState, *, now: float) -> bool:
         """Return whether it is time to ask the ranks for their stacks.
 
-        If True, the caller must ask them now: their answers are expected from now on.
+        If True, the caller must ask the ranks now: :meth:`look` waits for their answers.
 
         Args:
             state: the newest state.
@@ -124,16 +125,16 @@ class HangWatch:
         return replace(rank, quiet_since=state.now() - quiet if is_quiet else None)
 
     def _is_silent(self, state: RunState, now: float) -> bool:
-        """Return whether no rank has made progress for so long that a hang is to be looked for.
+        """Return whether no rank of a running call has made progress for at least 8 seconds.
 
-        Always False with one rank, which can wait for no other.
+        Always False for a run of one rank, which can wait for no other.
         """
         if state.status != "running" or state.world_size == 1 or not self._moved:
             return False
         return now - max(self._moved.values()) >= _SILENT_SECONDS
 
     def _judge(self, state: RunState, alive: Sequence[RankState], now: float) -> RunState:
-        """Return the state with the hang that the newest dumps show, if the ones before agree.
+        """Return the state with the hang that the newest dumps show, if the previous ones did too.
 
         Args:
             state: the newest state.

@@ -36,17 +36,18 @@ _TAIL_BYTES = 8_000_000
 class MetricReader:
     """Reads the metrics of a run from ``metrics.jsonl``.
 
-    Each line, and so each row that is returned, has time, rank, step, name and value.
+    Each line of the file is one logged value, and becomes one row: a dict with the keys ``time``,
+    ``rank``, ``step``, ``name`` and ``value``.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
 
     def flush(self) -> None:
-        """Write out buffered values before the file is read; only :class:`MetricStore` has any."""
+        """Write buffered values to the file; only :class:`MetricStore` has any."""
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all rows, in the order in which they were logged; [] if there is no file.
+        """Return all rows, in the order in which they were written; [] if there is no file.
 
         Lines that are no valid row, as on a damaged disk, are skipped.
 
@@ -59,11 +60,11 @@ class MetricReader:
         return []
 
     def sample(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
-        """Return all rows, but of a large file only a sample, for a plot.
+        """Return all rows or, if the file is large, only a sample of them, for a plot.
 
         Args:
-            max_bytes: if the file is larger, only about so many bytes of it are read: 200 pieces,
-                spread evenly from its beginning to its end.
+            max_bytes: of a larger file, only about this many bytes are read: 200 pieces, spread
+                evenly from its beginning to its end.
 
         Raises:
             OSError: the file cannot be read.
@@ -88,7 +89,7 @@ class MetricTail(MetricReader):
         self._start: int | None = None
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Return the rows since the last call; the first call returns the newest 8 MB of rows.
+        """Return the rows added since the last call; the first call returns those in the last 8 MB.
 
         Returns no rows if the file cannot be read.
         """
@@ -108,7 +109,7 @@ class MetricTail(MetricReader):
 class MetricStore(MetricReader):
     """Writes the metrics of a running run, in the process that conducts the run.
 
-    A full disk costs the metrics from then on, but never ends the run: writing raises nothing.
+    If the disk is full, all later metrics are lost, but the run goes on: writing raises nothing.
 
     Attributes:
         lost_notice: a message for the user if metrics are lost, else "".
@@ -181,7 +182,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def _encode(metrics: Sequence[wire.Metric]) -> bytes:
-    """Return a JSON line for each value; encoded in one call, as thousands a second may come."""
+    """Return one JSON line per value; all in one call, since thousands per second may come."""
     return _ENCODER.encode_lines(
         [
             {

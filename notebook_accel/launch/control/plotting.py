@@ -27,10 +27,10 @@ Curves = dict[str, dict[int, list[Point]]]
 
 
 def number_steps(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of ``run.metrics`` with a step in each.
+    """Return copies of rows of ``run.metrics``, in which every row has a step.
 
-    The step of a value that was logged without one is the number of values of the same name that
-    its rank had logged before. Tables and plots both use this function, so that their steps agree.
+    The step of a value that was logged without a step is the number of values of the same name that
+    its rank had logged before. Tables and plots both use this function, and so show equal steps.
     """
     counts: dict[tuple[str, int], int] = {}
     rows: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
         names: the metrics to draw, in this order; empty for all.
 
     Raises:
-        ConfigError: no metric has one of the names.
+        ConfigError: one of the names is not the name of a metric.
         ImportError: matplotlib is not installed.
     """
     curves = metric_curves(metrics)
@@ -81,14 +81,14 @@ def plot_together(
 ) -> list[Axes]:
     """Draw each metric of several runs in axes of its own; return the axes.
 
-    Each rank has a line, and all lines of a run have one colour.
+    The axes have one line for each rank of each run; all lines of a run have the same colour.
 
     Args:
         runs: rows of ``run.metrics`` for each run, by the label of the run in the legend.
         names: the metrics to draw, in this order; empty for all metrics of any run.
 
     Raises:
-        ConfigError: no run has a metric of one of the names.
+        ConfigError: one of the names is not the name of a metric of any run.
         ImportError: matplotlib is not installed.
     """
     curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
@@ -107,17 +107,17 @@ def plot_together(
 def _axes(
     known: Iterable[str], names: Sequence[str], *, of: str, caller: str
 ) -> list[tuple[str, Axes]]:
-    """Make a figure with empty axes for each metric to draw; return pairs (name, axes).
+    """Make one figure with empty axes for each metric to draw; return pairs (name, axes).
 
     Args:
         known: names of the metrics that exist.
         names: the metrics to draw; empty for all that exist.
-        of: whose metrics they are, for an error message: "this run".
+        of: whose metrics are drawn, for an error message: "this run".
         caller: the function that the user called, for an error message: "run.plot()".
 
     Raises:
         ImportError: matplotlib is not installed.
-        ConfigError: there is no metric of one of the names.
+        ConfigError: one of the names is not the name of a metric.
     """
     try:
         from matplotlib import pyplot as plt

@@ -1,6 +1,6 @@
 """The rank processes of a run or session, in the kernel, and the thread that listens to them.
 
-    RankCall (one a call) --BeginCall, Stop, ...--> RankPool --channels--> agents --> ranks
+    RankCall (one per call) --BeginCall, Stop, ...--> RankPool --channels--> agents --> ranks
     RankCall <--messages about its call-- RankPool <--channels-- agents <-- ranks
 
 An agent is the helper process that starts and watches the ranks of one machine. The pool holds the
@@ -62,7 +62,7 @@ _TELL_SILENCE_SECONDS = 20.0
 
 
 class RunningCall(Protocol):
-    """Methods that a pool uses of the call that its ranks run; :class:`RankCall` has them."""
+    """What a pool uses of the call that its ranks run; :class:`RankCall` implements it."""
 
     number: int
     state: RunState
@@ -84,7 +84,7 @@ class RankPool:
 
     An agent is the helper process that starts and watches the ranks of one machine.
 
-    Engines make one. Its public methods may be called from any thread; most private ones run in
+    Engines make pools. The public methods may be called from any thread; most private ones run in
     the pool's own thread, which listens to the agents.
 
     Attributes:
@@ -168,10 +168,10 @@ class RankPool:
             ) from error
 
     def await_agents(self) -> None:
-        """Wait, a few seconds at most, until the agents of ranks that have ended end as well.
+        """Wait until all agents have ended, for a few seconds at most for each.
 
-        Called before the ranks are restarted: an agent removes temporary files of the run when it
-        ends, and must not remove those of the new ranks.
+        Called after all ranks have ended, and before they are restarted: an agent removes temporary
+        files of the run when it ends, and must not remove those of the new ranks.
         """
         for link in self._all_links:
             link.how_it_ended()
@@ -179,16 +179,16 @@ class RankPool:
     # ---- calls -----------------------------------------------------------------------------
 
     def send_call(self, call: RunningCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Send a call to all ranks; from now on ``call`` receives their messages about it.
+        """Send a call to all ranks; the pool's thread then passes their messages to ``call``.
 
         Args:
-            call: receives the messages, and ``tick`` calls from the pool's thread.
+            call: the call, whose methods ``take`` and ``tick`` the pool's thread calls.
             message: the request with the pickled function; the run's id, the call's number and
                 ``group_generation`` are filled in here.
             fds: file descriptors that go with the message; the caller still closes them.
 
         Raises:
-            LaunchError: a call is running, or a rank process has ended.
+            LaunchError: no call can be sent now (:meth:`check_free`).
             OSError: this process may open no more file descriptors; nothing was sent.
         """
         with held(), self._lock:
@@ -216,10 +216,10 @@ class RankPool:
                 raise
 
     def check_free(self) -> None:
-        """Raise an error that says why, if no call can be sent now.
+        """Raise an error if no call can be sent now; the error says why.
 
         Raises:
-            LaunchError: a call is running, or a rank process has ended.
+            LaunchError: a call is running, a rank process has ended, or the ranks were told to end.
         """
         problem = self._why_no_call()
         if problem is not None:
@@ -246,8 +246,8 @@ class RankPool:
     def paused(self) -> Iterator[None]:
         """Pause the listening thread within the block.
 
-        Messages from ranks wait meanwhile: a call is sent and its run opened in such a block, so
-        that none of them comes before the run exists.
+        Messages from ranks wait meanwhile. A call is sent and its run opened in such a block, so
+        that no message of a rank is handled before the run exists.
         """
         with held(), self._turn:
             yield
@@ -306,7 +306,8 @@ class RankPool:
 
         Args:
             call: number of the call.
-            grace: seconds until ranks that have not left are interrupted; None: as in the config.
+            grace: seconds until ranks that have not left are interrupted; None for the grace period
+                of the settings.
         """
         self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
 
@@ -337,10 +338,10 @@ class RankPool:
             self.send(wire.Shutdown(run=self.run))
 
     def kill(self, *, call: int = 0) -> None:
-        """Have agents send SIGKILL to ranks that are in the call of this number; with 0, to all.
+        """Have agents send SIGKILL to the ranks in the call of this number; with 0, to all ranks.
 
-        With a number it does nothing once that call has ended. An agent that does not obey within
-        some seconds is killed itself, with its ranks.
+        Does nothing if ``call`` is the number of a call that has ended. An agent that does not obey
+        within some seconds is killed itself, with its ranks.
         """
         with held():
             with self._lock:
@@ -500,8 +501,8 @@ class RankPool:
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
         """Act on messages of one agent that the others must know.
 
-        A reserved MASTER_PORT releases the call to the other agents, a failed rank is announced to
-        them, and an answer to a stop may complete the set of answers (:meth:`_decide_stop`).
+        Once the MASTER_PORT is reserved, the call is sent on to the other agents; a failed rank is
+        announced to them; and an answer to a stop is counted (:meth:`_decide_stop`).
         """
         if isinstance(message, wire.PortReserved):
             # The call goes to the other agents, which had to wait for the port of its ranks.
@@ -532,7 +533,7 @@ class RankPool:
     def _lose(self, link: AgentLink, end: AgentEnd) -> None:
         """Drop an agent that is gone: mark its ranks as ended, and end the call on all others.
 
-        If all its ranks had ended before, no call is affected.
+        If all ranks of the agent had ended before, no call is affected.
 
         Args:
             link: connection to the agent.

@@ -51,7 +51,7 @@ class Results:
         Args:
             rank: number of the rank.
             packet: the pickle, as the rank's message carried it.
-            fds: file descriptors of its memory that came along; closed here.
+            fds: file descriptors of the pickle's memory, from the same message; closed here.
         """
         self._packed[rank] = unpack(packet, fds)
 
@@ -79,7 +79,7 @@ class Results:
             return self._values[rank]
 
     def clear(self) -> None:
-        """Drop all results, before the ranks are started again."""
+        """Drop all results and training states, before the ranks are started again."""
         with self._lock:
             self._packed.clear()
             self._values.clear()
@@ -91,7 +91,7 @@ class Results:
         Args:
             rank: number of the rank.
             packet: the pickled part, as the rank's message carried it.
-            fds: file descriptors of its memory that came along; closed here.
+            fds: file descriptors of the pickle's memory, from the same message; closed here.
         """
         self._parts[rank] = unpack(packet, fds)
 
@@ -107,9 +107,9 @@ class Results:
         return sum(buffer.nbytes for packed in packs for buffer in packed.buffers)
 
     def rescued(self) -> Any:
-        """Return the training state (a ``Rescued``), joined from the parts of all ranks.
+        """Return the training state (a ``Rescued``) of a stopped run; None if no rank sent any.
 
-        None if no rank sent any. The first call unpickles and joins the parts.
+        The first call unpickles the parts of all ranks, and joins them.
 
         Raises:
             Exception: whatever unpickling the user's classes raises.
@@ -125,11 +125,11 @@ class Results:
             return self._rescued
 
     def exception(self, pickled: bytes | None) -> BaseException | None:
-        """Return the exception that a rank raised, as an object; None if it does not unpickle.
+        """Return the exception object that a rank raised; None if it cannot be unpickled.
 
         Args:
-            pickled: the exception as the rank sent it; not used for ``engine="inline"``, whose
-                exception is in :attr:`raised`.
+            pickled: the exception as the rank sent it; None if the rank sent none. Not used for
+                ``engine="inline"``, whose exception is in :attr:`raised`.
         """
         if self.raised is not None:
             return self.raised

@@ -11,8 +11,8 @@
         state.msgpack          the final RunState
         rescued.pt             state dicts of the training, if the run was stopped
 
-A run that a live kernel still uses is never deleted. Of all other runs the newest 50 are kept, and
-no more than 2 GB of them.
+A run that a live kernel still uses is never deleted. Of all other runs the newest are kept: at most
+50, of at most 2 GB together.
 """
 
 from __future__ import annotations
@@ -79,10 +79,13 @@ _REMEDY = (
 
 
 def runs_folder() -> Path:
-    """Return the folder of all runs: ``NOTEBOOK_ACCEL_RUNS``, or the platform's state folder.
+    """Return the folder of all runs.
+
+    It is the value of the environment variable ``NOTEBOOK_ACCEL_RUNS`` or, if that is not set,
+    ``runs`` in the platform's state folder for this package (``platformdirs``).
 
     Raises:
-        LaunchError: the variable is not set, and this user has no home folder.
+        LaunchError: the folder would be in the home folder, and this user has none.
     """
     chosen = os.environ.get("NOTEBOOK_ACCEL_RUNS")
     try:
@@ -105,7 +108,7 @@ _saved: tuple[LaunchConfig, str] | None = None
 
 
 def _text_of(config: LaunchConfig) -> str:
-    """Return the settings as YAML, but without ``env``, whose variables may be secrets."""
+    """Return the settings as YAML, without ``env``, whose environment variables may be secrets."""
     global _saved
     saved = _saved
     if saved is None or saved[0] is not config:
@@ -116,7 +119,8 @@ def _text_of(config: LaunchConfig) -> str:
 class RunFolder:
     """The folder of one run.
 
-    As long as the object from :meth:`make` exists, no launch of any kernel removes the folder.
+    As long as the object that :meth:`make` returned exists, no launch of any kernel removes the
+    folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,11 +129,11 @@ class RunFolder:
 
     @classmethod
     def make(cls, root: Path | None = None, *, remove_old: bool = True) -> RunFolder:
-        """Make the folder of a new run, and remove old ones.
+        """Make the folder of a new run, and remove the folders of old runs.
 
         Args:
             root: folder of all runs; None for :func:`runs_folder`.
-            remove_old: False leaves old folders for a later :meth:`remove_old`, which takes time.
+            remove_old: False removes none, to save time: :meth:`remove_old` can do it later.
 
         Raises:
             LaunchError: the folder cannot be made.
@@ -153,10 +157,10 @@ class RunFolder:
         return folder
 
     def remove_old(self) -> None:
-        """Remove the folders of old runs, but not this one; takes 10 ms and more.
+        """Remove the folders of old runs, but not this one; takes at least 10 ms.
 
-        Runs that a live kernel uses are kept, and the newest 50 others, up to 2 GB. An error is
-        ignored: a later launch tries again.
+        Runs that a live kernel uses are kept. Of all others the newest 49 are kept, which makes 50
+        with this one, and at most 2 GB. An error is ignored: a later launch tries again.
         """
         with contextlib.suppress(OSError):
             _remove_old(self.path.parent, beside=self)
@@ -175,7 +179,7 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check(self) -> None:
-        """Raise an error that explains the loss, if the folder was deleted.
+        """Raise an error if the folder was deleted; the error says why that may have happened.
 
         Raises:
             FileNotFoundError: the folder was deleted.
@@ -219,11 +223,12 @@ class RunFolder:
                     target.symlink_to(source)
 
     def read_log(self, rank: int, start: int = 0, end: int | None = None) -> str:
-        """Return what a rank printed, as a terminal would show it.
+        """Return what a rank printed, as a terminal would show it; "" if there is no log file.
 
         Args:
             rank: number of the rank.
-            start, end: byte offsets in the log file between which to read; None: to its end.
+            start, end: byte offsets in the log file between which to read; ``end=None`` stands for
+                the end of the file.
 
         Raises:
             FileNotFoundError: the folder was deleted.
@@ -263,7 +268,10 @@ class RunFolder:
         return ""
 
     def load(self) -> RunState | None:
-        """Return the final state, or else the first; None if neither exists or can be read."""
+        """Return the final state, or else the first one; None if neither can be read.
+
+        The field ``began`` of the state is None.
+        """
         # For a damaged file msgspec lets other errors through beside its own.
         errors = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
         for name in (_STATE, _BEGIN):
@@ -302,7 +310,7 @@ class RunFolder:
     def load_rescued(self) -> Any:
         """Load the training state that :meth:`save_rescued` wrote; None if there is no such file.
 
-        It is a ``Rescued`` with state dicts; the file has no model objects.
+        The training state is a ``Rescued`` with state dicts; the file has no model objects.
 
         Raises:
             NotebookAccelError: the file is damaged.
@@ -327,7 +335,7 @@ class RunFolder:
 
     @property
     def is_stop_asked(self) -> bool:
-        """Whether a request of :meth:`ask_to_stop` has not been taken yet by the run's kernel."""
+        """Whether a request by :meth:`ask_to_stop` waits to be taken by the run's kernel."""
         return self._stop_path.exists()
 
     def ask_to_stop(self, how: str) -> None:
@@ -442,7 +450,7 @@ _kernel_locks_lock = threading.Lock()
 def _kernel_file(root: Path) -> Path:
     """Return the path of this process's lock file in ``root``; the first call makes and locks it.
 
-    The lock shows other kernels that this process, and so the runs that it uses, is alive.
+    The lock shows other kernels that this process is alive, and still uses its runs.
     """
     key = (root, os.getpid())
     with _kernel_locks_lock:
@@ -469,7 +477,7 @@ def _let_go(mark: Path, pid: int) -> None:
 def _is_locked(path: Path) -> bool:
     """Return whether a live process has this kernel's lock file locked.
 
-    Also True if the lock cannot be tested: a run is rather kept too long than removed in use.
+    Also True if the lock cannot be tested, so that no run is removed while it is in use.
     """
     try:
         # NFS locks only what is open for writing.
@@ -483,11 +491,11 @@ def _is_locked(path: Path) -> bool:
 
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
-    """Remove runs that no live kernel uses, except the newest ones, and old lock files.
+    """Remove old lock files, and all runs that no live kernel uses except the newest of them.
 
     Args:
         root: folder of all runs.
-        beside: the new run, which stays in any case.
+        beside: the new run, which is kept in any case.
     """
     for entry in os.scandir(root):
         # A new one may not be locked yet.

@@ -7,7 +7,7 @@ The agent of rank 0 chooses the MASTER_PORT, so the other agents get each call o
 
 All ranks must leave a stopped call at the same step, so the kernel collects all agents' answers:
 
-    Stop --> all agents --StopPointReached--> kernel: the highest count --LeaveAt--> all agents
+    Stop --> all agents --StopPointReached--> kernel: the highest count + 1 --LeaveAt--> all agents
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["MessagesForOthers", "StopAnswers"]
 class MessagesForOthers:
     """Queue of messages for the agents without rank 0, until the MASTER_PORT of a call is known.
 
-    It holds the call itself and all later messages: a Stop or DumpStacks that came before its call
-    would be taken for one about the call before. Only Kill is not held back, since it ends the
+    It holds the call itself and all later messages: an agent that got a Stop or DumpStacks before
+    its call would apply it to the previous call. Only Kill is not held back, since it ends the
     ranks in any case.
     """
 
@@ -51,8 +51,8 @@ class MessagesForOthers:
     def keep(self, message: wire.Message, fds: Sequence[int]) -> bool:
         """Queue a message if messages are held back; return whether it was queued.
 
-        Its file descriptors are duplicated, so that the caller still closes its own. If False is
-        returned, the caller sends the message at once.
+        Queued file descriptors are duplicates: the caller still closes its own. If the result is
+        False, the caller sends the message at once.
         """
         if self._waiting is None or isinstance(message, wire.Kill):
             return False
@@ -65,7 +65,7 @@ class MessagesForOthers:
         From now on messages are not held back. The descriptors are closed after the last message.
 
         Args:
-            port: the MASTER_PORT, which is filled in the call.
+            port: the MASTER_PORT, which is written into the queued ``BeginCall``.
         """
         waiting, self._waiting = self._waiting or [], None
         try:
@@ -88,7 +88,7 @@ def _close(waiting: Iterable[tuple[wire.Message, tuple[int, ...]]]) -> None:
 
 
 class StopAnswers:
-    """Collects the agents' answers to a stop: how far the ranks of each have come.
+    """Collects the agents' answers to a stop: how far the ranks of each agent have come.
 
     An agent is identified by the tuple of its ranks' numbers.
     """
@@ -97,7 +97,7 @@ class StopAnswers:
         self._points: dict[tuple[int, ...], StopPoint] = {}
 
     def note(self, agent: tuple[int, ...], answer: wire.StopPointReached) -> None:
-        """Store an agent's answer: how many batches and ``should_stop`` reads its ranks passed."""
+        """Store an agent's answer: the last batch and ``should_stop`` read of its ranks."""
         self._points[agent] = StopPoint(
             batches=answer.batches, reads=answer.reads, reads_should_stop=answer.reads_should_stop
         )
@@ -105,8 +105,8 @@ class StopAnswers:
     def leave_point(self, agents: Iterable[tuple[int, ...]]) -> LeavePoint | None:
         """Return the batch (or read of ``should_stop``) at which all ranks leave the call.
 
-        None while the answer of an agent is missing. Returning a point clears the answers, so that
-        the ranks are told only once.
+        Returns None while the answer of an agent is missing. When a point is
+        returned, the answers are discarded, so that the ranks are told only once.
 
         Args:
             agents: the agents that still run, each as the tuple of its ranks' numbers.

@@ -1,8 +1,8 @@
 """Make the stack dumps of ranks readable: name cells, and leave out the launcher's own frames.
 
 A rank writes its stacks with ``faulthandler``, which works even while native code holds the GIL.
-Its output has file names in place of cell labels, and includes the frames of ``worker/main.py``
-that called the user's function.
+The output of ``faulthandler`` has file names in place of cell labels, and includes the frames of
+``worker/main.py`` that called the user's function.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ def _without_callers(lines: Sequence[str]) -> list[str]:
 
 
 def frames_of_function(text: str) -> list[Frame]:
-    """Return the frames from the user's function inwards, newest first; [] if no thread runs it.
+    """Return the frames of the user's function and of all that it called, newest first.
 
-    Frames of functions that it called are among them, those of the launcher that called it are not.
+    Frames of the launcher, which called the user's function, are left out. [] if no thread runs the
+    function.
 
     Args:
         text: a faulthandler dump of all threads of one process.

@@ -76,11 +76,11 @@ class BarState(Progress):
     """A progress bar as the state keeps it, with fields that only views need.
 
     Attributes:
-        bar: number of the bar among those of its rank, in the order in which they were opened.
-        unit: the unit of its items ("it").
+        bar: number of the bar among all bars of its rank.
+        unit: what one item is called ("it").
         closed: whether the bar was closed.
         postfix: text that tqdm shows after the numbers ("loss=0.31").
-        depth: how many other bars of the rank were open when it was opened; 0 for an outermost bar.
+        depth: how many other bars of the rank were open when this one was opened.
     """
 
     bar: int
@@ -95,7 +95,7 @@ class Display:
     """One rich output that a rank displayed, such as a figure or a table.
 
     Attributes:
-        number: how many outputs the rank had displayed before it.
+        number: how many outputs the rank had displayed before this one.
         data: the output by MIME type; binary data in base64.
         display_id: IPython's id, by which the rank may update the output later; "" if it has none.
     """
@@ -135,38 +135,39 @@ class RankState:
 
     Attributes:
         rank: number of the rank.
-        is_asked: False for a rank of a session that this call is not meant for: it only answers,
-            at once.
+        is_asked: False for a rank of a session that this call is not meant for: such a rank gets
+            the call, but answers at once.
         pid: id of the rank's process; None before it is known.
         status: "starting", "running", "succeeded", "failed" or "stopped".
         bars: the rank's progress bars, in the order in which they were opened.
-        batches: number of batches that its prepared data loaders have yielded so far.
-        total_batches: number of batches of one pass through the loader; None if unknown.
+        batches: number of batches that the rank's prepared data loaders have yielded in this call.
+        total_batches: number of batches in one pass through the loader; None if unknown.
         pass_start: value of ``batches`` at the start of the current pass through the loader, so
             that ``batches - pass_start`` is the progress in the pass. Negative after a resume in
             the middle of a pass.
-        steps: number of steps that its prepared optimizers have made.
+        steps: number of steps that the rank's prepared optimizers have made in this call.
         memory, device_memory: memory in use, in bytes; None if unknown.
-        cpu, device_use: load in percent of a core, and in percent of the device; None if unknown.
+        cpu, device_use: CPU use in percent of one core, and use of the device in percent; None if
+            unknown.
         device: name of the device that the rank computes on; "" if unknown.
-        is_suspended: whether SIGSTOP or a debugger has stopped its process.
-        quiet_since: since when the rank has made no progress and printed nothing, by
-            ``RunState.now``; None if it did so in the last seconds.
-        metrics: for each metric, (step, value) of the newest value; the step may be None.
+        is_suspended: whether SIGSTOP or a debugger has stopped the rank's process.
+        quiet_since: the time (``RunState.now``) since which the rank has made no progress and
+            printed nothing; None if it did either in the last 5 seconds.
+        metrics: the newest value of each metric, by name, as (step, value); the step may be None.
         tail: the last lines of the rank's output.
         open_line: whether the last line of ``tail`` has no line end yet.
         rewound: whether the next output overwrites the last line, as after a carriage return.
         num_lines: number of complete lines of output so far, ``skipped_lines`` included.
-        times: when lines came, as pairs (number of a line, second of the machine's wall clock).
-            Each pair is for that line and those after it, up to the line of the next pair.
+        times: when lines came, as pairs (number of a line, from 0 on; second of the machine's wall
+            clock). Each pair is for that line and those after it, up to the line of the next pair.
         skipped_lines: number of lines that were printed too fast to be sent to the kernel; only
             the log file has them.
         log_start, log_end: byte offsets in the rank's log file between which the output of this
-            call lies.
+            call lies; ``log_start`` is None before the first output.
         displays: the newest of the rich outputs that the rank displayed.
-        num_displays: number of all rich outputs that it displayed.
+        num_displays: number of all rich outputs that the rank displayed.
         returned: whether the function has returned on the rank.
-        returned_none: whether it returned None.
+        returned_none: whether the function returned None.
         made_group: whether the rank was in a process group in this call; None before its function
             has ended, or if the process died.
         lost_group: whether the function returned after the rank had been disconnected from its
@@ -176,8 +177,8 @@ class RankState:
         exitcode, signal: how the rank's process ended, once it has: one of the two is not None.
         ended_by_agent: whether the agent ended the process, was lost itself, or interrupted the
             rank because another one failed.
-        ended: when the rank's part of the call ended, since its function returned or raised or its
-            process died (wall time of its machine, seconds); None before.
+        ended: when the rank's part of the call ended: its function returned or raised, or its
+            process died (wall time of its machine, in seconds). None before.
         agent: number, from 0 on, of the agent that started the rank: the helper process that
             starts and watches the ranks of one machine.
         end_order: how many other ranks had ended when the kernel was told that this one has failed
@@ -241,8 +242,8 @@ class Failure:
             agent.
         ranks: all ranks that failed by themselves; if an agent was lost, those without a result.
         traceback: formatted traceback of the cause; "" if there is none.
-        exitcode: exit code of the rank's process; None if a signal killed it.
-        signal: name of the signal that killed the rank's process ("SIGKILL"); None if none did.
+        exitcode: exit code of that rank's process; None if a signal killed it or ``rank`` is None.
+        signal: name of the signal that killed that rank's process ("SIGKILL"); None if none did.
     """
 
     message: str
@@ -263,13 +264,14 @@ class RunState:
         ranks: the state of each rank's part of the call.
         status: "starting", "running", "stopping", "succeeded", "failed" or "stopped".
         started, ended: wall time in seconds; ``ended`` is None while the run goes on.
-        began: ``time.monotonic()`` of this process when the run started; None if another process
-            conducted the run and this is a state from its folder.
+        began: ``time.monotonic()`` of this process when the run started; None if this state was
+            read from the folder of a run, since other processes have another clock.
         notices: messages for the user, without repetitions.
         session: id of the session whose ranks were called, and which owns the log files; "" if the
             ranks were started for this call alone.
         failure: why the run failed (verdict.py); None if it has not failed.
-        hang: which ranks wait for which others, while the run seems to hang; else None.
+        hang: which ranks wait for which others if the run hangs, or hung when its end was asked
+            for; else None.
         arguments: the arguments of the function as a short text, for display.
         notebook: file name of the notebook; "" if unknown.
         has_rescued: whether the run was stopped and its training state was kept.
@@ -299,8 +301,8 @@ class RunState:
     def now(self) -> float:
         """Return the time in seconds, on the same clock as ``started``.
 
-        It is advanced by the monotonic clock since the start, so that durations of the run stay
-        right even if the system clock is set meanwhile.
+        It is ``started`` plus the seconds since then by the monotonic clock, so that durations stay
+        right even if the system clock is set. Without ``began`` it is the system clock's time.
         """
         if self.began is None:
             return time.time()
@@ -314,7 +316,7 @@ class RunState:
     def ended_well(self) -> bool:
         """Whether the function returned on all ranks, and none was cut off from its process group.
 
-        If not, the ranks of a session make their process group anew before the next call.
+        If False, the ranks of a session make a new process group for the next call.
         """
         return all(rank.returned and not rank.lost_group for rank in self.ranks)
 
@@ -325,7 +327,7 @@ class RunState:
 
 
 def starting(*, world_size: int, asked: frozenset[int] | None = None, **fields: Any) -> RunState:
-    """Return the first state of a run, before its call is sent.
+    """Return the state of a run at its start, before its call is sent.
 
     Args:
         world_size: number of ranks.
@@ -342,8 +344,8 @@ def starting(*, world_size: int, asked: frozenset[int] | None = None, **fields: 
 def _changed(value: S, **fields: Any) -> S:
     """Return a copy of ``value`` with changed fields, as ``dataclasses.replace`` does.
 
-    It takes a tenth of the time, which matters: thousands of messages a second change a state, and
-    a state has thirty fields.
+    It takes a tenth of the time of ``replace``, which matters: thousands of messages per second
+    change a state, and a state has thirty fields.
     """
     new = object.__new__(type(value))
     vars(new).update(vars(value), **fields)
@@ -353,7 +355,7 @@ def _changed(value: S, **fields: Any) -> S:
 def _change_rank(
     state: RunState, rank: int | None, change: Callable[[RankState], RankState]
 ) -> RunState:
-    """Return the state with one rank replaced by ``change`` of it.
+    """Return the state with the state ``s`` of one rank replaced by ``change(s)``.
 
     Returns the same state if ``rank`` is None or the run has no such rank.
     """
@@ -366,7 +368,8 @@ def _change_rank(
 def _own_fields(message: wire.Message) -> dict[str, Any]:
     """Return the fields that a message's class adds to ``wire.Message``, as a dict.
 
-    For messages whose own fields have the same names as fields of a state, to be copied into it.
+    For messages whose own fields have the same names as fields of a state, and are copied into
+    that state.
     """
     return {name: getattr(message, name) for name in _names_of_own_fields(type(message))}
 
@@ -381,7 +384,8 @@ def _names_of_own_fields(kind: type[wire.Message]) -> tuple[str, ...]:
 def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
     """Return the state after a message of a rank or agent.
 
-    Each class of messages has an implementation below; others leave the state unchanged.
+    The classes of messages that change the state have implementations below. All others leave it
+    unchanged.
     """
     return state
 
@@ -439,7 +443,7 @@ def _(message: wire.Displayed, state: RunState) -> RunState:
 
 
 def _kept(displays: tuple[Display, ...]) -> tuple[Display, ...]:
-    """Return the displays without the oldest, where there are too many or they are too large."""
+    """Return the newest displays, at most 20 and 8 MB; the newest one is kept at any size."""
     kept = list(displays)
     while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and _size(kept) > _MAX_DISPLAY_BYTES):
         del kept[0]
@@ -462,7 +466,8 @@ def _(message: wire.Bar, state: RunState) -> RunState:
 def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
     """Return the bars with ``bar`` in place of the bar with the same number, or added at the end.
 
-    If there are too many then, the oldest closed bar is dropped.
+    There are at most 500 bars: before one more is added, the oldest closed bar is dropped, or the
+    oldest of all if none is closed.
     """
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:
@@ -582,8 +587,8 @@ def apply_to_processes(
     """Return the states of the rank processes after a message; like :func:`apply`.
 
     Args:
-        message: from a rank or an agent; most do not change a process.
-        processes: the states before it, in the order of the ranks.
+        message: from a rank or an agent; most messages do not change a process.
+        processes: the states before the message, in the order of the ranks.
     """
     if isinstance(message, wire.AgentReady):
         pids = message.pids

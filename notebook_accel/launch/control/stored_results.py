@@ -1,8 +1,9 @@
 """Results of a detached run, in files of the run's folder.
 
 A detached run outlives the notebook's kernel; its keeper process writes each result when a rank
-returns it (:meth:`StoredResults.keep`), and any kernel of the user reads it on demand. A file is
-one line of JSON, the sizes in bytes of the buffers of a ``payload.Packed``, and then these buffers.
+returns it (:meth:`StoredResults.keep`), and any kernel of the user reads it on demand. Each file
+holds the buffers of a pickled result (``payload.Packed``), one after the other, preceded by a line
+of JSON with the list of their sizes in bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = ["StoredResults"]
 class StoredResults(Results):
     """Results of a detached run, stored in its folder so that other processes can read them.
 
-    Unlike in :class:`Results`, nothing refers to objects of the notebook that launched the run: a
-    result carries copies of them.
+    Where a result in :class:`Results` refers to objects of the notebook that launched the run, a
+    stored result has copies of them.
 
     Args:
         folder: the run's folder.

@@ -4,9 +4,9 @@
                           -> RankState of each rank (state.py) -> judge -> Failure
                           -> WorkerError (run.py)
 
-The first failure to be reported need not be the cause: if one rank fails, the others fail a moment
-later since they lost their connection to it, and whose message comes first is chance. So failures
-are ordered by kind, then by time:
+The failure that is reported first need not be the cause: if one rank fails, the others fail a
+moment later since they lost their connection to it, and the messages may arrive in any order. So
+failures are ordered by kind, then by time:
 
     death by a signal or exit code  <  an exception  <  a connection to another rank that was lost
 
@@ -14,7 +14,7 @@ The first in this order is the cause: the error shows its traceback, and mention
 line each. A lost agent (the helper process that watches the ranks of one machine) comes before the
 lost connections that follow from it. Failures on one machine are ordered by its clock. Of failures
 on two machines, whose clocks may differ, the one that the kernel heard of first comes first.
-Functions here are pure, but for reading the pid of this process.
+The functions here are pure, except that one reads the pid of this process.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _mismatch(rank: RankState) -> str:
 
 
 def _memory_of_kernel(rank: RankState) -> str:
-    """Return advice if a device is out of memory and this very kernel holds some of it, else ""."""
+    """Return advice if a device is full and the notebook's kernel uses part of it, else ""."""
     own = str(os.getpid())
     if rank.failure is None or own not in _HOLDS_MEMORY.findall(rank.failure.text):
         return ""
@@ -123,7 +123,7 @@ class Verdict:
 
     Attributes:
         status: "succeeded", "failed" or "stopped".
-        failure: why the run failed; None for the other two.
+        failure: why the run failed; None unless it failed.
     """
 
     status: str
@@ -156,9 +156,10 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
 
 
 def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:
-    """Return whether this rank failed, so that the run counts as failed.
+    """Return whether this rank failed.
 
-    A rank did not fail if its function returned, or if it ended only because it was told to.
+    A rank did not fail if its function returned, or if it ended only because it was told to. Errors
+    that follow an interrupt of a stopped run do not count either.
 
     Args:
         rank: the rank's last state.
@@ -240,7 +241,8 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
 def _describe(rank: RankState) -> list[str]:
     """Return lines that say how a rank failed.
 
-    They end with its traceback or, if its process died without one, its last lines of output.
+    The lines end with the rank's traceback or, if its process died without one or called
+    ``sys.exit``, with its last lines of output.
     """
     raised = rank.failure
     if raised is None:
@@ -273,7 +275,7 @@ def _last_lines(rank: RankState) -> list[str]:
 def _in_one_line(rank: RankState) -> str:
     """Return how a rank failed, in a few words.
 
-    Such as ``ValueError: bad batch``, ``killed by SIGKILL`` or ``exit code 3``.
+    Examples: ``ValueError: bad batch``, ``killed by SIGKILL`` or ``exit code 3``.
     """
     raised = rank.failure
     if raised is not None:
@@ -285,9 +287,9 @@ def _in_one_line(rank: RankState) -> str:
 
 
 def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
-    """Return lines about the failed ranks other than ``cause``; ranks that failed alike share one.
+    """Return lines about the failed ranks other than ``cause``, one line per distinct error.
 
-    Begins with an empty line; [] if no other rank failed.
+    The first line is empty. Returns [] if no other rank failed.
     """
     alike: dict[str, list[int]] = defaultdict(list)
     for rank in failed:
@@ -300,10 +302,10 @@ def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
 
 
 def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
-    """Explain a lost connection between ranks in plain words; [] for other kinds of failure.
+    """Return lines that explain a lost connection between ranks; [] for other kinds of failure.
 
-    The message of gloo or NCCL names only an address, and guesses that a rank crashed; often a rank
-    has only returned earlier than the others.
+    The message of gloo or NCCL names only an address, and guesses that a rank crashed. Often a rank
+    has only returned earlier than the others. Also [] if only that message is known.
 
     Args:
         cause: the rank that lost its connection.
@@ -346,7 +348,7 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
 
 
 def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
-    """Return advice for a run without failure: a line for each likely mistake; often [].
+    """Return advice for a run that did not fail: one line per likely mistake, or [].
 
     Args:
         last: the state of the run at its end.
@@ -367,7 +369,8 @@ def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
 def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
     """Return a line of advice if the ranks used models of the notebook and all returned None.
 
-    The notebook's models are unchanged then, since ranks train copies. Otherwise [].
+    In that case the notebook's models are unchanged, since ranks train copies. Otherwise returns
+    [].
     """
     has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
     if not packed.models or not has_nothing:

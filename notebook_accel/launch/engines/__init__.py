@@ -22,8 +22,8 @@ __all__ = ["engine_for"]
 def engine_for(config: LaunchConfig) -> Engine:
     """Return a new engine, chosen by ``config.engine``.
 
-    "auto" stands for the local engine, or for "xla" where torch_xla finds a TPU and no devices are
-    chosen.
+    "auto" chooses "xla" if torch_xla finds a TPU and ``config.devices`` is None, else the local
+    engine.
     """
     on_tpu = config.engine == "auto" and config.devices is None and tpu.is_torch_xlas()
     module, _, name = ENGINES["xla" if on_tpu else config.engine].path.partition(":")

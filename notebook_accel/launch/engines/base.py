@@ -14,7 +14,8 @@ An engine is given three records:
     NewCall            what the launcher prepared for the call: folder, first state, view
 
 From a LaunchRequest and a RankPlan the engine makes the message ``wire.Launch``, which has an agent
-start rank processes; from a PackedCall the message ``wire.BeginCall``, which has them call.
+start rank processes; from a PackedCall the message ``wire.BeginCall``, which has the ranks call the
+function.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RankPlan:
 
     Attributes:
         agents: for each agent (the helper process on one machine) the ranks that it starts.
-            Numbers run through all agents; the first agent has rank 0.
+            Ranks are numbered across all agents; the first agent has rank 0.
         environment: environment variables that the engine gives every rank (``ON_CPU`` of
             control/environment.py, for example).
         notices: messages for the user.
@@ -72,7 +73,7 @@ class RankPlan:
 
     @classmethod
     def of_sizes(cls, *sizes: int, **fields: Any) -> RankPlan:
-        """Return a plan with one agent for each size, whose ranks differ only in their numbers.
+        """Return a plan with one agent for each size; all ranks differ only in their numbers.
 
         Args:
             sizes: number of ranks of each agent.
@@ -98,8 +99,8 @@ class Engine(ABC):
         description: names the engine in messages for the user.
         unused: arguments of ``notebook_launcher`` that the engine accepts and ignores.
         needs_payload: whether functions must be pickled, since the ranks are other processes.
-        keeps_ranks: whether its ranks can stay alive between calls, as a session needs.
-        can_detach: whether its runs can outlive the notebook's kernel (``detach=True``).
+        keeps_ranks: whether the engine's ranks can stay alive between calls, as a session needs.
+        can_detach: whether the engine's runs can outlive the notebook's kernel (``detach=True``).
     """
 
     description: ClassVar[str]
@@ -111,10 +112,10 @@ class Engine(ABC):
     def warm_up(self, request: LaunchRequest) -> None:
         """Do the slow part of a start, such as waiting until torch is imported.
 
-        Called before the run exists, where the user can interrupt without leaving anything behind.
+        Called before the run exists, when an interrupt by the user leaves nothing behind.
 
         Raises:
-            LaunchError: the process from which ranks are started cannot be started itself.
+            LaunchError: the template process, from which ranks are started, cannot be started.
         """
         return
 
@@ -135,19 +136,20 @@ class Engine(ABC):
 
     @abstractmethod
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
-        """Decide how many ranks the launch has, by which agent each is started, and its variables.
+        """Decide how many ranks the launch has, and which agents start them; return the plan.
 
         Engines with several machines wait here until the machines have joined.
 
         Raises:
-            ConfigError: more ranks are asked for than there can be.
+            ConfigError: the settings ask for more ranks than the devices allow.
+            LaunchError: something that the engine needs is missing, such as a machine.
         """
 
     def num_ranks_here(self, request: LaunchRequest) -> int:
         """Return the number of ranks on this machine, without asking any other machine.
 
         Raises:
-            ConfigError: more ranks are asked for than there can be.
+            ConfigError: the settings ask for more ranks than the devices allow.
         """
         return self.plan_ranks(request).world_size
 
@@ -184,7 +186,7 @@ class Engine(ABC):
             log_dir: folder for the files with the ranks' output.
 
         Raises:
-            ConfigError: this engine has no ranks that could wait for calls.
+            ConfigError: the ranks of this engine cannot wait for calls (``keeps_ranks`` is False).
             LaunchError: the ranks could not be started; no process is left of them.
         """
         raise ConfigError(

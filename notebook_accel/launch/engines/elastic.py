@@ -77,9 +77,9 @@ _POLL_SECONDS = 0.05
 class ElasticEngine(MachinesEngine):
     """Engine with ranks on this machine and on others that join (``engine="elastic"``).
 
-    The other machines join with the command ``notebook-accel join``, which the launch shows, or
-    which ``srun`` runs for it inside a Slurm job. With ``num_nodes=1`` it needs no other machine,
-    and serves to restart ranks after a failure.
+    The other machines join with the command ``notebook-accel join``, which the launch shows to
+    the user or, inside a Slurm job, has ``srun`` run on the other nodes. With ``num_nodes=1`` no
+    other machine is needed; the ranks can then be restarted, unlike with ``engine="local"``.
     """
 
     description = "engine='elastic', which finds its machines by `notebook-accel join`"
@@ -134,12 +134,12 @@ class ElasticEngine(MachinesEngine):
     ) -> list[JoinedMachine]:
         """Wait until the other machines have joined, and return them; an interrupt ends the wait.
 
-        Inside a Slurm job with enough nodes, ``srun`` runs the join command on them. Else the
-        command is shown to the user.
+        Inside a Slurm job with enough nodes, ``srun`` runs the join command on these nodes.
+        Otherwise the command is shown to the user.
 
         Args:
             server: listens for the machines.
-            request: the launch, whose view shows what it waits for.
+            request: the launch; its view shows how many machines are missing.
             wanted: number of other machines.
 
         Raises:
@@ -200,16 +200,16 @@ class ElasticEngine(MachinesEngine):
 
 
 def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -> int:
-    """Return the number of ranks for another machine that joined.
+    """Return how many ranks another machine that joined gets.
 
     Args:
-        info: what that machine told of itself.
+        info: the joined machine's description of itself.
         config: settings of the launch.
         here: the ranks of the notebook's machine, which must be on the same kind of device.
 
     Raises:
-        ConfigError: it has fewer accelerators than ranks are asked for; or only one of the two
-            machines has accelerators.
+        ConfigError: the joined machine has fewer accelerators than ranks are asked for on it; or
+            only one of the two machines has accelerators.
     """
     if config.devices == "cpu":
         return config.num_processes or 1
@@ -240,12 +240,13 @@ def join(
         address: ``HOST:PORT``, as the notebook shows it.
         token: the secret of the launch, as the notebook shows it.
         tell: called with each message for the user; None writes them to ``sys.stderr``.
-        num_ranks: number of ranks of this machine; 0 lets the notebook decide.
+        num_ranks: number of ranks of this machine if the engine is "ray"; 0 with "elastic", whose
+            launch decides that.
 
     Raises:
         ConfigError: the address or the token is malformed.
-        LaunchError: nobody listens there, the token is that of another launch, or the notebook
-            refuses this machine.
+        LaunchError: no notebook listens at the address, the token is that of another launch, or the
+            notebook refuses this machine.
     """
     host, port = parse_address(address)
     given = Token.of_text(token)
@@ -281,7 +282,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class _Guest:
-    """The joined machine's side of a run: starts and ends an agent here as the notebook asks.
+    """The joined machine's side of a run: starts and ends an agent here when the notebook asks.
 
     Args:
         environment: this machine's environment variables, with which the agent is started.
@@ -303,7 +304,7 @@ class _Guest:
             info: describes this machine; its network interface is filled in here.
 
         Raises:
-            LaunchError: there is no such notebook, or it refuses this machine.
+            LaunchError: no notebook listens there, or it refuses this machine.
         """
         link = await self._connect(host, port, token)
         interface = interface_of(link.own_address)

@@ -1,8 +1,8 @@
 """Engine that calls the function in the notebook's own process, as a single rank, for debugging.
 
 The function works on the notebook's own objects, and a debugger can step into it. A launch blocks
-until the function ends. The run has results, errors and interrupts as with other engines, but no
-log of the output, which the notebook shows as usual; and it can be stopped only by an interrupt.
+until the function ends. The run has results, errors and interrupts as with other engines, but its
+output is not logged: the notebook shows it as usual. Only an interrupt can stop the run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class InlineEngine(Engine):
 class InlineCall(Call):
     """A call in the notebook's own process.
 
-    The launch runs it in the calling thread: it has ended when the launch returns.
+    The call runs in the thread that launches it, and has ended when the launch returns.
     """
 
     metrics: MetricStore
@@ -88,11 +88,11 @@ class InlineCall(Call):
         return "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
 
     def run(self, request: LaunchRequest) -> None:
-        """Call the request's function, and keep its result or error; updates the state.
+        """Call the request's function, keep its result or error, and update the state.
 
         Raises:
-            KeyboardInterrupt: the user interrupted; every other exception is kept as the run's
-                error.
+            KeyboardInterrupt: the user interrupted. Every other exception is kept as the run's
+                error, and not raised.
         """
         self._become("running", pid=os.getpid())
         try:
@@ -114,7 +114,7 @@ class InlineCall(Call):
     def drop_results(self) -> None:
         """Drop this call's reference to the results, so that they are freed with the run's handle.
 
-        Calls are listed for longer than the user needs their results.
+        The list of runs keeps the call for longer than the user needs the results.
         """
         self._kept, self.results = Results(Registry()), None
 
@@ -159,8 +159,8 @@ def _environment(environment: dict[str, str]) -> Iterator[None]:
 def _seeded(seed: int | None) -> Iterator[None]:
     """Seed the random generators within the block as in a rank, and restore them after it.
 
-    Does nothing for None. Generators of accelerators are not restored to where they were: after the
-    block they start anew from the notebook's seed.
+    Does nothing if ``seed`` is None. The states of accelerators' generators cannot be restored:
+    after the block these generators start anew from the notebook's seed.
     """
     if seed is None:
         yield

@@ -4,7 +4,7 @@ An agent is the helper process that starts and watches the ranks of one machine.
 the template, a clean process that has torch imported, and forks the ranks in turn::
 
     AgentEngine.begin
-        start_ranks: start_agents -> an AgentLink each -> RankPool, which sends wire.Launch
+        start_ranks: start_agents -> an AgentLink per agent -> RankPool, which sends wire.Launch
         RankCall.sent: sends wire.BeginCall
 """
 
@@ -141,7 +141,7 @@ class AgentEngine(Engine):
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         """Start the agents of the plan, and return a connection to each, in the plan's order.
 
-        They start no ranks yet: each waits for the message ``wire.Launch``.
+        The agents start no ranks yet: each waits for the message ``wire.Launch``.
 
         Args:
             request: the user's settings.
@@ -153,7 +153,7 @@ class AgentEngine(Engine):
         """
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Return the ranks with which a failed run is restarted (``max_restarts``).
+        """Return the plan of the ranks with which a failed run is restarted (``max_restarts``).
 
         Raises:
             ConfigError, LaunchError: the run cannot be restarted.
@@ -161,7 +161,7 @@ class AgentEngine(Engine):
         return self.plan_ranks(request)
 
     def close(self) -> None:
-        """Release what only starting further ranks would need, such as connected machines.
+        """Release what is only needed to start further ranks, such as connected machines.
 
         Called once a run can have no more restarts. The default has nothing to release.
         """
@@ -177,9 +177,9 @@ def abandon(links: Iterable[AgentLink]) -> None:
 class LocalEngine(AgentEngine):
     """Engine with ranks on this machine, the default (``engine="local"``).
 
-    Without ``num_processes`` it has one rank for each accelerator or, if there is none, one rank on
-    the CPU. Ranks are forks of a clean process, not of the kernel, so that a kernel that has used
-    CUDA or threads does no harm.
+    Without ``num_processes`` it starts one rank for each accelerator or, if there is none, one rank
+    on the CPU. Ranks are forks of a clean process, not of the kernel, so that it does no harm if
+    the kernel has used CUDA or threads.
     """
 
     description = "engine='local', whose ranks are on one machine"
@@ -230,12 +230,12 @@ def fork_agent(
     """Have the template process fork an agent, and return the connection to the agent.
 
     Args:
-        environment: environment variables of the launch. They decide whether the template that
-            runs can be used, or another one has to be started.
+        environment: environment variables of the launch. If the running template does not fit
+            them, a new one is started.
         ranks: the ranks that the agent starts later.
         connection: makes a pair of connected sockets: this process keeps the first, the agent gets
-            the second. If the template does not answer, it is called again for a new template,
-            since the old one may have forked an agent with the first pair all the same.
+            the second. If the template does not answer, a new template gets a new pair, since the
+            old one may have forked an agent with the first pair all the same.
         run: id of the run or session.
         sees_files: whether the agent may write into the run's folder (``AgentLink.sees_files``).
 
@@ -276,11 +276,11 @@ def fork_agent(
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     """Return both ends of a TCP connection over the loopback interface.
 
-    Unlike a Unix socket pair it passes no file descriptors, so that all data travels as bytes and
-    can be relayed to another machine.
+    Unlike a Unix socket pair, a TCP connection passes no file descriptors: all data travels as
+    bytes, which can be relayed to another machine.
 
     Raises:
-        LaunchError: another process has connected in between.
+        LaunchError: another process connected to the listening socket first.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())

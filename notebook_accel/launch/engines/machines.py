@@ -1,4 +1,4 @@
-"""The notebook's side of other machines that join a run: admit them, and start their agents.
+"""The notebook's side of a run with other machines: admit the machines, start their agents.
 
     MachineServer: address, token  <----- join (elastic.py) ----  a template, ready to fork
     JoinedMachine.start_agent     ----- StartMachineAgent ----->  template -> agent
@@ -80,12 +80,12 @@ _END_SECONDS = 5.0
 class JoinedMachine:
     """Another machine that has joined the run and is connected; it runs one agent at a time.
 
-    Its methods may be called from any thread, except that of the connections (the event loop of
-    ``machine_link.py``), unless a method says otherwise.
+    Its methods may be called from any thread except the connections' thread (which runs the event
+    loop of ``machine_link.py``); those that are called in that thread say so.
 
     Args:
         link: connection to the machine.
-        info: what the machine told of itself: versions, devices, environment.
+        info: the machine's description of itself: versions, devices, environment.
     """
 
     def __init__(self, link: MachineLink, info: wire.MachineJoined) -> None:
@@ -130,7 +130,7 @@ class JoinedMachine:
             self._note_end()
 
     def close_answers(self) -> None:
-        """End all waiting for this machine, whose connection has ended.
+        """Wake all that wait for this machine, after its connection has ended.
 
         Called in the connections' thread.
         """
@@ -153,7 +153,7 @@ class JoinedMachine:
             run: id of the run or session.
 
         Raises:
-            LaunchError: the machine has started no agent.
+            LaunchError: the machine started no agent, or its last one has not ended.
         """
         if not self._is_idle.wait(_END_SECONDS):
             raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
@@ -187,7 +187,7 @@ class JoinedMachine:
         """Ask the machine to end its agent, unless the agent has ended already.
 
         Called when the notebook's end of the agent's channel was closed. A machine that was let go
-        (:meth:`let_go`) is disconnected instead, which ends its agent, too.
+        (:meth:`let_go`) is disconnected instead, which also ends its agent.
         """
         if self._end is not None:
             self._note_end()
@@ -197,10 +197,10 @@ class JoinedMachine:
             self._link.close()
 
     def _note_end(self) -> None:
-        """Mark the machine as free for another agent, if the last agent's channel is closed, too.
+        """Mark the machine as free for another agent, if the last agent's channel has closed.
 
-        Called when the last agent has ended. A machine that was let go (:meth:`let_go`) is
-        disconnected then.
+        Called when the last agent has ended. A machine that is free and was let go (:meth:`let_go`)
+        is disconnected.
         """
         if self._passing is not None and self._passing.done():
             self._is_idle.set()
@@ -284,8 +284,8 @@ class MachineServer:
     def admit_no_more(self) -> None:
         """Stop listening, but keep the connected machines.
 
-        Called when all have joined: nobody can join with the token afterwards, even if a machine is
-        lost.
+        Called when all machines have joined. Afterwards the token admits no machine, not even in
+        place of a lost one.
         """
         in_background().call_soon_threadsafe(self._server.close)
 
@@ -360,7 +360,9 @@ class MachinesEngine(AgentEngine):
         self._machines: list[JoinedMachine] = []
 
     def _listen(self, host: str, port: int, wanted: int) -> MachineServer:
-        """Start the server for machines to join, and return it; it stops with this engine.
+        """Start the server that machines join, and return it.
+
+        The server is closed when this engine object is freed.
 
         Args:
             host, port, wanted: as for :class:`MachineServer`.
@@ -371,12 +373,12 @@ class MachinesEngine(AgentEngine):
 
     @abstractmethod
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
-        """Return the plan of ranks on these machines, and remember them as those of the run."""
+        """Return the plan of ranks on these machines, which become the machines of the run."""
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Return the ranks of a restart: on those machines that are still connected.
+        """Return the plan of the ranks of a restart, on the machines that are still connected.
 
-        An engine without other machines plans anew.
+        For a run without other machines it is a new plan for this machine.
         """
         if self._server is None:
             return super().plan_again(request)
@@ -390,8 +392,8 @@ class MachinesEngine(AgentEngine):
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         """Start the agents on the notebook's machine, and return the connections to them.
 
-        These are the first agents of the plan. The default is an engine without ranks here: it
-        returns [].
+        They are the first agents of the plan. The default returns [], for an engine that has no
+        ranks on this machine.
         """
         return []
 
@@ -415,7 +417,7 @@ class MachinesEngine(AgentEngine):
 
 
 def torchelastic_variables(config: LaunchConfig) -> dict[str, str]:
-    """Return the environment variables by which torchrun tells functions about restarts."""
+    """Return the variables from which a function learns about restarts, as with torchrun."""
     return {
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
@@ -426,9 +428,9 @@ def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, 
     """Return the variables that make gloo and NCCL use a network interface.
 
     Args:
-        name: of the interface; "" gives no variables.
-        environment: the environment of the ranks. A variable that it sets already is left out,
-            unless it names the loopback interface, by which no other machine can be reached.
+        name: name of the interface; for "" the result is {}.
+        environment: the environment of the ranks. A variable that is set in it already is left out,
+            unless its value is the loopback interface, by which no other machine can be reached.
     """
     chosen = (variable for variable in INTERFACES if environment.get(variable) in (None, "lo"))
     return dict.fromkeys(chosen, name) if name else {}
@@ -444,11 +446,11 @@ def _fields_of_launch(
     """Return the fields of ``wire.Launch`` that differ on another machine.
 
     Args:
-        info: what the machine told of itself.
+        info: the machine's description of itself.
         request: the user's settings.
         plan: all ranks of the run, with the variables that they have in common.
         num_ranks: number of ranks on the machine.
-        directory: working directory of the ranks there.
+        directory: working directory of the ranks on that machine.
     """
     of_machine = {**info.environment, **_set_by_cells()}
     of_plan = {name: text for name, text in plan.environment.items() if name not in INTERFACES}
@@ -476,7 +478,7 @@ def _fields_of_launch(
 def _set_by_cells() -> dict[str, str]:
     """Return environment variables that this process has set or changed since it began.
 
-    Cells set them, so the ranks on other machines need them as well.
+    The user's cells may have set them for the ranks, so ranks on other machines get them, too.
     """
     before = psutil.Process().environ()
     return {name: text for name, text in kept_environment().items() if before.get(name) != text}
@@ -502,9 +504,9 @@ def interface_of(address: str) -> str:
 
 
 def outward_address() -> str:
-    """Return the IP address with which this machine sends to the network; 127.0.0.1 without one.
+    """Return the IP address from which this machine sends to the network, or else 127.0.0.1.
 
-    The system is asked for its route; nothing is sent.
+    Only the system's routing table is asked: nothing is sent.
     """
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with udp, contextlib.suppress(OSError):

@@ -44,8 +44,8 @@ _POLL_SECONDS = 0.05
 class RayEngine(MachinesEngine):
     """Engine with ranks on the nodes of a Ray cluster (``engine="ray"``).
 
-    It takes the cluster that ray is connected to, else one that ``ray.init()`` finds or starts on
-    this machine.
+    It uses the cluster that ray is connected to or, if there is none, the one that ``ray.init()``
+    finds or starts on this machine.
     """
 
     description = "engine='ray', whose ranks are on the nodes of a Ray cluster"
@@ -114,10 +114,10 @@ class RayEngine(MachinesEngine):
         return actor.join.remote(address, token, num_ranks)
 
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
-        """Return the plan of ranks on these machines, and remember them as those of the run.
+        """Return the plan of ranks on these machines, which become the machines of the run.
 
         Raises:
-            LaunchError: the list is empty.
+            LaunchError: ``machines`` is empty.
         """
         if not machines:
             raise LaunchError("no node of the Ray cluster is left: launch again")
@@ -136,7 +136,7 @@ class _NodeActor:
     """Ray actor on one node of the cluster, which joins the node to the run."""
 
     def join(self, address: str, token: str, num_ranks: int) -> None:
-        """Join this node to the run; when the run has ended, end the actor.
+        """Join this node to the run, wait for the end of the run, and end the actor.
 
         Args:
             address: ``HOST:PORT`` at which the notebook listens.
@@ -156,7 +156,7 @@ class _NodeActor:
 def _connected() -> Any:
     """Return the module ray, connected to a cluster.
 
-    If it is not connected yet, ``ray.init()`` finds a cluster or starts one on this machine.
+    If ray is not connected yet, ``ray.init()`` finds a cluster or starts one on this machine.
 
     Raises:
         LaunchError: ray is not installed.
@@ -179,12 +179,12 @@ def _uses_gpus(ray: Any, request: LaunchRequest) -> bool:
 
 
 def _place(ray: Any, request: LaunchRequest) -> Counter[str]:
-    """Return how many ranks each node gets, by Ray's node id; Ray decides that.
+    """Have Ray choose nodes for the ranks; return the number of ranks by Ray's id of the node.
 
     Each rank takes one CPU and, if the ranks use GPUs, one GPU.
 
     Raises:
-        LaunchError: the cluster has too few of them, or none get free within 5 minutes.
+        LaunchError: the cluster has too few CPUs or GPUs, or they are not free within 5 minutes.
     """
     uses_gpus = _uses_gpus(ray, request)
     resources = ray.cluster_resources()

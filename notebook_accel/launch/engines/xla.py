@@ -44,14 +44,15 @@ class XlaEngine(LocalEngine):
     def _find_devices(
         self, config: LaunchConfig, environment: Mapping[str, str]
     ) -> tuple[str, int]:
-        """Check the settings; return (platform, number of its devices), such as ("TPU", 8).
+        """Check the settings; return (platform, number of devices), such as ("TPU", 8).
 
         Args:
             config: settings of the launch.
             environment: environment variables of the launch.
 
         Raises:
-            ConfigError: the settings ask for another number of ranks, or for certain devices.
+            ConfigError: the settings ask for a number of ranks other than 1 and the number of
+                devices, or choose devices.
             LaunchError: torch_xla is not installed or cannot be used, or there is no TPU.
         """
         _check_library()

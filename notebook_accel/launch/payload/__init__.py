@@ -4,8 +4,9 @@
     pack_call -> Packed ------------------------> unpack_call -> UnpackedCall
     unpack_result, unpack_exception <- Packed, bytes - pack_result, pack_exception
 
-Packing copies no CPU tensor: the buffers of a :class:`Packed` are views of the tensors' memory.
-Nothing here checks who sent a pickle: each connection has authenticated its other end before.
+The buffers of a :class:`Packed` are views of the memory of CPU tensors, not copies; only small
+views of large storages are copied, in results. Nothing here checks who sent a pickle: that was
+authenticated when the connection was made.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ P = TypeVar("P", CallPickler, ResultPickler)
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickled value with the memory of its tensors and arrays beside the pickle (out of band).
+    """A pickled value; the memory of its tensors and arrays is outside of the pickle (out of band).
 
     Attributes:
         buffers: first the pickled sources of the notebook cells that define the value's functions;
@@ -71,11 +72,12 @@ class Packed:
 class Registry:
     """The notebook's classes, functions and type variables that a call sent to its ranks by value.
 
-    A result that contains one of them holds only its index here. :func:`unpack_result` replaces the
-    index by the notebook's own object, so that a returned instance has the notebook's class.
+    Where a result contains one of them, its pickle has only the index into :attr:`objects`.
+    :func:`unpack_result` replaces the index by the notebook's own object, so that a returned
+    instance has the notebook's class.
 
     Attributes:
-        objects: these objects, in the order in which they were pickled.
+        objects: the classes, functions and type variables, in the order in which they were pickled.
     """
 
     objects: tuple[Any, ...] = ()
@@ -89,8 +91,9 @@ class PackedCall:
         packed: the pickle and its buffers, for :func:`unpack_call`.
         registry: the objects sent by value, for :func:`unpack_result` and :func:`unpack_exception`.
         notices: lines to show to the user, such as that tensors on a GPU arrive on the CPU.
-        models: names of the arguments and variables that are torch modules of the notebook.
-        uses_torch: whether the pickle, or the module of an importable function, mentions torch.
+        models: names of those arguments and used variables that are a ``torch.nn.Module``.
+        uses_torch: whether the pickle contains the word "torch" or, for an importable function, the
+            function's module has a global variable ``torch``.
     """
 
     packed: Packed
@@ -109,7 +112,8 @@ class UnpackedCall:
         args: its positional arguments.
         kwargs: its keyword arguments.
         sent: this rank's copies of the objects in the notebook's :class:`Registry`, at the same
-            indices. In a session, whose ranks serve several calls, earlier calls' come first.
+            indices. In a session, whose ranks serve several calls, those of earlier calls come
+            first.
         sources: sources of the notebook cells that define the function and what it uses.
     """
 
@@ -135,7 +139,7 @@ def pack_call(
 
     Args:
         function: to be called on each rank.
-        args, kwargs: what it is called with.
+        args, kwargs: arguments of the function.
         sources: all cells of the notebook; only those that define a pickled function are packed.
         session: None for a launch. For a session, whose ranks serve several calls: the registry of
             the previous call (empty for the first). The notebook's functions then travel without
@@ -267,14 +271,15 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
     """Pickle the value that a rank returned.
 
     Tensors are moved to the CPU and detached from their graph; a model is taken out of its wrapper,
-    such as DDP. Classes and functions that came from the notebook go back as references to them.
+    such as DDP. For classes and functions that came from the notebook, only references to the
+    notebook's own are sent.
 
     Args:
         value: what the function returned.
         call: the call that returned it, from :func:`unpack_call`; None pickles without references.
 
     Raises:
-        TypeError: something in it cannot be pickled; the message names it.
+        TypeError: something in ``value`` cannot be pickled; the message names it.
     """
     sent = call.sent if call else ()
     try:
@@ -292,7 +297,7 @@ def unpack_result(packed: Packed, registry: Registry) -> Any:
         registry: registry of the :class:`PackedCall` that the rank answers.
 
     Raises:
-        Exception: any exception of the classes of the result, as their instances are rebuilt.
+        Exception: any exception that the result's classes raise while instances are rebuilt.
     """
     _, body, buffers = _open_pickle(packed)
     return load(body, buffers=buffers, objects=registry.objects)
@@ -301,7 +306,8 @@ def unpack_result(packed: Packed, registry: Registry) -> Any:
 def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> bytes | None:
     """Pickle the exception that a rank raised; return None if it cannot be pickled.
 
-    ``call`` is the call that raised it, from :func:`unpack_call`; None if none was unpickled.
+    ``call`` is the call that raised the exception, from :func:`unpack_call`; None if the call could
+    not be unpickled.
     """
     file = io.BytesIO()
     try:

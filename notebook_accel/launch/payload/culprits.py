@@ -138,7 +138,7 @@ def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, 
 
     Args:
         function: the function.
-        names: the globals that it uses, which the caller has found.
+        names: the globals that the function uses, by name.
     """
     code = function.__code__
     found = dict(names)
@@ -158,7 +158,8 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a call by parameter name.
 
-    Without a signature that fits, positional ones are called ``args[0]`` and so on.
+    If the function's signature is unknown or does not fit them, positional arguments are called
+    ``args[0]`` and so on.
     """
     try:
         return inspect.signature(function).bind(*args, **kwargs).arguments
@@ -167,7 +168,10 @@ def arguments(
 
 
 def _type_name(value: object) -> str:
-    """Return the name of a value's type for a message: "Net", but "sqlite3.Connection"."""
+    """Return the name of a value's type for a message: "Net", or "sqlite3.Connection".
+
+    The module is left out for built-in types and those of the notebook or of this package.
+    """
     kind = type(value)
     if kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("notebook_accel"):
         return kind.__qualname__
@@ -182,7 +186,8 @@ def cannot_travel(
 ) -> LaunchError:
     """Return the error for a call that could not be pickled; its message names the value at fault.
 
-    ``error`` is what pickling the call raised. The message has it if no single value is at fault.
+    ``error`` is the exception that pickling the call raised; the message quotes it if no single
+    value is at fault.
     """
     inner = getattr(function, "func", function)  # of a partial
     name = getattr(inner, "__name__", None) or _type_name(inner)
@@ -198,7 +203,7 @@ def cannot_travel(
 def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchError:
     """Return the error for a notebook variable that could not be pickled for a session.
 
-    ``error`` is what pickling it raised.
+    ``error`` is the exception that pickling the variable raised.
     """
     culprit = _find_culprit([(name, value, "")], CallPickler) or Culprit(name, value, "", error)
     advice = "make it in a cell of the session"
@@ -211,7 +216,7 @@ def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> T
     Args:
         value: what the function returned in this rank.
         sent: the objects that came from the notebook, as in :attr:`UnpackedCall.sent`.
-        error: what pickling ``value`` raised.
+        error: the exception that pickling ``value`` raised.
     """
     culprit = _find_culprit([("result", value, "")], functools.partial(ResultPickler, sent=sent))
     culprit = culprit or Culprit("result", value, "", error)
@@ -220,10 +225,10 @@ def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> T
 
 
 def cause(error: BaseException) -> BaseException | None:
-    """Return the exception to chain an error to (``raise ... from``).
+    """Return the exception that the user's error is raised ``from``: ``error`` or None.
 
-    That is ``error``, so that the user sees the traceback, if the user's or another library's code
-    raised it; None if a pickler did, whose frames would not help.
+    It is ``error``, whose traceback helps, if the user's code or another library raised it. It is
+    None if one of the picklers raised it, whose frames would not help.
     """
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:

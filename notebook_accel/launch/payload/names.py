@@ -1,10 +1,10 @@
 """Looks at a notebook variable that a session may need: what it uses, and whether it has changed.
 
-A session is a group of ranks that stay alive between cells. Before a cell runs there, the notebook
-sends the variables that changed. To find them, a variable is pickled into a digest, and nothing is
-stored. Arrays are compared by all of their bytes, which takes up to a second for each gigabyte.
-Large tensors are compared by torch's count of in-place changes, by their address, and by a sample
-of their bytes, so that a large model costs little more than a small one.
+A session is a group of ranks that stay alive between cells. Before a cell runs in the session, the
+notebook sends the variables that have changed. To find them, each is pickled into a hash, and the
+pickle is not stored. Arrays are compared by all of their bytes, which takes up to a second for each
+gigabyte. Large tensors are compared by torch's count of in-place changes, by their address, and, on
+the CPU, by a sample of their bytes, so that a large model costs little more than a small one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class NameFacts:
     """Facts about a notebook variable: a digest of its value, the names it uses, its size.
 
     Attributes:
-        digest: hash of the value; another digest than before means that the value has changed.
+        digest: hash of the value; if it differs from an earlier one, the value has changed.
         names: names of the globals that functions and classes in the value use, including names
             that the notebook does not define.
-        num_bytes: size of the memory of its tensors and arrays.
+        num_bytes: size of the memory of the value's tensors and arrays.
     """
 
     digest: bytes
@@ -95,10 +95,10 @@ class _Digest(Discard):
 
 
 class _LookingPickler(SessionPickler):
-    """Pickles a value without the memory of its tensors and arrays, for a digest.
+    """Pickles a value into a digest, without the memory of its tensors and arrays.
 
-    Checksums of that memory, the tensors' change counts and their addresses are pickled instead:
-    they suffice to see whether the value has changed.
+    Checksums of that memory, and the tensors' change counts and addresses, go into the digest
+    instead: these suffice to see whether the value has changed.
 
     Attributes:
         num_bytes: size of the memory of all tensors and arrays so far.

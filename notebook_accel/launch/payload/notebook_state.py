@@ -1,11 +1,11 @@
-"""Carries the process-wide settings that cells have changed from the notebook to its ranks.
+"""Carries process-wide settings, which cells may have changed, from the notebook to its ranks.
 
     notebook: capture() -> NotebookState --pickle--> rank: apply_notebook_state()
 
-A fork of the notebook would inherit all of its settings. Ranks are not forked from the notebook, so
-they are sent these: the states of the random number generators, torch's settings, levels and plain
-handlers of logging, and filters of warnings. Each rank gets the same, so that an unseeded
-``random_split`` gives the same split on all of them.
+Ranks are not forked from the notebook, so they inherit none of its settings. They are sent the
+states of the random number generators, torch's settings, levels and plain handlers of logging, and
+filters of warnings. Each rank gets the same state, so that an unseeded ``random_split`` gives the
+same split on all ranks.
 
 Not carried are: torch's default device (each rank has its own), gradient mode and print options;
 logging handlers and formatters of custom classes, or with filters; and warning filters for
@@ -64,11 +64,12 @@ class NotebookState:
             where the notebook has not imported torch.
         torch_settings: the default dtype, deterministic algorithms and the like, by the names in
             :func:`_torch_settings`; empty if the notebook has not imported torch.
-        torch_flags: the values of :data:`_FLAGS`, by path below ``torch``, that this torch has.
+        torch_flags: values of those settings in :data:`_FLAGS` that this torch has, by their path
+            below ``torch``.
         loggers: arguments of :func:`_apply_logger` for each logger that differs from the defaults,
             the root logger first.
         disabled_level: level that was given to ``logging.disable``.
-        warning_filters: arguments of ``warnings.filterwarnings``, in order of precedence.
+        warning_filters: arguments of ``warnings.filterwarnings``, highest precedence first.
     """
 
     python: tuple[Any, ...]
@@ -86,13 +87,14 @@ class NotebookState:
 
 
 def capture(seed: int | None = None) -> NotebookState:
-    """Return the state of this process. It imports nothing, and draws no random number.
+    """Return the state of this process, without importing anything or changing any generator.
 
-    If numpy or torch was not imported here, its generator gets a new random seed, the same one in
-    each rank.
+    If this process has not imported numpy or torch, the state has a new random seed for its
+    generator, the same for all ranks.
 
     Args:
-        seed: seed for all generators, as of ``set_seed``; None takes their present states.
+        seed: gives the generator states that ``set_seed(seed)`` would lead to; None takes the
+            present ones.
     """
     torch: Any = sys.modules.get("torch")
     # A module that is being imported by another thread has not all of its names yet.
@@ -177,9 +179,11 @@ def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
 
 
 def _handler(handler: logging.Handler) -> _Handler | None:
-    """Return a logging handler as a factory for ranks, its level, and its formatter.
+    """Return a factory that remakes a logging handler in a rank, its level, and its formatter.
 
-    Only plain stream and file handlers have such a form; for all others, None is returned.
+    None if the handler cannot be sent: only a plain FileHandler, or a StreamHandler of stdout or
+    stderr, without filters and with a plain Formatter, can. The file of a FileHandler is switched
+    to append mode.
     """
     formatter = handler.formatter or logging.Formatter()
     if type(formatter) is not logging.Formatter or handler.filters:
@@ -197,7 +201,7 @@ def _handler(handler: logging.Handler) -> _Handler | None:
 
 
 def _append_from_now_on(handler: logging.FileHandler) -> None:
-    """Switch a log file to append mode, so that it does not overwrite lines that ranks wrote.
+    """Switch a handler's open file to append mode, so that the notebook and ranks can share it.
 
     Each rank appends to the file. In mode "w" this process would write on at its own position, over
     the lines of the ranks.

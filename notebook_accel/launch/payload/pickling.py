@@ -1,9 +1,9 @@
 """Picklers for values on their way between the notebook and its ranks.
 
 They extend cloudpickle, which pickles definitions of the notebook by value, in three ways. The
-memory of tensors stays beside the pickle, uncopied. Definitions that came from the notebook
-return to it as references to its own objects. Objects that would be useless in another process,
-such as a process group, are refused with advice.
+memory of tensors is kept outside of the pickle, without a copy if it is on the CPU. Definitions
+that came from the notebook return to it as references to its own objects. Objects that would be
+useless in another process, such as a process group, are refused with advice.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _REMEDIES = {
 class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
     """Raised by a pickler for an object that would be useless in another process.
 
-    Its text says what to do instead. ``culprits.py`` puts that text into the user's error.
+    The exception's text says what to do instead; ``culprits.py`` puts it into the user's error.
     """
 
 
@@ -105,14 +105,15 @@ def remedy_of(kind: type) -> str | None:
 
 
 def rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """Rebuild a function under ``functools.lru_cache``, with an empty cache (for unpickling)."""
+    """Apply ``lru_cache`` to a function again, with an empty cache (used by unpickling)."""
     return functools.lru_cache(**parameters)(function)
 
 
 def rebuild_compiled(compile_in: Callable[[Any], Any], function: Any) -> Any:
-    """Rebuild a function under ``torch.compile`` (used by unpickling).
+    """Apply ``torch.compile`` to a function again (used by unpickling).
 
-    ``compile_in`` is torch's context, which holds the backend and the options.
+    ``compile_in`` is torch's context of the pickled function, which holds the backend and the
+    options.
     """
     return compile_in(function)
 
@@ -149,10 +150,10 @@ BY_TYPE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def remake(value: Any) -> tuple[Any, ...] | None:
-    """Return the reduce tuple of a named object that other processes cannot import.
+    """Return the reduce tuple of an object that cloudpickle would pickle wrongly or not at all.
 
-    It covers functions under ``lru_cache`` or ``torch.compile``, NewTypes and ParamSpecs of the
-    notebook. None leaves the object to cloudpickle.
+    These are functions under ``lru_cache``, NewTypes and ParamSpecs that other processes cannot
+    import, and functions under ``torch.compile``. None leaves any other object to cloudpickle.
     """
     reduce = _NAMED.get(type(value))
     if reduce is not None:
@@ -177,7 +178,8 @@ def _is_at_its_name(value: Any) -> bool:
 def _reduce_compiled(function: types.FunctionType) -> tuple[Any, ...] | None:
     """Return the reduce tuple of a function under ``torch.compile``.
 
-    None if its closure does not hold torch's context, without which it cannot be compiled again.
+    None if the function's closure does not hold torch's context, which is needed to compile it
+    again.
     """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if "self" not in cells:
@@ -201,9 +203,9 @@ _objects: ContextVar[Sequence[Any]] = ContextVar("notebook_accel_objects")
 
 
 def itself(value: Any) -> Any:
-    """Return ``value``.
+    """Return ``value`` (used by unpickling).
 
-    The reduce tuple ``(itself, (other,))`` of an object has ``other`` pickled in its place.
+    An object whose reduce tuple is ``(itself, (other,))`` is replaced by ``other`` in the pickle.
     """
     return value
 
@@ -244,8 +246,8 @@ def rebuild_tensor(
 ) -> Any:
     """Make a tensor on a storage (used by unpickling).
 
-    It is called with the arguments that torch pickles for its own rebuild function. Of ``rest``,
-    which has hooks, dtype and more, only the dtype is used.
+    It is called with the arguments that torch pickles for its own rebuild function. ``rest`` begins
+    with the hooks and the dtype; only the dtype is used.
     """
     import torch
 
@@ -256,7 +258,7 @@ def rebuild_tensor(
 def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """Make an exception without calling its class's ``__init__``.
 
-    ``args`` may not fit that ``__init__``, with which plain unpickling would fail.
+    Plain unpickling calls ``__init__`` with ``args``, and fails if they do not fit its parameters.
     """
     error = kind.__new__(kind, *args)
     error.args = args
@@ -282,8 +284,8 @@ def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 class _MainNamespace:
     """Placeholder in a pickle for the globals of ``__main__``.
 
-    It is unpickled as the globals of the receiving process's own ``__main__``, so that functions of
-    the notebook use those in a rank.
+    It is unpickled as the globals of the receiving process's own ``__main__``. Functions of the
+    notebook thus use the globals of the rank's ``__main__``.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -294,7 +296,7 @@ class _MainNamespace:
 
 
 class Discard(io.RawIOBase):
-    """A file that drops what is written, for trying whether a value can be pickled."""
+    """A file that discards what is written to it, to test whether a value can be pickled."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -307,7 +309,8 @@ def _as_usual(_value: Any) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Base of the picklers to and from ranks.
 
-    It handles tensors, definitions, modules and exceptions, and refuses objects with a remedy.
+    It handles tensors, definitions, modules and exceptions, and raises :class:`Refused` for objects
+    for which :func:`remedy_of` returns a text.
 
     Attributes:
         moved: (device, number of bytes) of each storage that was copied to the CPU to be pickled.
@@ -408,7 +411,8 @@ def _goes_by_value(reduced: Any) -> bool:
 def _is_made_anew(value: Any, reduced: Any) -> bool:
     """Return whether a rank rebuilds ``value`` from its pickle instead of importing it.
 
-    That holds for a TypeVar of the notebook and for objects with a reduce tuple, except classes.
+    That holds for a TypeVar of the notebook, and for other values with a tuple in ``reduced``. For
+    a class, which :func:`_goes_by_value` covers, it returns False.
     """
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
@@ -418,7 +422,8 @@ def _is_made_anew(value: Any, reduced: Any) -> bool:
 def _keep_slots(kind: type, reduced: tuple[Any, ...]) -> None:
     """Add a class's ``__slots__`` to its reduce tuple, from which cloudpickle leaves them out.
 
-    A class without slots would expect another state of its instances than the pickle has.
+    Rebuilt without its slots, the class could not take the state that pickles of its instances
+    have.
     """
     arguments = reduced[1]
     slots = vars(kind).get("__slots__")
@@ -512,7 +517,7 @@ class SessionPickler(CallPickler):
 
     The globals of the notebook's functions are not pickled: a function uses the session's globals
     of the same names. The caller decides for each name in ``names`` whether to send its value as
-    well, since some names belong to the session.
+    well, since the session itself defines some of these globals.
 
     Attributes:
         names: names of the globals that the pickled functions use, defined in the notebook or not.
@@ -545,8 +550,8 @@ class ResultPickler(_Pickler):
     Args:
         file: the pickle is written to it.
         buffer_callback: takes the memory of tensors and arrays; None puts it into the pickle.
-        sent: this rank's copies of the objects that the notebook sent by value, in the order of
-            :attr:`CallPickler.sent`. They are pickled as their index in it.
+        sent: this rank's copies of the objects that the notebook sent by value, as in
+            ``UnpackedCall.sent``. Each is pickled as its index in this sequence.
     """
 
     def __init__(

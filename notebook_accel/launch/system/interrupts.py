@@ -3,10 +3,10 @@
 Python raises a KeyboardInterrupt between any two steps of the main thread. In the middle of
 ``threading.Condition`` (which ``Event.wait`` and ``Thread.start`` use) it leaves a lock locked for
 good, and every thread that waits for the lock hangs. In the middle of a message it leaves a
-connection whose other end cannot make sense of what follows. So such work is done inside of
-:func:`held`, and the main thread waits for a :class:`Latch` instead of an ``Event``.
+connection whose other end cannot make sense of what follows. So work that must not be torn is done
+inside of :func:`held`, and the main thread waits for a :class:`Latch` instead of an ``Event``.
 
-A press is one interrupt of the user; :func:`held` counts those that come in its block.
+A press is one interrupt of the user; :func:`held` counts the presses that come in its block.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LOOK_SECONDS = 1.0
 
 
 class Presses:
-    """Counts in ``count`` the interrupts that a block of :func:`held` has held back so far."""
+    """Holds in ``count`` how many interrupts have come in a block of :func:`held` so far."""
 
     count = 0
 
 
 @contextmanager
 def held(*, patience: int | None = 1) -> Iterator[Presses]:
-    """Hold KeyboardInterrupts back within the block, count them, and raise one at its end.
+    """Hold KeyboardInterrupts back within the block, count them, and raise one at its end if any.
 
     It yields the counter. In other threads than the main one it does nothing, since Python
     interrupts only the main thread.

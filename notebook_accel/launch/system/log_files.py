@@ -1,7 +1,7 @@
 """The log file of each rank, which has all its output: its path, and how it is opened.
 
-It is in the folder of its run, which ``control/run_folder.py`` makes, lists and removes. On a
-machine that does not see that folder, it is in a folder of that machine's agent
+A log file is in the folder of its run, which ``control/run_folder.py`` makes, lists and removes. On
+a machine that does not see that folder, it is in a folder of that machine's agent
 (``agent/logs.py``).
 """
 
@@ -23,7 +23,7 @@ def log_path(log_dir: str | Path, rank: int) -> Path:
 
 
 def open_log(log_dir: str | Path, rank: int) -> int:
-    """Open a rank's log file for appending, made if needed; the caller closes the descriptor."""
+    """Return a descriptor for appending to a rank's log file, made if missing; caller closes it."""
     # O_APPEND: all processes below the rank write to it, and none may overwrite another's lines.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     return os.open(log_path(log_dir, rank), flags, 0o600)

@@ -40,7 +40,7 @@ _FILES_OF_LAUNCH = 24
 
 
 def files_needed(world_size: int) -> int:
-    """Return about how many files an agent has open that starts ``world_size`` ranks."""
+    """Return about how many open files an agent needs to start ``world_size`` ranks."""
     return _FILES_BESIDE + _FILES_A_RANK * world_size
 
 
@@ -51,9 +51,10 @@ def hard_limit() -> int | None:
 
 
 def raise_limit(most: int | None = None) -> None:
-    """Raise this process's soft limit of open files to ``most``; None for the hard limit.
+    """Raise this process's soft limit of open files to ``most``, or to the hard limit if lower.
 
-    It never lowers the limit. If the system refuses, the limit stays.
+    None stands for the hard limit. A higher soft limit is left as it is. If the system refuses, no
+    error is raised.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_free = hard == resource.RLIM_INFINITY
@@ -96,7 +97,7 @@ def check_open_files() -> None:
     """Raise this process's limit of open files, and check that a launch can still open its files.
 
     Raises:
-        LaunchError: it cannot, since the limit is reached or the system is out of resources.
+        LaunchError: it cannot: too many files are open, or the system is out of resources.
     """
     raise_limit(_FILES_OF_KERNEL)
     numbers: list[int] = []

@@ -48,7 +48,7 @@ class _HasDescriptor(Protocol):
 def is_readable(
     source: int | _HasDescriptor, seconds: float | None = 0.0, *, or_writable: bool = False
 ) -> bool:
-    """Wait until a descriptor has something to read or was closed at its other end; return if so.
+    """Wait until a descriptor can be read or its other end was closed; return False on a time-out.
 
     It uses poll(2), which works even if no more files can be opened: an epoll needs a descriptor.
 
@@ -58,7 +58,8 @@ def is_readable(
         or_writable: whether to return True, too, once there is room to write.
 
     Returns:
-        False if the time is over.
+        True if there is something to read, the other end was closed, or (with ``or_writable``)
+        there is room to write; False if the time is over.
     """
     poll = select.poll()
     poll.register(source, select.POLLIN | (select.POLLOUT if or_writable else 0))
@@ -108,7 +109,7 @@ def watch_exit(pid: int) -> int:
 
 
 def await_exit(pid: int, seconds: float) -> None:
-    """Wait until the process has ended, ``seconds`` at most."""
+    """Wait until the process has ended, ``seconds`` at most; return at once if it was reaped."""
     with contextlib.suppress(OSError):  # it was reaped, or no descriptor is left to watch it by
         exit_fd = watch_exit(pid)
         try:
@@ -121,11 +122,11 @@ def await_exit(pid: int, seconds: float) -> None:
 def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
     """Call ``act`` if ``exit_fd`` becomes readable during the block; a timer (SIGALRM) polls it.
 
-    It must be used in the main thread. It is for a process that is busy in the block, with imports
-    for example, and must have no second thread to wait in, since it forks.
+    It must be used in the main thread. It is for a process that is busy in the block, for example
+    with imports, and that cannot wait in a second thread, since it forks.
 
     Args:
-        exit_fd: such as :func:`watch_exit` returns; readable once a process has ended.
+        exit_fd: a descriptor of :func:`watch_exit`, readable once the watched process has ended.
         act: called at every poll from then on; it usually ends this process.
     """
 
@@ -143,7 +144,7 @@ def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, "SIGKILL" for 9; "signal 40", say, for one without a name."""
+    """Return the name of a signal: "SIGKILL" for 9, or "signal 40" if 40 has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -154,7 +155,7 @@ def describe_exit(exitcode: int | None, number: int | None = None) -> str:
     """Return how a process ended, as the rest of a sentence: ``was killed by SIGKILL``.
 
     Args:
-        exitcode: of the process; negative if a signal killed it, as Python has it.
+        exitcode: exit code of the process; as in ``subprocess``, -9 if signal 9 killed it.
         number: the signal that killed it, if the caller has it apart from the exit code; else None.
     """
     if number is None and exitcode is not None and exitcode < 0:
@@ -167,7 +168,7 @@ def describe_exit(exitcode: int | None, number: int | None = None) -> str:
 def reset_signals() -> None:
     """Set signal handlers and the signal mask to Python's defaults, in a process just forked.
 
-    A fork inherits those of its parent.
+    A fork inherits the handlers and the mask of its parent.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -177,7 +178,7 @@ def reset_signals() -> None:
 
 
 def line_buffer_c_output() -> None:
-    """Have C's stdout write each line at once: a signal that kills the process loses its buffer."""
+    """Have C's stdout write each line at once, since a killed process loses what is buffered."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(ValueError):
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0)
@@ -233,8 +234,8 @@ def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
 def _descendants(*, outside: Collection[int]) -> list[tuple[psutil.Process, int]]:
     """Return a pair (descendant, its parent's pid) for each process below this one.
 
-    It leaves out the processes whose pids are in ``outside``, and all below them. It reads the
-    machine's processes once: to do so for each of 300 children took 4 s.
+    It leaves out the processes whose pids are in ``outside``, and all below them. It lists the
+    machine's processes only once: to list them for each of 300 children took 4 s.
     """
     found: list[tuple[psutil.Process, int]] = []
     if not has_children():
@@ -258,7 +259,7 @@ def kill_leftovers(*, session: int, variable: tuple[str, str]) -> list[int]:
     could kill the descendants of its ranks.
 
     Args:
-        session: id of the session, the pid of the dead agent.
+        session: id of the session, which is the pid of the dead agent that led it.
         variable: name and value of the environment variable.
 
     Returns:

@@ -1,15 +1,14 @@
 """Temporary files of an agent and its ranks outside of the run's folder, and their removal.
 
 An agent is the process that starts the ranks of a run on one machine. A DataLoader worker of a rank
-hands its batches over through a socket that has a name, in a folder that the process removes when
-it ends; its queues have semaphores, and its tensors shared memory, whose names it removes at once.
-A process that is killed removes nothing. So all processes of an agent share one folder and one
-prefix for names, and the process that sees them end removes the remaining files: the agent, its
-template (which forked it), or the kernel. Each agent has a folder of its own, since a run may have
-several agents on one machine, which end one by one.
+hands its batches over through sockets in a temporary folder, semaphores and shared memory. A
+process that ends in order removes these files, but one that is killed does not. So all processes of
+an agent share one folder and one prefix for names, and the process that sees them end removes the
+remaining files: the agent, its template (which forked it), or the kernel. Each agent has a folder
+of its own, since a run may have several agents on one machine, which end one by one.
 
-The folder is not beside the logs, since not every file system has sockets. Its name is no longer
-than the one that Python would take, since the path of a socket may have about 100 bytes.
+The folder is not in the run's folder, whose file system may not support sockets. Its name is as
+short as the one that Python would take, since the path of a socket may have about 100 bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _SHARED = Path("/dev/shm")
 def use(run: str) -> None:
     """Give this process, an agent of ``run``, its own temporary folder and prefix of names.
 
-    The processes that it forks inherit both.
+    Processes that the agent forks inherit both.
     """
     agent = os.getpid()
     # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
@@ -71,8 +70,8 @@ def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
 def _remove_tensors(pids: Collection[int]) -> None:
     """Remove tensors that dead processes have left in shared memory.
 
-    Torch gives such a tensor a name, with the pid of its process, for a moment only. A process that
-    is killed in that moment leaves it behind.
+    Torch gives a shared tensor a file name, with the pid of its process, for a moment only. A
+    process that is killed in that moment leaves the file behind.
     """
     # A process that lives under this pid is a newer one, which has the number now.
     prefixes = tuple(f"torch_{pid}_" for pid in pids if not processes.lives(pid))

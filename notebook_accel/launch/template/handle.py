@@ -15,7 +15,7 @@ and takes milliseconds. This file is the kernel's side, ``process.py`` the templ
               close: end of file ------------->  ends once its agents have
 
 Each request has a deadline. A template that does not answer in time, or whose answer is invalid, is
-killed, and a new one is asked (:func:`ask_template`); agents that the old one forked live on.
+killed, and a new template is asked (:func:`ask_template`); agents of the old one live on.
 There is one template at a time: a launch whose environment needs another one closes it.
 """
 
@@ -157,7 +157,7 @@ class Template:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a launch could use the process without waiting for it."""
+        """Whether the process has finished its imports, so that a launch need not wait for it."""
         # It speaks first, once all is imported.
         return self._channel is not None or is_readable(self._socket)
 
@@ -175,9 +175,11 @@ class Template:
         """Have the template fork an agent; return the agent's pid.
 
         Args:
-            sock: the agent's end of a socket pair, which is sent to it; the caller may close it.
+            sock: the agent's end of a socket pair, which is sent to the agent; the caller may close
+                its own copy once this returns.
             run: id of the run.
-            secret: the caller must prove at the other end of the pair that it knows this secret.
+            secret: the agent's secret. The caller must then prove to the agent, at the other end of
+                the pair, that it knows the secret.
 
         Raises:
             LaunchError: the template died, or could not fork.
@@ -195,7 +197,8 @@ class Template:
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
         """Return the accelerators that a process with this environment sees.
 
-        The answer is kept: later calls with the same ``*VISIBLE*`` variables return it again.
+        The answer is kept. A later call returns it again if all variables whose names contain
+        VISIBLE (such as CUDA_VISIBLE_DEVICES) are the same.
 
         Raises:
             LaunchError: the template died, or the accelerators could not be counted.
@@ -385,8 +388,8 @@ _asking = threading.RLock()
 def template(environment: Mapping[str, str] | None = None) -> Template:
     """Return the template for launches with this environment; start one if none fits.
 
-    One fits if it runs and was started with the same values of all variables that Python, torch
-    and the C libraries read at import. Any other template is closed.
+    A template fits if it runs and was started with the same values of all variables that Python,
+    torch and the C libraries read at import. Any other template is closed.
 
     Args:
         environment: of the launch; None for that of this process.

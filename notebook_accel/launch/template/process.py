@@ -10,7 +10,7 @@ The kernel is the notebook's process; an agent supervises a run's ranks on this 
              the kernel's process ends -> end everything, at once
 
 Invariants: one thread, no device, no module of the user's, so that each fork is safe. A child that
-ends by an exception prints it to the template's standard error, which the kernel reads.
+ends by an exception prints its traceback to the template's standard error, which the kernel reads.
 """
 
 from __future__ import annotations

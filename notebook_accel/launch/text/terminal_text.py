@@ -3,9 +3,9 @@
 Control sequences are left out. Of a line that a program rewrites with carriage returns, such as a
 progress bar, the last state is kept.
 
-Output comes in pieces that may end in the middle of a line. A :class:`Tail` holds the newest lines
-and whether the last of them goes on; :func:`append_output` adds a piece. Of a line longer than
-:data:`MAX_LINE` characters it holds both ends.
+Output comes in pieces that may end in the middle of a line. A :class:`Tail` holds the newest lines,
+and whether the last line is still incomplete; :func:`append_output` adds a piece. Of a line longer
+than :data:`MAX_LINE` characters a tail holds the start and the end.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def escaped(value: Any) -> Any:
 def plain_text(text: str) -> str:
     """Return ``text`` without escape sequences and control characters.
 
-    Tabs and line breaks stay.
+    Tabs and newlines are kept, carriage returns are not.
     """
     if text.isprintable():
         # Nearly all text is printable, and to ask takes a tenth of the time of the two searches.
@@ -137,8 +137,8 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
 def _both_ends(line: str) -> str:
     """Return a line; cut the middle out of one with over ``MAX_LINE`` characters.
 
-    If output is added to the result and it is cut again, its start stays the same, and its end is
-    that of the new output.
+    A line that grows can be cut again and again: its start stays the same, and its end is always
+    that of the newest output.
     """
     if len(line) <= MAX_LINE:
         return line

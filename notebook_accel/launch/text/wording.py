@@ -33,7 +33,7 @@ def span(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count with separators, ``1,240``; a value that is not whole has two decimals."""
+    """Return a count as text: ``1,240``, or ``0.50`` with two decimals if it is not whole."""
     if not abs(value) < _MAX_WRITTEN_OUT:  # not a number, either
         return number(value)
     return f"{int(value):,}" if value == int(value) else f"{value:,.2f}"
@@ -92,9 +92,9 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 class _Arguments(reprlib.Repr):
-    """Makes short texts of arguments; an object such as a model or a table is shown as its type.
+    """Makes short texts of arguments; of an object such as a model, only the type's name is shown.
 
-    The ``repr`` of such an object may be long and slow.
+    The ``repr`` of a model or a table may be long and slow.
     """
 
     def repr_instance(self, x: Any, level: int) -> str:

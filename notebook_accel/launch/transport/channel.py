@@ -2,7 +2,7 @@
 
 A frame is a length, a number of file descriptors, and one message of ``wire.py``. A
 :class:`Channel` is only made over a private socket pair, or after the two processes have
-authenticated each other: both know the run's secret (``handshake.py``), or have the same user
+authenticated each other: both know the run's secret (``handshake.py``), or run as the same user
 (``user_socket.py``).
 
     send, post -> queue -> flush -> socket ===> socket -> drain, receive -> (message, descriptors)
@@ -76,7 +76,7 @@ _CHUNK = 1 << 18
 
 
 class ProtocolError(NotebookAccelError):
-    """Raised if the peer sent an invalid or unexpected message, or one to send is too large."""
+    """Raised if a received message is invalid or unexpected, or a message to send is too large."""
 
 
 class _Frame:
@@ -113,7 +113,7 @@ class _Frame:
         self.close()
 
     def close(self) -> None:
-        """Close this process's copies of the descriptors, unless that was done before."""
+        """Close the frame's descriptors in this process; those already closed are left alone."""
         with contextlib.suppress(OSError):  # the user's code closed what it did not open
             deque(map(os.close, self._unclosed), maxlen=0)
 
@@ -122,7 +122,7 @@ class Channel:
     """Sends and receives messages with file descriptors over a connected unix socket.
 
     Attributes:
-        heard: when bytes last arrived, or the channel was made; monotonic seconds.
+        heard: time in monotonic seconds at which bytes last arrived; at first, that of creation.
         closed: whether :meth:`close` was called.
     """
 
@@ -175,7 +175,7 @@ class Channel:
         self._post(data, tuple(map(os.dup, fds)))
 
     def hand_over(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Queue a message like :meth:`post`, but take over its descriptors, without duplicates.
+        """Queue a message like :meth:`post`, but own ``fds`` instead of duplicating them.
 
         The channel closes the descriptors once they are sent, or if the message cannot be queued.
 
@@ -357,7 +357,7 @@ class Channel:
     def _deliver(
         self, message: wire.Message, num_fds: int
     ) -> Iterator[tuple[wire.Message, list[int]]]:
-        """Yield the messages, with their descriptors, that can be returned now that this one came.
+        """Yield the messages that can be returned now that ``message`` came, with descriptors.
 
         Here that is ``message`` alone; in :class:`FramedChannel` a message may wait for bytes.
 
@@ -385,13 +385,13 @@ class Channel:
             fd: descriptor to write to; the channel closes it, also on an error.
 
         Raises:
-            ProtocolError: the peer offers no file of that number.
+            ProtocolError: the peer offers no file of that number, or it is being saved already.
         """
         os.close(fd)
         raise ProtocolError(f"no file comes as stream {stream}")
 
     def num_received(self, stream: int) -> int | None:
-        """Return the number of bytes received of a file; None if it is complete or unknown.
+        """Return how many bytes of a file were received; None if it is complete or unknown.
 
         Here this is always None, since only a :class:`FramedChannel` receives files.
 

@@ -11,7 +11,7 @@ machine the segment's bytes are sent, as a numbered stream of frames between the
       more credit  <------ Credit(7, n)  -------------   ... for as much as was written
       Data(7, ..., last)  --------------------------->   sealed: the message, [segment]
 
-So code that uses a channel need not know whether the other end is on the same machine. Credit is
+So code that uses a channel is the same whether or not the peer is on the same machine. Credit is
 the number of bytes that the receiver allows the sender to send. What waits in the queues::
 
     post, follow --> _sending[stream]   bytes that wait for the peer's credit, or for the socket
@@ -28,7 +28,7 @@ Invariants:
 
 - A sender never sends more bytes of a stream than it has credit for, and reads them from the
   segment only when the socket has room. So a value of any size needs only a few frames of memory
-  beside its one copy at each end, and a message that is posted meanwhile waits for one frame.
+  besides one copy at each end, and a message posted meanwhile waits for only one frame.
 - The receiver returns messages about the same rank in the order in which they were posted: a
   message behind an incomplete one waits. The same holds among messages about no rank. Only ``Kill``
   overtakes others.
@@ -163,7 +163,7 @@ class FramedChannel(Channel):
         that are new in the file. :meth:`end` marks the end.
 
         Args:
-            fd: of the file, readable; it is duplicated, so the caller still owns it.
+            fd: readable descriptor of the file. It is duplicated, so the caller still owns it.
         """
         return self._open(os.dup(fd), size=None, credit=0)
 
@@ -190,7 +190,7 @@ class FramedChannel(Channel):
             super().flush(block=block)
 
     def _queue_frames(self) -> bool:
-        """Queue one frame of each stream that has bytes and credit; return whether frames wait."""
+        """Queue one frame of each stream with bytes and credit; return whether any is queued."""
         for stream, sending in list(self._sending.items()):
             data = sending.read()
             sending.sent += len(data)
@@ -302,8 +302,8 @@ class FramedChannel(Channel):
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
         """Yield the waiting messages whose segments are complete, with the segments' descriptors.
 
-        A message stays if an earlier one about the same rank is incomplete. Messages about no rank
-        are ordered among themselves.
+        A message keeps waiting while an earlier one about the same rank is incomplete. Messages
+        about no rank are ordered in the same way among themselves.
         """
         for rank, queue in list(self._waiting.items()):
             while queue and queue[0].is_whole:

@@ -1,14 +1,14 @@
 """How a connection between two processes of a run begins: both prove that they know its secret.
 
     accept                              connect
-    version, nonce A          --->      is it ours?
+    version, nonce A          --->      is the version ours?
     does the proof fit?       <---      nonce B, HMAC(secret, "connect" A B)
     HMAC(secret, "accept" A B) --->     does the proof fit?
 
 A and B are fresh random nonces, so an old proof cannot be replayed. The two ends sign different
 words ("connect", "accept"), so an end's own proof cannot be sent back to it. Nothing that follows
-the peer's proof is read before the proof was checked. Nothing is encrypted: the sockets are unix
-sockets, or connect to the loopback interface.
+the peer's proof is read before that proof has been checked. Nothing is encrypted: the sockets are
+unix sockets, or connect to the loopback interface.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ no heartbeat arrives for some seconds, the connection is closed. TCP alone would
 link for a quarter of an hour.
 
 One background thread with an event loop serves all connections of this process. The channels of a
-run (``frames.py``) do not know of it: each uses a local socket, whose bytes are relayed here.
+run (``frames.py``) do not know of the network: each uses a local socket, whose bytes this module
+relays.
 """
 
 from __future__ import annotations
@@ -99,15 +100,15 @@ def in_background() -> asyncio.AbstractEventLoop:
 def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     """Run a coroutine in the background loop and wait for it; return its result or raise its error.
 
-    For any thread but that of the loop. The wait can be interrupted (KeyboardInterrupt), which
-    cancels the coroutine.
+    To be called in any thread but the loop's. The wait can be interrupted (KeyboardInterrupt),
+    which cancels the coroutine.
 
     Args:
         work: the coroutine.
         timeout: seconds; None for no limit.
 
     Raises:
-        TimeoutError: it took longer than ``timeout``, and was cancelled.
+        TimeoutError: the coroutine took longer than ``timeout``, and was cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(work, in_background())
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -235,7 +236,7 @@ async def open_link(host: str, port: int, token: Token) -> MachineLink:
     The secret is sent only if the notebook's certificate is the one of the token.
 
     Raises:
-        LaunchError: the certificate is another one.
+        LaunchError: the notebook's certificate is not the token's.
         OSError: no process listens there, or it does not speak TLS.
         asyncio.TimeoutError: there was no connection within ten seconds.
     """
@@ -368,7 +369,7 @@ class MachineLink:
             sock: the local socket at whose other end the channel is; the link owns it from now on.
 
         Returns:
-            The task that reads ``sock``; it ends when the channel's end is closed.
+            The task that reads ``sock``; it ends when the channel closes its end.
         """
         reader, self._local = await asyncio.open_connection(sock=sock)
         return asyncio.ensure_future(self._pass_on(reader))

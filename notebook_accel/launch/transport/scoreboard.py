@@ -7,7 +7,7 @@ The scoreboard also coordinates a polite stop: the ranks leave their training lo
 If one rank left earlier than another, the other would wait for it in a collective for ever. So all
 ranks of all agents leave at the same *point*. A rank comes to a point whenever a prepared data
 loader gives a batch (counted in "batches"), or the user's function reads ``should_stop`` (counted
-in "reads").
+in "reads"). For a rank that has read ``should_stop``, only its reads are points.
 
     rank, at each point                       agent                        kernel
     row.batches = n    (it comes)
@@ -20,10 +20,10 @@ in "reads").
 
 Invariants:
 
-- A rank writes ``batches`` BEFORE it reads the flag that a stop is asked. ``FLAG_SECONDS`` after
-  the agent has set the flag, each row shows one of three states: the rank has passed its newest
-  point; it waits there; or it is between the two writes. In the third state ``passed`` returns None
-  and the agent asks again. So no rank passes a point unseen.
+- A rank writes ``batches`` BEFORE it reads the flag by which the agent asks for a stop.
+  ``FLAG_SECONDS`` after the agent has set the flag, each row shows one of three states: the rank
+  has passed its newest point; it waits there; or it is between the two writes. In the third state
+  ``passed`` returns None and the agent asks again. So no rank passes a point unseen.
 - From then on no rank passes a point until ``leave_at`` is called. So the highest passed point
   stays correct, and no rank on any machine has passed the point after it.
 - All ranks come to the same points in the same order, so that one point is enough for all.
@@ -75,9 +75,9 @@ class LeavePoint:
     """Where all ranks leave their loops in a polite stop; see the module's docstring.
 
     Attributes:
-        batches: number of the batch at which the loader ends the loop; None if the ranks leave at
-            a read of ``should_stop`` instead.
-        reads: number of the read at which ``should_stop`` becomes True.
+        batches: number, from 1, of the batch that the loader no longer gives; None if the ranks
+            leave at a read of ``should_stop`` instead.
+        reads: number, from 1, of the read at which ``should_stop`` becomes True.
     """
 
     batches: int | None
@@ -87,8 +87,8 @@ class LeavePoint:
 def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
     """Return where all ranks leave: right after the furthest point that any rank has passed.
 
-    Called in the kernel. If any rank reads ``should_stop``, the ranks leave at a read of it, and no
-    loop is ended at a batch, not even on ranks that have not read it yet.
+    Called in the kernel. If any rank has read ``should_stop``, all ranks leave at a read of it, and
+    no loop is ended at a batch, not even on ranks that have not read it yet.
 
     Args:
         points: the answers of all agents.
@@ -107,8 +107,8 @@ class RankRow(ctypes.Structure):
     ``call_over`` for a dead rank.
 
     Attributes:
-        batches, steps, reads: how many batches the rank has been given, optimizer steps it has
-            made, and times it has read ``should_stop`` in this call.
+        batches, steps, reads: how many batches the rank has been given (or is about to get),
+            optimizer steps it has made, and times it has read ``should_stop`` in this call.
         total_batches: length of the current pass through the loader, in batches; 0 if unknown.
         pass_start: value of ``batches`` before the first batch of this pass.
         device_memory: bytes in use on the rank's device, as torch counts them; 0 if unknown.
@@ -120,7 +120,7 @@ class RankRow(ctypes.Structure):
             stop is asked, and waited to learn where to leave.
         left_batches: 1 once a loader has ended the rank's loop because of a stop.
         interrupted_call: number of the call that the agent interrupted last. A rank that begins
-            this call later than the signal came sees here that it is interrupted.
+            this call only after the signal came sees here that the call is interrupted.
         seen_interrupt: value of ``interrupted_call`` when the rank last handled a SIGINT.
         disconnected_call: number of the call in which the agent asked the rank to shut down its
             connections to other ranks, if it is stuck in a collective.
@@ -195,20 +195,22 @@ class Scoreboard:
         self._view[_OTHERS_ENDED] = 1
 
     def ask_stop(self) -> None:
-        """Ask for a stop: from now on each rank waits at its next batch or read of ``should_stop``.
+        """Ask for a stop: each rank waits at its next point, until :meth:`leave_at` is called.
 
-        Called by the agent; :meth:`leave_at` releases the ranks.
+        Called by the agent. The point is a read of ``should_stop`` if the rank has read it, else a
+        batch.
         """
         self._view[_ASKED] = 1
 
     def passed(self, *, patient: bool = True) -> StopPoint | None:
-        """Return how far the ranks of this agent have come, once a stop was asked for.
+        """Return the furthest points that ranks of this agent have passed; None if not known yet.
 
-        Called by the agent.
+        Called by the agent, after :meth:`ask_stop`; it does not wait. Ranks whose part of the call
+        is over do not count.
 
         Args:
             patient: whether to return None while a rank has come to a point but has not shown yet
-                whether it went on or waits. With False such a rank counts as having gone on: then
+                whether it went on or waits. If False, that rank counts as having gone on: at worst
                 all ranks leave one count later, which is correct too.
         """
         rows = [row for row in map(self.row, range(self.num_ranks)) if not row.call_over]
@@ -231,7 +233,7 @@ class Scoreboard:
         )
 
     def leave_at(self, point: LeavePoint) -> None:
-        """Tell the waiting ranks where to leave; they go on as far as ``point``.
+        """Tell the ranks where to leave; those that wait go on as far as ``point``.
 
         Called by the agent.
         """

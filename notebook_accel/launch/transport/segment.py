@@ -6,7 +6,7 @@ A small value is copied into the message. A large value is written to one memory
 descriptor is sent with the message. Over a unix socket the descriptor itself is sent, so that all
 processes of a machine share one copy, mapped copy-on-write. A channel to another machine sends the
 segment's bytes, and the receiver makes a segment of them (``frames.py``). Code that packs or
-unpacks need not know which of the two happens.
+unpacks is the same in both cases.
 
 The segment is a memfd: it has no name and no file, is not limited by the size of /dev/shm, and is
 freed with its last descriptor. It is sealed, so that no process can change it.
@@ -70,7 +70,7 @@ def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
 def sendable(packed: Packed) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
     """Yield the packet and descriptors of :func:`pack`, to be sent within the block.
 
-    The descriptors are closed after it.
+    The descriptors are closed after the block.
     """
     packet, fds = pack(packed)
     try:
@@ -162,7 +162,7 @@ def seal(buffers: Sequence[memoryview]) -> int:
 def create(size: int) -> int:
     """Create a memory segment of ``size`` zero bytes, to be filled and sealed by :func:`finish`.
 
-    It uses memory only as it is filled.
+    The segment uses memory only as it is filled.
 
     Returns:
         The segment's file descriptor, which the caller closes.
@@ -199,8 +199,8 @@ def attach(fd: int, sizes: Sequence[int]) -> tuple[memoryview, ...]:
     as long as one of the views does; ``fd`` may be closed at once.
 
     Args:
-        fd: from :func:`seal`.
-        sizes: of the buffers, in bytes, as they were given to :func:`seal`.
+        fd: descriptor of the sealed segment.
+        sizes: of the buffers that were written to it, in bytes and in order.
 
     Raises:
         ValueError: ``fd`` is no sealed segment, or the segment is too short for these sizes.

@@ -4,8 +4,8 @@
     a later kernel:                  connect(folder) -> Channel
 
 A detached run goes on after its notebook's kernel has ended; a process of its own, the keeper,
-supervises it, and a later kernel can connect to that. Either end asks the system for the user of
-the other process (SO_PEERCRED) before it reads a byte.
+supervises it, and a later kernel can connect to the keeper. Either end asks the system for the user
+of the other process (SO_PEERCRED) before it reads a byte.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def listen(folder: Path) -> socket.socket:
     """Return a listening, non-blocking unix socket, whose file is in ``folder``.
 
     Raises:
-        OSError: the folder's file system does not support sockets, or cannot be written.
+        OSError: the folder has such a socket already, cannot be written, or cannot hold sockets.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -63,8 +63,8 @@ def listen(folder: Path) -> socket.socket:
 def accept(listener: socket.socket) -> Channel | None:
     """Return a channel over the next waiting connection.
 
-    None if there is none (any more), or if a process of another user made it; that connection is
-    closed. Call it when ``listener`` is readable.
+    None if no connection waits (any more), or if a process of another user made it, in which case
+    it is closed. Called when ``listener`` is readable.
     """
     try:
         sock, _ = listener.accept()

@@ -90,8 +90,8 @@ class View:
 class GuardedView(View):
     """Wraps a view so that its errors end no training: the first error of each method is logged.
 
-    ``reopen`` and ``show_displays`` may raise: the user asked for what they show
-    (``run.show()``), and no run depends on it.
+    Only ``reopen`` and ``show_displays`` may raise: the user asks for them (``run.show()``), and
+    no run depends on them.
     """
 
     def __init__(self, view: View) -> None:

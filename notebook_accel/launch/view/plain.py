@@ -1,4 +1,4 @@
-"""A view of a run as lines of text: in plain Python, in a file, in notebooks that a program runs.
+"""A view of a run as lines of text, for plain Python, output files, and notebooks run by programs.
 
 Only the thread that waits for the run prints. A line budget, which limits the lines per second,
 keeps a flood of output out of the cell: lines beyond it are only counted. The log files in the
@@ -95,7 +95,7 @@ class PlainView(View):
     """Prints ``[rank 0] text`` lines, progress and metrics now and then, and a summary at the end.
 
     Args:
-        stream: where to print; None for the ``sys.stdout`` of that time.
+        stream: where to print; None for ``sys.stdout``, looked up at each print.
         burst: number of the ranks' lines that may be printed at once.
         lines_per_second: number of further lines that may be printed each second on average; a
             line that says how many were left out counts as one. Lines above this rate wait; if too
@@ -177,8 +177,8 @@ class PlainView(View):
     def print_output(self, run: Run, state: RunState) -> None:
         """Print the ranks' new output, as far as the line budget allows.
 
-        Other lines stay in the run's state, which holds the newest ones of each rank, until the
-        next call.
+        If the budget is used up, all new lines wait in the run's state for the next call. Else
+        the ranks share the budget: each rank's newest lines are printed, the others only counted.
         """
         news: list[tuple[RankState, LineReader]] = []
         for rank in state.ranks:
@@ -199,9 +199,9 @@ class PlainView(View):
             self._budget.take(len(lines))
 
     def print_progress(self, state: RunState) -> None:
-        """Print a line about each rank whose progress has changed, 16 ranks at most.
+        """Print one line per rank whose progress has changed, for ranks 0 to 15 only.
 
-        It is called every ``progress_seconds``.
+        Called every ``progress_seconds``.
         """
         for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
             text = _progress(rank, self._throughput.of(rank.rank))
@@ -215,7 +215,7 @@ class PlainView(View):
         self.write(lines[:1] if self.is_short_cell(run) else lines)
 
     def is_short_cell(self, run: Run) -> bool:
-        """Return whether the run is a cell that ended within a second; it gets no table."""
+        """Return whether the run is a cell (``%%accelerate``) that took less than a second."""
         return self._is_cell and elapsed(run.state, run.state.now()) < _SHORT_SECONDS
 
     # ---- output ----------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class ProgressLine:
 
 
 def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
-    """Return one line for each bar of a rank that is shown now, the outermost first.
+    """Return one line for each bar that a rank shows now, the outermost bar first.
 
     A rank that draws no bar has a single line, about its batches and steps.
 
@@ -91,7 +91,7 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
 
 
 def named_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
-    """Return those of a rank's progress lines that a summary shows.
+    """Return the progress lines of a rank that a summary shows.
 
     If the rank's function returned, that is the outermost bar alone ("epochs: 3/3"). For any other
     rank it is all bars, since the inner ones tell how far it came ("epochs: 1/3, train: 20/100").
@@ -112,23 +112,23 @@ def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
 def most_lines(rank: RankState) -> int:
     """Return the largest number of lines that :func:`progress_lines` has had for a rank so far.
 
-    A panel keeps room for so many, so that it does not change its height.
+    A panel keeps room for this many lines, so that its height does not change.
     """
     return min(_MAX_DEPTH, max(map(len, _nested_bars(rank.bars)), default=1))
 
 
 def current_bars(bars: Sequence[BarState]) -> list[BarState]:
-    """Return the newest bar and the bars around it, the outermost first.
+    """Return the newest bar and the bars around it, the outermost first; four at most.
 
-    A closed bar stays until another one opens at its depth: otherwise the view would flicker
-    between two epochs.
+    A closed bar is still returned until another one opens at its depth: otherwise the view would
+    flicker between two epochs.
     """
     nested = _nested_bars(bars)
     return nested[-1][:_MAX_DEPTH] if nested else []
 
 
 def _nested_bars(bars: Sequence[BarState]) -> list[list[BarState]]:
-    """Return a list for each bar: the bars that were around it, outermost first, and itself."""
+    """Return a list for each bar: the bars around it, the outermost first, and the bar itself."""
     nested: list[list[BarState]] = []
     for bar in bars:
         # In order of opening: whatever came before at this depth or deeper is over.
@@ -182,7 +182,7 @@ def _seconds_left(bars: Sequence[BarState]) -> float | None:
 
 
 def counted_items(rank: RankState) -> tuple[int, str]:
-    """Return how many items a rank has counted, and their unit: batches, or steps without batches.
+    """Return how many batches a rank has counted, and "batch"; or its steps, if it has no batches.
 
     All views use this choice: for the rate in the panel's title, for the line of a rank that draws
     no bar, and for the order of the slowest ranks.

@@ -73,7 +73,7 @@ def num_ranks(state: RunState) -> str:
 
 
 def condition(rank: RankState) -> str:
-    """Return a rank's status as views show it: the status of its state, "lost peer" or "not asked".
+    """Return a rank's status as views show it: ``rank.status``, "lost peer" or "not asked".
 
     "lost peer" is a rank that failed only because another rank did. If it were shown as "failed",
     it would draw the eye away from the rank at fault. "not asked" is a rank for which a session's
@@ -109,7 +109,8 @@ def live_condition(rank: RankState, state: RunState) -> str:
 def hang_line(state: RunState) -> str:
     """Return a sentence about the current hang, with its duration; "" without a hang.
 
-    A hang is that ranks wait for one another in vain, or that a rank's process is suspended.
+    In a hang, ranks wait for one another in vain, or a rank's process is suspended. The duration is
+    left out if ranks are only suspended.
     """
     if state.hang is None:
         return ""
@@ -148,7 +149,8 @@ def slowest_first(state: RunState) -> list[RankState]:
 def ranks_with_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
     """Return the ranks that get a row of the table, in the order of their numbers.
 
-    These are all ranks, if there are few. Else they are the failed ranks and the first others.
+    Up to 16 ranks all get one. Of more ranks, eight get one: failed ranks before others, and the
+    lowest numbers first.
     """
     if len(ranks) <= _MAX_ROWS:
         return ranks
@@ -168,7 +170,8 @@ def hidden_ranks(
     Args:
         ranks: all ranks.
         shown: the ranks that have a row.
-        status_of: returns the word by which a rank is counted.
+        status_of: returns the word for a rank's state, such as "running", under which the rank is
+            counted.
     """
     with_row = {rank.rank for rank in shown}
     hidden = Counter(status_of(rank) for rank in ranks if rank.rank not in with_row)
@@ -205,7 +208,7 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
 
     Args:
         state: the run's state.
-        now: wall time in seconds, which counts as the end of a run that goes on.
+        now: wall time in seconds; taken for the end of a run that has not ended.
     """
     seconds = elapsed(state, now)
     shown = ranks_with_row(state.ranks)

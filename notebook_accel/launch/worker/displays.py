@@ -53,7 +53,7 @@ def format_by(formatter: Any) -> None:
 
 
 def install() -> None:
-    """Replace ``display`` and ``plt.show`` in this rank's process by functions that send."""
+    """Replace ``display`` and ``plt.show`` by functions that send to the notebook."""
     vars(builtins).update(display=display)
 
     def show(*_args: object, **_options: object) -> None:
@@ -88,7 +88,7 @@ def display(
 
     Args:
         values: to be displayed.
-        raw: whether each value is data by MIME type already.
+        raw: whether each value is already a dictionary from MIME types to data.
         display_id: id by which the display can be replaced later; True makes a new id.
         update: whether to replace the display with this ``display_id``.
 
@@ -132,12 +132,13 @@ class _Outbox:
     def send(self, data: dict[str, str], display_id: str, *, is_update: bool) -> None:
         """Send one display to the notebook, or print its text instead.
 
-        It is printed if it is text only, too large, above the rate limit, or from a child process.
+        It is printed if it is text without a ``display_id``, too large, above the rate limit, or
+        from a child process.
 
         Args:
             data: the display by MIME type.
             display_id: id by which it can be replaced later; "" if it cannot.
-            is_update: whether it replaces the display with this id, if that was sent before.
+            is_update: whether to replace the display of this id; if none was sent, make a new one.
         """
         text = str(data.get("text/plain", ""))
         size = _size(data)

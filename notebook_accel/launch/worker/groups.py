@@ -9,9 +9,9 @@ shut down first, and the group is destroyed after that.
 NCCL has an abort, and needs it: its operations wait on the device for those of the other ranks, and
 do not notice a connection that ends; and destroying a group waits for all its queued operations. In
 an abort the ranks of one machine wait for each other, since their devices read each other's memory.
-So a rank that raised may wait in its abort until stuck ranks abort too, or, for a rank that has
-returned, until the next call. Therefore a thread aborts, and the rank waits for that thread for
-five seconds at most.
+So a rank that raised may wait in its abort: for a stuck rank until that rank aborts too, and for a
+rank that has returned until the next call. Therefore a thread aborts, and the rank waits for that
+thread for five seconds at most.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def close_group() -> None:
 
 
 def close_group_within(seconds: float) -> None:
-    """Destroy the default process group at the end of the process, for NCCL with a time limit.
+    """Destroy the default process group as the process ends; wait at most ``seconds`` for NCCL.
 
     Destroying an NCCL group hangs if this rank has queued an operation that another rank has not.
 
     Args:
-        seconds: the limit for NCCL; groups of other backends are destroyed without one.
+        seconds: the limit, if the process has an NCCL group; other groups have no limit.
     """
     if not _waits_on_device():
         close_group()
@@ -182,13 +182,13 @@ def _shut_down(end: socket.socket) -> None:
 
 
 def disconnect() -> None:
-    """Shut down this rank's connections to the other ranks and to their store; abort NCCL groups.
+    """Shut down this rank's connections to other ranks and to their store; abort NCCL groups.
 
-    Any thread that waits on one of them, in this process or at the other end, gets an error and so
-    leaves its collective. The user's own connections to other programs stay.
+    Any thread that waits on such a connection, in this process or at the other end, gets an error
+    and so leaves its collective. The user's own connections to other programs stay.
 
     If the user's code has used up all descriptors, the connections cannot be looked at, and stay
-    open. Then the agent has to interrupt the ranks that wait for this one.
+    open. Then the agent has to interrupt the ranks that wait for this rank.
     """
     reserved, port = rank.current().store_port, os.environ.get("MASTER_PORT", "")
     # The user's code may have made anything of the variable.

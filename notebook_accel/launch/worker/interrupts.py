@@ -1,9 +1,9 @@
-"""SIGINT in a rank: it raises KeyboardInterrupt during a call, and does nothing between calls.
+"""SIGINT in a rank: raises KeyboardInterrupt during a call, and does nothing between calls.
 
 The agent sends SIGINT to interrupt a call. It may arrive when that call has just ended, or before
-the rank has read the request for it. So the agent also writes the call's number to the rank's row
-of counters in shared memory (``scoreboard.py``). And no message to the agent may be torn: an
-interrupt that comes during a write is raised after it.
+the rank has read the request for that call. So the agent also writes the call's number to the
+rank's row of counters in shared memory (``scoreboard.py``). And no message to the agent may be
+torn: an interrupt that comes during a write is raised after it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Interrupts:
     def deferred(self) -> Iterator[None]:
         """Delay a KeyboardInterrupt that comes inside of the block until the block's end.
 
-        In any thread but the rank's own, which alone is interrupted, it does nothing.
+        In threads other than the rank's own it does nothing, since they are never interrupted.
         """
         # Where it is deferred already (a signal handler that reports during a report), the outer
         # block raises it.
@@ -139,9 +139,9 @@ class Sender:
     def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
         """Write a message to the agent; block until the socket has taken it.
 
-        Does nothing in a child that the rank forked, and ignores that the agent is gone. If the
-        thread is inside another ``send`` already (a signal handler reports something), the message
-        is queued, and the outer ``send`` writes it after its own.
+        Does nothing in a child that the rank forked, and does not raise if the agent is gone. If
+        the thread is inside another ``send`` already (a signal handler reports something), the
+        message is queued, and the outer ``send`` writes it after its own.
 
         Args:
             message: the message.

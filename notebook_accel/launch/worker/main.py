@@ -9,9 +9,9 @@
               Shutdown, a call that was the last, or the end of the agent --> exit
 
 The agent is the process that supervises the ranks of a run on this machine. A call is one function
-that all ranks run; in a session the same processes run many, and globals that a call defined stay.
-Between calls the rank only waits for messages in its inbox, the channel to the agent. A SIGINT
-reaches user code only inside of a call (interrupts.py).
+that all ranks run; in a session the same processes run many calls, and keep the globals that
+earlier calls defined. Between calls the rank only waits for messages in its inbox, the channel to
+the agent. A SIGINT reaches user code only inside of a call (interrupts.py).
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Worker:
     def serve(self) -> int:
         """Get ready and run calls until there are no more; return the exit code of the process.
 
-        An error while getting ready is raised by the first call, so that the person sees it.
+        An error while getting ready is raised by each call instead, so that the person sees it.
         """
         self._enter()
         try:
@@ -569,14 +569,14 @@ def _raised(
 ) -> Outcome:
     """Return the outcome of a call that raised; ``sys.exit(0)`` counts as returning None.
 
-    Also prints the traceback to the rank's log.
+    Also prints the traceback to the rank's log, except for a stop, an interrupt or an exit.
 
     Args:
         error: the exception.
         context: the rank's context.
         call: the function that was called; None if it could not be unpacked.
-        is_ending: whether the rank had handled an interrupt of the agent before. Then the state of
-            the training is sent along, as it is after a stop or a KeyboardInterrupt.
+        is_ending: whether the rank had handled an interrupt of the agent in this call. If so, the
+            training state is sent along, as it is after a stop or a KeyboardInterrupt.
     """
     if _is_success(error):
         packed = payload.pack_result(None, call)
@@ -626,11 +626,11 @@ def _pack_training(
 ) -> tuple[wire.Packet | None, tuple[int, ...]]:
     """Pack this rank's part of the training state, to be saved after the run was stopped.
 
-    Takes the first of several forms that can be pickled.
+    The context offers several forms of the state; the first that can be pickled is taken.
 
     Returns:
         The packet and the descriptors to send with it; (None, ()) if there is no training, or no
-        form can be pickled, which the person is told.
+        form can be pickled, of which the person is told.
     """
     problem: Exception | None = None
     try:
@@ -649,7 +649,7 @@ def _pack_training(
 def _classify(error: BaseException) -> tuple[str, int]:
     """Return the ``kind`` for ``wire.Raised``, such as "exception", and the process's exit code.
 
-    Also prints the text of a ``sys.exit("text")``, as Python would.
+    For ``sys.exit("text")``, also prints the text, as Python would.
     """
     if isinstance(error, RunStopped):
         return "stopped", 0
@@ -697,7 +697,7 @@ def _says_lost_peer(text: str) -> bool:
 
 
 def _write_error(text: str) -> None:
-    """Write to the rank's ``sys.stderr``; ignore any exception of that.
+    """Write to the rank's ``sys.stderr``; ignore any exception that this raises.
 
     A full disk, or a stream of the user's that raises, must not take the place of the real error.
     """

@@ -75,8 +75,8 @@ class Host:
         Args:
             inherited: what the agent prepared for the rank.
             num_here: number of ranks of this process.
-            check: raises an error if the rank's device is not as planned; the rank's first call
-                raises that error then.
+            check: raises an error if the rank's device is not as planned; each call of the rank
+                then raises that error.
         """
         with self._lock:
             if not self._ranks:
@@ -134,7 +134,7 @@ class _ThreadInterrupts(Interrupts):
         """Do nothing: :class:`Host` has installed the signal handlers of the process."""
 
     def look(self) -> None:
-        """Interrupt this rank's thread, if the agent asked for that and the thread has not seen it.
+        """Interrupt this rank's thread if the agent interrupts its call and it has not noticed.
 
         Called in the main thread for every rank of the process, since a signal does not say which
         of them the agent means; the rank's shared counters do.
@@ -159,7 +159,7 @@ class _ThreadInterrupts(Interrupts):
 
 
 class HostedRank(Worker):
-    """Runs one rank that shares its process with others, in whichever thread calls it.
+    """Runs one rank that shares its process with others, in the thread that calls ``serve``.
 
     Args:
         inherited: what the agent prepared for the rank.

@@ -90,11 +90,11 @@ def avoid_hang_when_model_outlives_group() -> None:
 
 
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
-    """Patch torch to make each process group inside ``making()`` and, for gloo, await all ranks.
+    """Patch torch to make each process group in ``with making():`` and, for gloo, await all ranks.
 
     ``making()`` lets the caller record the group's sockets, which is possible only while the group
-    is made. With gloo, a new group is returned only once every rank in it has it. Otherwise a rank
-    that destroys its group at once closes connections that another rank still waits for, whose
+    is made. With gloo, a new group is returned only once all its ranks have made it. Otherwise a
+    rank that destroys the group at once closes connections that another rank still waits for, whose
     ``init_process_group`` then fails ("Connection closed by peer").
 
     Args:

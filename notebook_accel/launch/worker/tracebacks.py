@@ -13,10 +13,11 @@ __all__ = ["error_text", "exit_code", "format_error", "shorten", "users_frames"]
 
 
 def exit_code(error: SystemExit) -> int:
-    """Return the exit code that Python would give a process for this ``sys.exit(...)``.
+    """Return the exit code of a process for this ``sys.exit(...)``: never 0 for a failure.
 
-    None is 0 (success). Any value but an ``int`` is 1, since Python prints such a value as an error
-    text; that includes 0.0 and NumPy numbers.
+    It is Python's code, but 1 for 256, 512, ..., which the system would cut to 0. None is 0. Any
+    value but an ``int`` is 1, since Python prints such a value as an error text; that includes 0.0
+    and NumPy numbers.
     """
     if error.code is None:
         return 0
@@ -31,12 +32,12 @@ _MAX_CHARACTERS = 50_000
 
 
 def format_error(error: BaseException, *, caller: str) -> str:
-    """Return the formatted traceback and its causes, from the first frame of the user's code on.
+    """Return the exception with its traceback and causes as text, from the user's code on.
 
     Args:
         error: the exception.
-        caller: path of our file that called the user's function; its frames at the top of the
-            traceback are left out.
+        caller: path of our file that called the user's function; frames of this file at the top of
+            the traceback are left out.
     """
     # A module that was edited meanwhile shows the lines that it has now.
     linecache.checkcache()
@@ -48,10 +49,10 @@ def format_error(error: BaseException, *, caller: str) -> str:
 
 
 def users_frames(error: BaseException, *, caller: str = "") -> TracebackType | None:
-    """Return the exception's traceback without this package's frames at its top.
+    """Return the exception's traceback without the frames at its top that are not user code.
 
-    Also leaves out frames at the top that are marked by ``__tracebackhide__``. If there are no
-    other frames, the traceback is returned in full.
+    Those are frames of the file ``caller``, and frames marked by ``__tracebackhide__``. If there
+    are no other frames, the traceback is returned in full.
 
     Args:
         error: the exception.

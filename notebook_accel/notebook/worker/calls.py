@@ -73,7 +73,8 @@ class NamesOutcome:
         assigned: names that the rank has assigned, or bound to another object, since its last
             report.
         names: names of all variables of the rank.
-        uses: for functions, classes and objects that may be new, the globals that their code uses.
+        uses: names of the globals that the code of a value uses, by the name of the value's
+            variable; for variables that are newly assigned or may use other globals now.
         pulled: the values that the request asked for, by name.
         last_push: number of the newest call that pushed variables to this rank; 0 if none has.
     """
@@ -92,7 +93,8 @@ class CellOutcome(NamesOutcome):
     As a result in a run (``run[0]``) it is displayed like that value.
 
     Attributes:
-        value: None where the cell has no value to show, or did not run on this rank.
+        value: the value of the last expression; None where the cell has none to show, or did not
+            run on this rank.
     """
 
     value: ShownValue | None = None
@@ -121,7 +123,7 @@ class NamesCall:
     fills: frozenset[str] = frozenset()
 
     def __call__(self, /, **names: Any) -> NamesOutcome:
-        """Assign the pushed variables ``names`` in this rank, and return its report."""
+        """Assign the pushed variables ``names`` in this rank, and return the rank's report."""
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
         return NamesOutcome(**self.report(namespace))
@@ -283,8 +285,8 @@ _GOES_ON = (
 class PostMortem:
     """A pdb debugger, in a rank, at the place where an error was raised.
 
-    It reads commands from its caller instead of a terminal, and keeps the selected frame between
-    them.
+    It takes commands from its caller instead of a terminal, and keeps the selected frame from one
+    command to the next.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -302,7 +304,7 @@ class PostMortem:
     def answer(self, command: str) -> tuple[str, bool]:
         """Run a pdb command; return its output, and whether it has ended the debugger.
 
-        Commands that would resume the program, such as ``continue``, do nothing but say so.
+        Commands that would resume the program, such as ``continue``, only print that nothing runs.
         """
         debugger = self._ready()
         tracer = sys.gettrace()
@@ -339,7 +341,7 @@ class PostMortem:
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without frames of this package at its end; at least one stays."""
+    """Return the traceback without frames of this package at its end; keep at least one frame."""
     entries = []
     while entry is not None:
         entries.append(entry)

@@ -1,7 +1,7 @@
 """The variables of one rank of a session, and the IPython shell that runs cells on them.
 
-They live in the module ``__main__`` of the rank. A :class:`Namespace` tells variables that the
-notebook pushed from those that were assigned in the rank since its last report to the notebook.
+They live in the module ``__main__`` of the rank. A :class:`Namespace` knows which of them were
+assigned in the rank, rather than pushed by the notebook, since its last report to the notebook.
 """
 
 # IPython carries few types.
@@ -232,8 +232,8 @@ class Namespace:
                 it.
             renews_group: whether to replace the process group, which the ranks have left since the
                 last call failed.
-            function: called in place of a cell, if any; the globals that it uses count as mentions
-                too.
+            function: the function that the request calls, whose globals count as mentions too; None
+                for a cell.
         """
         if renews_group:
             for line in import_module("notebook_accel.training.processes.renewal").renew_group():
@@ -280,7 +280,7 @@ class Namespace:
         }
 
     def _objects(self) -> dict[str, int]:
-        """Return the ``id`` of each variable that a person assigned, by name."""
+        """Return the ``id`` of each variable's value, by name, without IPython's own variables."""
         hidden = self.shell.user_ns_hidden
         return {
             name: id(value)
@@ -291,7 +291,7 @@ class Namespace:
         }
 
     def _may_use(self, mentions: Iterable[str], name: str) -> bool:
-        """Return whether ``name`` is a mention, or used by functions or classes that are mentions.
+        """Return whether ``name`` is a mention, or used by a mentioned value, also indirectly.
 
         Args:
             mentions: names that a cell or a function may use.

@@ -106,16 +106,16 @@ class Checkpoints:
         self.custom.extend(objects)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, folder)`` on every rank before weights are written.
+        """Register ``hook(models, weights, folder)``, to be called before weights are written.
 
-        Returns a handle whose ``remove`` takes the hook away again.
+        Every rank calls the hook. Returns a handle whose ``remove`` takes the hook away again.
         """
         return _add_hook(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, folder)`` on every rank before weights are read.
+        """Register ``hook(models, folder)``, to be called before weights are read.
 
-        Returns a handle whose ``remove`` takes the hook away again.
+        Every rank calls the hook. Returns a handle whose ``remove`` takes the hook away again.
         """
         return _add_hook(self.load_hooks, hook)
 
@@ -132,9 +132,9 @@ class Checkpoints:
         The checkpoint is complete when this returns, unless it is written in the background.
 
         Args:
-            output_dir: the folder; None takes the next number.
+            output_dir: the folder; None makes the next numbered checkpoint.
             safe: write whole (not sharded) weights as safetensors.
-            in_background: return as soon as later steps can no longer change what is written.
+            in_background: return once the states are copied; a thread writes the copies.
             own_options: arguments of DeepSpeed's ``save_checkpoint``, where DeepSpeed writes the
                 model.
 
@@ -221,7 +221,7 @@ class Checkpoints:
         safe: bool,
         writes: bool,
     ) -> None:
-        """Write the weights of one model; all ranks call it, or rank 0 alone if it has all of them.
+        """Write the weights of one model; all ranks call it, or rank 0 alone if it has all weights.
 
         Args:
             collect: returns the weights. It is a collective if the model is spread over the ranks.
@@ -252,8 +252,8 @@ class Checkpoints:
 
         Args:
             input_dir: the folder; None takes the newest numbered checkpoint.
-            load_kwargs: arguments of ``torch.load``. ``map_location`` holds for optimizers,
-                schedulers and registered objects alone.
+            load_kwargs: arguments of ``torch.load``. ``map_location`` is not used for weights,
+                sharded optimizers, random states and loaders.
             strict: whether the names of weights must match those of the model.
             own_options: arguments of DeepSpeed's ``load_checkpoint``, where DeepSpeed reads what it
                 wrote.
@@ -310,7 +310,7 @@ class Checkpoints:
 
         Raises:
             NotebookAccelError: there are checkpoints whose files looked complete, and none of them
-                could be loaded; or another machine does not see those of rank 0.
+                could be loaded; or a rank sees none of the checkpoints that rank 0 found.
             RuntimeError, ValueError: the checkpoint is of another model or optimizer.
         """
         self.wait()
@@ -336,10 +336,10 @@ class Checkpoints:
         return Start()
 
     def _require_seen(self, found: Sequence[Path]) -> None:
-        """Raise on all ranks if one of them does not see the checkpoints that rank 0 found.
+        """Raise on all ranks if one of them sees none of the checkpoints that rank 0 found.
 
-        Otherwise a machine without that disk would begin anew while others resume. All ranks call
-        it.
+        Otherwise a machine without rank 0's disk would begin anew while others resume. All ranks
+        call it.
         """
         is_unseen = bool(found) and not any(one.exists() for one in found)
         text = f"not seen on the machine of rank {self._plan.topology.process_index}"
@@ -353,8 +353,9 @@ class Checkpoints:
     def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
         """Return the folder in which the numbering continues: ``root`` or its ``checkpoints``.
 
-        It is the one that has numbered checkpoints. If none has, it is ``checkpoints`` if ``root``
-        is the project's own folder with automatic naming, and otherwise ``root``.
+        It is the one that has numbered checkpoints, ``checkpoints`` if both have. If neither has,
+        it is ``checkpoints`` if ``root`` is the project's own folder with automatic naming, and
+        otherwise ``root``.
         """
         inner = root / "checkpoints"
         project = self._project

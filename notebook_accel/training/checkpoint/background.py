@@ -95,8 +95,8 @@ class HostCopies:
     def copy(self, state: Any) -> Any:
         """Return a copy of ``state`` with all tensors on the host.
 
-        Tensors that share memory share it in the copy too. A call may overwrite the copy that the
-        call before returned, so that one must be written by then.
+        Tensors that share memory share it in the copy too. The next call may overwrite the copy, so
+        it must be written to disk before that.
         """
         self._copied = {}
         tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]

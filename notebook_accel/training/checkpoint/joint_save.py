@@ -7,11 +7,11 @@
 
 A rank that fails leaves a note, which ends the waits of all others.
 
-The ranks leave notes in a key-value store, mostly that of the process group, instead of calling
-collectives, for two reasons. A save in the background ends in a thread, beside the collectives of
-the training. And where a rank does not come to a save, the collective of another would be matched
-with whatever that rank calls next. Notes are JSON rather than pickles: torch's store has no secret,
-and other users of the machine reach it.
+The ranks leave notes in a key-value store (the process group's, or under torch_xla one of their
+own) instead of calling collectives, for two reasons. A save in the background ends in a thread,
+whose collectives could mix with those of the training. And if a rank does not come to a save, the
+collective of another would be matched with whatever that rank calls next. Notes are JSON rather
+than pickles: torch's store asks for no password, so other users of the machine can write to it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class JointSave:
 
     Attributes:
         final: where the checkpoint will be.
-        staged: the temporary folder in which this rank writes it.
+        staged: the temporary folder in which this rank writes the checkpoint.
         folder: the :class:`StagedFolder` at ``staged``, on a rank that has made one; None on the
             other ranks.
     """
@@ -111,7 +111,7 @@ class JointSave:
         """Agree with the other ranks on the folder of the save; all ranks call it.
 
         Rank 0 makes the folder. With ``each_machine``, the first rank of each machine that does not
-        see it makes one of the same name.
+        see rank 0's folder makes another, with the same final path.
 
         Args:
             make: makes the folder; called on rank 0 alone.

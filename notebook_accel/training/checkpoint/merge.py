@@ -79,7 +79,7 @@ def _find_parts(given: Path) -> Path:
 
 
 def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors from the folder of a sharded model; return them by their names in it."""
+    """Read all tensors from the folder of a sharded model; return them by their names."""
     # Imported here: torch's distributed checkpoints take 0.3 s.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -175,10 +175,10 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _look_at(path: Path) -> None:
-    """Read the start of a file, and what shows that its end is not cut off.
+    """Read a file's header or table of contents, to find out whether the file is cut off.
 
     Raises:
-        NotebookAccelError, OSError, SafetensorError, ValueError, zipfile.BadZipFile: it is broken.
+        OSError, SafetensorError, ValueError, zipfile.BadZipFile: the file is broken.
     """
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt"):

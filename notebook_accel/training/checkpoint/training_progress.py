@@ -85,8 +85,8 @@ class TrainingProgress:
     def _stands(self) -> dict[str, Any]:
         """Return epoch, batch, steps and samples so far as plain values.
 
-        They are counted by the prepared loader whose batches the last step used, or else by the
-        first.
+        Epoch, batch and samples are those of the prepared loader whose batches the last optimizer
+        step used, or else of the first prepared loader.
         """
         loaders = self._loaders()
         steps = [known.num_steps for known in self._prepared.optimizers]
@@ -104,8 +104,8 @@ class TrainingProgress:
     def _is_window_open(self) -> bool:
         """Whether gradients of earlier batches wait for an optimizer step (gradient accumulation).
 
-        A checkpoint keeps no gradients. So it then keeps the position after the last step, from
-        where these batches are read again.
+        A checkpoint keeps no gradients. So while they wait, it keeps the position after the last
+        step, from where these batches are read again.
         """
         return not self._plan.accumulation.sync_gradients or any(
             known.has_unused_gradients for known in self._prepared.optimizers

@@ -279,7 +279,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes and types on all
             ranks.
-        from_process: the rank whose values the others get.
+        from_process: the rank whose values the others get, by its number among all ranks.
         group: the ranks; None means all.
 
     Returns:
@@ -318,7 +318,7 @@ def broadcast_object_list(
 
     Args:
         object_list: the list; the same length on all ranks.
-        from_process: the rank whose objects the others get.
+        from_process: the rank whose objects the others get, by its number among all ranks.
         group: the ranks; None means all.
 
     Returns:
@@ -420,8 +420,8 @@ def pad_across_processes(
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim`` are
-            equal on all ranks. Tensors without ``dim``, or of torch's nested layout, are returned
-            unchanged.
+            equal on all ranks. Tensors that have no dimension ``dim``, or are of torch's nested
+            layout, are returned unchanged.
         dim: the dimension to pad.
         pad_index: the value to pad with.
         pad_first: pad at the start rather than at the end.
@@ -504,7 +504,7 @@ def _is_divisible(inputs: Any) -> bool:
 
 
 def _take(inputs: Any, part: range, repeats: int) -> Any:
-    """Return the items of ``part``, then the last item of ``inputs`` ``repeats`` times."""
+    """Return the items at the indices ``part``, then the last of ``inputs`` ``repeats`` times."""
     indices = [*part, *[len(inputs) - 1] * repeats]
     if isinstance(inputs, (torch.Tensor, np.ndarray)):
         return inputs[indices] if repeats else inputs[part.start : part.stop]

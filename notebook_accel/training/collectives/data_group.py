@@ -31,7 +31,7 @@ _CURRENT = "data group"
 
 @dataclass(frozen=True)
 class DataGroup:
-    """Which share (part) of the data each rank reads, and a group of ranks that read all shares.
+    """Which share (part) of the data each rank reads, and a group with one rank of each share.
 
     Ranks that hold one model together read the same share. Each rank has its own ``DataGroup``.
     """

@@ -43,7 +43,7 @@ class Exchange:
         return leaf
 
     def reduce(self, leaf: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Return the "sum", "max" or "min" of the tensors of all ranks."""
+        """Return the "sum", "max" or "min" of the tensors of all ranks, element by element."""
         return leaf
 
     def broadcast(self, leaf: torch.Tensor, source: int) -> None:
@@ -57,7 +57,10 @@ class Exchange:
         """Wait until all ranks have called this."""
 
     def store(self) -> Any:
-        """Return a key-value store that all ranks reach; in this class, the process group's."""
+        """Return a key-value store that all ranks reach; here, that of torch's process group.
+
+        Ranks with a process group call this too, since joint saves need the store.
+        """
         return of_torch.default_store()
 
     def show(self) -> None:

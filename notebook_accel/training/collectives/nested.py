@@ -66,7 +66,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Call ``func(leaf, *args, **kwargs)`` on each leaf; return a like structure of the results.
+    """Return the structure with ``func(leaf, *args, **kwargs)`` in place of each leaf.
 
     Args:
         func: called with each leaf for which ``test_type`` returns True.
@@ -112,7 +112,8 @@ def _refusal(func: Callable[..., Any], value: object) -> str:
 def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Return ``values`` as a mapping of the type of ``like``.
 
-    If ``like`` is mutable and not a plain dict, the result is a copy of it, with its attributes.
+    If ``like`` is mutable and not a plain dict, the result is a copy of it with ``values`` set, so
+    that its attributes are kept.
     """
     if type(like) is dict:
         return values
@@ -131,7 +132,7 @@ def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """Yield the values in nested lists, tuples and mappings that are none of these, in order."""
+    """Yield, in order, the values within nested lists, tuples and mappings (or ``data`` itself)."""
     if isinstance(data, (list, tuple)):
         for item in data:
             yield from leaves(item)

@@ -1,9 +1,9 @@
 """The public collectives, such as ``notebook_accel.utils.gather``.
 
-They work over the data group of this rank's newest ``Accelerator``, as its methods do: ranks that
-hold one model together compute from the same samples, so one of them takes part for all, and each
-sample counts once. The functions in ``collectives``, which the rest of ``training`` uses, work over
-all ranks unless they are given a group.
+They work over the data group of this rank's newest ``Accelerator``, as its methods do. Ranks that
+hold one model together compute from the same samples, and the group has only one of them, so that
+each sample counts once. The functions in ``collectives``, which the rest of ``training`` uses, work
+over all ranks unless they are given a group.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def pad_across_processes(
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors. All dimensions but ``dim`` are
-            equal on all ranks. A tensor without ``dim`` is returned unchanged.
+            equal on all ranks. Tensors that have no dimension ``dim``, or are of torch's nested
+            layout, are returned unchanged.
         dim: the dimension to pad.
         pad_index: the value to pad with.
         pad_first: pad at the start rather than at the end.

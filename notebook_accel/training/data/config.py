@@ -11,7 +11,7 @@ __all__ = ["DataLoaderConfiguration"]
 
 @dataclass
 class DataLoaderConfiguration:
-    """Settings of prepared DataLoaders: how the batches of each are divided among the ranks.
+    """Settings of prepared DataLoaders: how their batches are divided, ordered and copied.
 
     Raises:
         ConfigError: a setting has a wrong type.

@@ -6,8 +6,8 @@ A *round* is the samples on which all ranks work at the same step::
                                                             -> scatters the buffers
     others   _follow   receive the header -> allocate a buffer -> receive it -> their part
 
-The header is the structure of every rank's batch, with its values other than tensors. In place of
-each tensor it has a slot: where in the rank's buffer of bytes the tensor lies.
+The header has the structure of every rank's batch, and the values in it that are not tensors. In
+place of each tensor it has a slot: where in the rank's buffer of bytes the tensor lies.
 
 Every rank gets a batch and takes part in the same collectives each round. A pass over the loader
 ends for the other ranks with a header that says that there is no more data, or that reading failed.
@@ -51,8 +51,9 @@ _ALIGNMENT = 16
 class DataLoaderDispatcher(PreparedLoader):
     """A DataLoader that rank 0 alone reads; rank 0 sends each rank its part of the batches.
 
-    ``prepare`` makes it from a ``DataLoader`` if ``dispatch_batches`` asks for it. All ranks
-    iterate over it together. Each gets its batches on its own device.
+    ``prepare`` makes one if ``dispatch_batches`` is True, and by default for an iterable dataset
+    whose batches are put on a device. All ranks iterate over it together, and each gets its batches
+    on its own device.
 
     Args:
         dataset: the dataset, as for torch's ``DataLoader``. Only rank 0 reads it.
@@ -68,7 +69,7 @@ class DataLoaderDispatcher(PreparedLoader):
             the slice.
         torch_device_mesh: mesh of the ranks, if several of them hold one model together; these get
             the same batches.
-        iteration: number of the first epoch.
+        iteration: number of the epoch to begin with; 0 is the first.
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:

@@ -58,8 +58,8 @@ def prepare_loader(
 ) -> PreparedLoader:
     """Return a loader that gives this rank's part of the batches of ``loader``, on ``device``.
 
-    Everything else that ``loader`` has (workers, collate_fn, pinned memory, a class of its own) is
-    kept. A loader that is prepared already is returned unchanged.
+    The workers, ``collate_fn``, pinned memory and any class of the user's own are kept. A loader
+    that is prepared already is returned unchanged.
 
     Args:
         loader: the user's loader, made alike on every rank. It is not changed.
@@ -72,9 +72,8 @@ def prepare_loader(
             empty list nothing is synchronized, and the ranks have to be seeded alike.
         slice_fn: cuts one rank's part out of a batch that rank 0 has read for all; see
             :class:`~notebook_accel.training.data.rounds.RoundDivider`.
-        ordinal: number of loaders that were prepared before this one, so that each gets an order of
-            its own. It has no effect if ``config.data_seed`` is set: all loaders then use that
-            seed.
+        ordinal: number of loaders that were prepared before this one. It gives each loader an order
+            of its own, unless ``config.data_seed`` is set: all loaders then use that seed.
 
     Raises:
         ConfigError: the settings do not fit the loader, or the loader is a stream that
@@ -141,7 +140,8 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     """Replace torch's ``RandomSampler`` in ``draft``, if it has one, by a seedable sampler.
 
     ``draft`` is the copy of the user's loader that is being prepared. With ``data_seed=None`` the
-    seed is that of the replaced sampler's generator, else of torch's global random numbers.
+    seed is that of the replaced sampler's generator or, if it has none, of torch's global random
+    numbers.
     """
     inner = getattr(batch_sampler_of(draft), "sampler", draft.sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
@@ -189,7 +189,7 @@ def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
     """Return the random generator of a prepared loader for which the user gave none.
 
     Its seed is ``data_seed``, or else a hash of ``ordinal`` and the state of torch's global random
-    numbers. No number is drawn from the global ones, so preparing a loader changes no later number.
+    numbers. No number is drawn from the latter, so preparing a loader does not change them.
     """
     if data_seed is None:
         state = torch.get_rng_state().numpy().tobytes()
@@ -226,7 +226,10 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
 def _share_out(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
-    """Change ``draft``, in place, to read only this rank's share; return the adapted options."""
+    """Change ``draft``, in place, to read only this rank's share; return the adapted options.
+
+    A loader with a ``DistributedSampler``, which divides the data itself, is left unchanged.
+    """
     if isinstance(draft.dataset, IterableDataset):
         return _share_iterable(draft, options, config)
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):
@@ -276,10 +279,10 @@ def _share_iterable(
 
 
 def _divides_itself(dataset: Any, num_processes: int, *, evenly: bool) -> bool:
-    """Return whether an iterable dataset can divide itself: give each rank some of its own shards.
+    """Return whether each rank can read some shards (files, say) of an iterable dataset.
 
-    It needs a method ``shard``, as Hugging Face's datasets have, and at least one shard for each
-    rank. With ``evenly``, each rank must get the same number of shards.
+    The dataset needs a method ``shard``, as Hugging Face's datasets have, and at least one shard
+    for each rank. With ``evenly``, each rank must get the same number of shards.
     """
     num_shards = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
     if not hasattr(dataset, "shard") or num_shards < num_processes:
@@ -334,7 +337,8 @@ def prepare_data_loader(
             called with the batch, a slice, ``process_index`` and ``num_processes``. None takes the
             rows of the slice.
         use_seedable_sampler: draw an order of samples that depends on the seed and the epoch alone.
-        data_seed: the seed of that order; None takes the seed of rank 0's random numbers.
+        data_seed: seed of the order of samples, seedable or not; None takes one from rank 0's
+            random numbers.
         non_blocking: copy from pinned memory while the CPU continues.
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
             restores the state of a dataset that has ``state_dict``.

@@ -43,10 +43,10 @@ def gather_for_metrics(
     loop over a prepared loader, nothing is left out.
 
     Args:
-        input_data: tensors, in any nesting, whose first dimension has the size of this rank's
-            batch, or the batch size that the loader was made with (of other tensors all rows are
-            kept, and so are single numbers such as a loss); lists of objects, one per sample; or a
-            dict or tuple of both.
+        input_data: tensors, in any nesting, with one row for each sample of this rank's batch (or
+            as many rows as the batch size that the loader was made with); lists of objects, one per
+            sample; or a dict or tuple of both. Tensors with another number of rows, and single
+            numbers such as a loss, are joined whole.
         use_gather_object: gather everything as objects: each rank gives a list, and the lists are
             joined into one.
         group: the ranks whose results are joined: one rank for each share of the data, so that
@@ -54,7 +54,7 @@ def gather_for_metrics(
 
     Returns:
         The same structure, with tensors of shape ``(num_samples, ...)`` and lists of
-        ``num_samples`` items.
+        ``num_samples`` items, where ``num_samples`` is the number of samples of all ranks.
     """
     position = active_loaders().position
     if compares(group):

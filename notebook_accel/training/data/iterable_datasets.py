@@ -72,7 +72,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: this rank.
         split_batches: True: divide each batch over the ranks. False: give whole batches to the
             ranks in turn.
-        even_batches: fill up the last round with samples from the start.
+        even_batches: fill up the last round with samples from the start of the stream.
         marks_last_round: yield each sample of a last round that lacks samples together with the
             sample counts of that round; :class:`ShortRoundCollate` separates them again.
 
@@ -126,9 +126,9 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def remainder(self) -> int:
-        """Number of samples that all ranks together get in an incomplete last round.
+        """Number of samples of all ranks in an incomplete last round, repeated ones not counted.
 
-        It is 0 if the last round is full, and -1 if nothing is known.
+        It is 0 if the last round is full, and -1 if the number is unknown or with ``drop_last``.
         """
         # A stream that makes its batches itself counts batches, of whatever size.
         is_unknown = self.drop_last or self.batch_size is None

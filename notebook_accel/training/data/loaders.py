@@ -14,7 +14,7 @@ Reading one batch ahead of the loop tells, while the loop has the last batch, th
 (``Position``). Whatever can be decided once per pass (run over the loader) is decided as the pass
 begins, so that a batch costs only a few attribute reads more than with torch's own loader.
 
-How an epoch is resumed in its middle::
+How an epoch is resumed in its middle (batches are counted from 0)::
 
     loop has batch n    state_dict() -> the epoch, n + 1 batches given, and the random states
                                         from which the order of the epoch was drawn
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +151,7 @@ class PreparedLoader(LoaderWrapper):
             use_stateful: whether the loader inside is torchdata's ``StatefulDataLoader``.
             arguments: further arguments of the loader inside.
             torch_device_mesh: mesh of the ranks, if several of them hold one model together.
-            iteration: number of the first epoch.
+            iteration: number of the epoch to begin with; 0 is the first.
             **options: fields of :class:`LoaderOptions`.
         """
         if arguments.get("generator") is None:
@@ -168,7 +169,7 @@ class PreparedLoader(LoaderWrapper):
 
     @classmethod
     def around(cls, base: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
-        """Return a prepared loader that runs ``base``.
+        """Return a prepared loader that keeps ``base`` inside and reads from it.
 
         ``base`` is changed, so it must have no other user.
         """
@@ -258,16 +259,16 @@ class PreparedLoader(LoaderWrapper):
         return GradientState(accumulation=self._accumulation)
 
     def _join(self, accumulation: Accumulation) -> None:
-        """Keep ``accumulation``, that of the preparing Accelerator, for :attr:`gradient_state`."""
+        """Store the gradient accumulation of the Accelerator that has prepared this loader."""
         self._accumulation = accumulation
 
     def get_sampler(self) -> Any:
-        """Return the sampler that gives the loader its indices one by one; None if it has none."""
+        """Return the sampler inside the batch sampler, of single indices; None if it has none."""
         return get_sampler(self)
 
     @property
     def iteration(self) -> int:
-        """Number of the running epoch, or of the next one once the loop has got the last batch."""
+        """Number of the running epoch, from 0; of the next one once the loop has the last batch."""
         return self._progress.iteration
 
     @iteration.setter
@@ -275,7 +276,7 @@ class PreparedLoader(LoaderWrapper):
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, here, in the samplers and in the dataset."""
+        """Set the number of the next epoch in this loader, its samplers and its dataset."""
         self._progress.iteration = epoch
         ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on to what is inside
         users = [sampler for sampler in samplers_of(self) if not isinstance(sampler, ours)]
@@ -291,9 +292,9 @@ class PreparedLoader(LoaderWrapper):
         return len(self.base_dataloader)
 
     def _count_total(self) -> int | None:
-        """Return the number of batches of a complete epoch, skipped ones included.
+        """Return the number of batches of this rank in a complete epoch, skipped ones included.
 
-        None if it is unknown, as with most streams.
+        None if the number is unknown, as with most streams.
         """
         # Torch warns of a stream that gives more batches than len() said, if somebody has asked for
         # its len(): that we asked must not count.
@@ -308,10 +309,10 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _shard(self) -> Any:
-        """The part of this loader that divides the samples among the ranks, if one does.
+        """The part of this loader that may divide the samples among the ranks.
 
-        That is the dataset if it is an :class:`IterableDatasetShard`, otherwise the sampler. A
-        sampler of the user's own may divide nothing.
+        It is the dataset if that is an :class:`IterableDatasetShard`, otherwise the sampler, which
+        may be one that divides nothing.
         """
         is_ours = isinstance(self.dataset, IterableDatasetShard)  # a user's own knows nothing of it
         return self.dataset if is_ours else self._index.sampler
@@ -340,7 +341,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _marks_last_round(self) -> bool:
-        """Whether batches may come as a :class:`RoundBatch`, with sample counts to be taken off."""
+        """Whether :meth:`_read` may yield a :class:`RoundBatch`: a batch with its sample counts."""
         return isinstance(self.collate_fn, ShortRoundCollate)
 
     # One pass.
@@ -423,8 +424,8 @@ class PreparedLoader(LoaderWrapper):
     def _synchronize(self) -> None:
         """Copy rank 0's random states to every rank, so that all use one order; all ranks call it.
 
-        That is every rank of the world, not of the data group alone: ranks that hold one model
-        together must read the same samples.
+        All ranks of the world take part, not only this rank's data group: ranks that hold one model
+        together must read the same samples. If ``rng_types`` is empty, nothing is copied.
         """
         if num_ranks() == 1 or not self.rng_types:
             return
@@ -475,8 +476,8 @@ class PreparedLoader(LoaderWrapper):
                 rank 0 reads the batches of all ranks.
             at_start: called right before batch ``start`` is read, unless that is the first of the
                 epoch.
-            keeps_first: yield the first batch of the epoch too, ahead of batch ``start``. A reader
-                that fills up the last round needs the samples of the first.
+            keeps_first: yield the first batch of the epoch too, ahead of batch ``start``, because
+                its samples are to fill up the last round.
         """
         base, index = self.base_dataloader, self._index
         keeps_states = self.use_stateful_dataloader and hasattr(self.dataset, "state_dict")
@@ -489,18 +490,24 @@ class PreparedLoader(LoaderWrapper):
         reader: Iterator[Any] = iter(base)
         if is_counted and start and state is None:
             reader = skip(reader, start, keeps_first, at_start)
-        return self._note_reader_states(reader, position, start) if keeps_states else reader
+        if not keeps_states:
+            return reader
+        skips = start > 0 and state is None
+        return self._note_reader_states(reader, position, start, skips and keeps_first)
 
     def _note_reader_states(
-        self, reader: Iterator[Any], position: Position, start: int
+        self, reader: Iterator[Any], position: Position, start: int, keeps_first: bool
     ) -> Iterator[Any]:
-        """Yield the batches of ``reader``, and note the dataset's state after each of the newest.
+        """Yield the batches of ``reader``, and keep the dataset's states after the newest of them.
 
         The states go into ``position.reader_states``. Several are kept because the loader reads
         ahead: a checkpoint needs the state after the batch that the loop has. ``start`` is the
-        number of batches before the first one here.
+        number of batches of the epoch that come before the first batch of ``reader``.
+        With ``keeps_first``, the first batch of the epoch comes ahead of that one, without a state.
         """
         base: Any = self.base_dataloader
+        if keeps_first:
+            yield from islice(reader, 1)
         for number, batch in enumerate(reader, start + 1):
             position.reader_states[number] = base.state_dict()
             position.reader_states.pop(number - 2 * self._batches_a_step - 1, None)
@@ -586,9 +593,9 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def remainder(self) -> int:
-        """Number of samples that all ranks together get in an incomplete last step.
+        """Number of samples of all ranks in an incomplete last step, repeated ones not counted.
 
-        It is 0 if the last step is full, and -1 if nothing is known.
+        It is 0 if the last step of the newest pass is full, and -1 if that is not known.
         """
         return self._progress.position.remainder
 
@@ -602,19 +609,20 @@ class PreparedLoader(LoaderWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return a state from which :meth:`load_state_dict` resumes the epoch at the next batch.
 
-        It has the number of the epoch, the random states at its start, and the number of its
-        batches so far. While the loop has the last batch, it is the start of the next epoch; after
-        a ``break``, the start of the same epoch; after the run was stopped, the batch at which it
-        stopped.
+        The state has the number of the epoch, the random states at its start, and the number of
+        batches given so far. While the loop has the last batch, the state is that of the start of
+        the next epoch; after a ``break``, of the start of the same epoch; after a stop of the run,
+        of the batch at which the run stopped.
         """
         return self._state(at_step=False)
 
     def state_at_step(self) -> dict[str, Any]:
         """Return the state of the running pass at its last optimizer step; see :meth:`state_dict`.
 
-        A checkpoint between two optimizer steps of gradient accumulation uses it, since it holds no
-        gradients: batches since the last step are read again. Without a step so far, it is the
-        start of the pass; without a running pass, the present state.
+        A checkpoint holds no gradients. Between two optimizer steps of gradient accumulation it
+        therefore saves this state, from which the batches since the last step are read again. If
+        the pass has had no step, this is the state at its start; if no pass is running, that of
+        :meth:`state_dict`.
         """
         return self._state(at_step=True)
 
@@ -656,7 +664,7 @@ class PreparedLoader(LoaderWrapper):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state from ``state_dict``: the next pass gives the remaining batches of its epoch.
+        """Load a state of :meth:`state_dict`; the next pass gives the rest of the state's epoch.
 
         If a step had another number of samples when the state was saved (more ranks, say), the next
         pass begins with the batch that holds the first sample not yet seen.
@@ -679,14 +687,14 @@ class PreparedLoader(LoaderWrapper):
         self._progress.restored = restored
 
     def progress(self, state: Mapping[str, Any] | None = None) -> tuple[int, int, int | None]:
-        """Return how far a state of this loader is.
+        """Return how far this loader has come, or had come when ``state`` was saved.
 
         Args:
             state: a state from :meth:`state_dict`; None for the present one.
 
         Returns:
-            The number of the epoch, the number of its batches that this rank has got, and the
-            number of samples that all ranks have got over all epochs (None if unknown).
+            The number of the epoch (from 0), the number of its batches that this rank has got, and
+            the number of samples that all ranks have got over all epochs (None if unknown).
         """
         state, size, an_epoch = state or self.state_dict(), self.total_batch_size, self._num_samples
         epoch, given = state["iteration"], state["given"]
@@ -695,16 +703,15 @@ class PreparedLoader(LoaderWrapper):
         return epoch, given, epoch * an_epoch + min(given * size, an_epoch)
 
     def is_part_of(self, other: PreparedLoader) -> bool:
-        """Return whether both are one loader; ``skip_first_batches`` may have shortened either."""
+        """Return whether ``other`` is this loader, with or without ``skip_first_batches``."""
         return self._progress is other._progress
 
     def _skips_complete_epoch(self) -> bool:
-        """Return whether the script skips a whole epoch, one that was complete when it was saved.
+        """Return whether this pass must give no batch, since its epoch was complete when saved.
 
-        Scripts that count batches themselves do so on resuming from a state of the last batch. The
-        restored state is then the start of the next epoch. So this pass must give no batch and
-        leave that state to the next pass. If ranks may have different numbers of batches, all ranks
-        call this together.
+        A script that counts batches itself skips all batches of an epoch if the state was saved at
+        the last of them. But that state is the start of the next epoch, and so it is left to the
+        next pass. If ranks may have different numbers of batches, all ranks call this together.
         """
         restored = self._progress.restored
         if restored is None or restored["given"] or not self.skip_batches:
@@ -717,11 +724,11 @@ class PreparedLoader(LoaderWrapper):
         return total is not None and self.skip_batches >= total
 
     def _restore(self) -> tuple[int, Mapping[str, Any]]:
-        """Set the generators to a state from ``load_state_dict``, if one waits for this pass.
+        """Set the generators to the state that ``load_state_dict`` has loaded, if there is one.
 
         Returns:
-            The number of the batch to begin with, and the state, whose other parts this pass uses;
-            an empty state if none was loaded.
+            The number of the batch to begin with (from 0), and the loaded state, whose other parts
+            this pass uses; an empty state if none was loaded.
         """
         restored, self._progress.restored = self._progress.restored, None
         if restored is None:
@@ -766,7 +773,7 @@ class DataLoaderShard(PreparedLoader):
         _non_blocking: copy from pinned memory while the CPU continues.
         torch_device_mesh: mesh of the ranks, if several of them hold one model together; these read
             the same batches.
-        iteration: number of the first epoch.
+        iteration: number of the epoch to begin with; 0 is the first.
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:

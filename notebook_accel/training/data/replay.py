@@ -1,8 +1,8 @@
 """Resume a pass over a loader with the indices and random numbers that it would have had.
 
-A pass (one run over a loader) that is resumed at batch n takes the indices of the batches before
-it, and loads none of them (:class:`IndexSource`). The random numbers that reading draws (in an
-augmentation, say) are drawn again:
+A pass (one run over a loader) that is resumed at batch n takes the indices of earlier batches from
+the sampler, but does not load these batches (:class:`IndexSource`). The random numbers that reading
+draws (in an augmentation, say) are those that the interrupted pass would have drawn:
 
 - Worker processes are seeded anew for each batch, by the seed of the pass and the number of the
   batch, unless the user has a ``worker_init_fn``, which may seed them.
@@ -118,8 +118,8 @@ def skip(
 class _Seeding:
     """Indices of a batch that seed the random numbers of the worker process that receives them.
 
-    Unpickling one in the worker sets the seeds and gives the plain indices. That happens for one
-    batch at a time, right before the worker loads it.
+    Unpickling this object in the worker sets the seeds and gives the plain indices. The worker does
+    so right before it loads the batch.
     """
 
     def __init__(self, indices: Any, seed: int) -> None:
@@ -152,8 +152,8 @@ def replayed(
     """Return the batches of a pass; a resumed pass reads them with the same random numbers again.
 
     Args:
-        make: returns the iterator over the batches; it is called with the function that is to run
-            before the first one is read (``at_start`` of :class:`IndexSource`), or None.
+        make: returns the iterator over the batches. Its argument is a function to call before the
+            first batch is read (``at_start`` of :class:`IndexSource`), or None.
         position: the state of the pass; the random states are kept in it.
         restored: the random states of the pass that is resumed: "begin" as that pass began, "ahead"
             before its newest read (``Position.before_read``). None for a pass that begins anew.
@@ -185,10 +185,10 @@ def replayed(
 def _first_reads(
     source: Iterator[Any], position: Position, again: Mapping[str, Any] | None
 ) -> Iterator[Any]:
-    """Yield batches while the random states before each read are kept.
+    """Yield the first batches of a pass, and keep the random states before each read.
 
-    It ends after two reads in a row that drew no random numbers; the caller then takes the
-    remaining batches from ``source`` itself.
+    The iterator ends after two reads in a row that drew no random numbers; the caller then takes
+    the remaining batches from ``source`` itself.
 
     Args:
         source: the iterator over all batches.

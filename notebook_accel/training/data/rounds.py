@@ -70,7 +70,7 @@ class RoundDivider:
             raw: the batches of the pass, as the dataset made them.
             has_first: whether ``raw`` begins with the first batch of the epoch, ahead of the
                 batches of a resumed pass. That batch is in no round; its samples fill up the last
-                one.
+                round.
 
         Raises:
             ConfigError: a batch that has to be divided has no rows, or several rows for each

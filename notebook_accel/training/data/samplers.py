@@ -13,10 +13,10 @@ rank 0 and ``1 2 3`` for rank 1), is given out incomplete (``even_batches=False`
 and ``gather_for_metrics`` cuts their results off the end of what a rank computed;
 :class:`ShortRound` tells it how many.
 
-No rank tells another what it reads. So all this holds only while every rank runs through the same
-order: prepared loaders give all ranks the same random state as a pass (run over the loader) begins.
-Ranks that hold one model together (tensor parallelism, pipelines) read the same samples; they count
-as one rank in ``num_processes`` and ``process_index`` here.
+Ranks do not tell each other what they read: the division relies on all of them running through the
+same order. Prepared loaders therefore give all ranks the same random state as a pass (run over the
+loader) begins. Ranks that hold one model together (tensor parallelism, pipelines) read the same
+samples; they count as one rank in ``num_processes`` and ``process_index`` here.
 
 The batches of torch's own ``BatchSampler`` are nothing but its samples in groups, so a round is
 filled up sample by sample. The batches of a user's own batch sampler may have a meaning (images of
@@ -90,7 +90,7 @@ class ShardPass:
 def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
     """Return ``round_`` filled up to ``size`` items with those of ``first_round``.
 
-    Items are samples or batches. They are taken again and again if ``first_round`` has too few.
+    Items are samples or batches. Those of ``first_round`` are taken repeatedly if they are too few.
     """
     return round_ + list(itertools.islice(itertools.cycle(first_round), size - len(round_)))
 
@@ -120,7 +120,7 @@ def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
 
 
 class BatchSamplerShard(BatchSampler):
-    """A batch sampler that yields the batches of one rank, from one that every rank runs through.
+    """A batch sampler that yields the batches of one rank, out of those of another batch sampler.
 
     Args:
         batch_sampler: gives lists of indices, in the same order on every rank.
@@ -129,7 +129,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: True: divide each batch over the ranks. False: give whole batches to the
             ranks in turn.
         even_batches: fill up the last round (the samples of all ranks at one step) with samples
-            from the start.
+            from the start of the order.
 
     Raises:
         ConfigError: ``split_batches`` is set with a batch size that is not a multiple of
@@ -209,9 +209,9 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def remainder(self) -> int:
-        """Number of samples that all ranks together get in an incomplete last round.
+        """Number of samples of all ranks in an incomplete last round, repeated ones not counted.
 
-        It is 0 if the last round is full, and -1 if nothing is known.
+        It is 0 if the last round is full, and -1 if the number is unknown or with ``drop_last``.
         """
         if self.drop_last or not self._shares_samples or length_or_none(self.sampler) is None:
             return -1
@@ -341,10 +341,12 @@ def batch_size_of(loader: DataLoader[Any]) -> int | None:
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler from which a loader takes its indices; None without one.
+    """Return the sampler inside a loader's batch sampler; None if it has none.
+
+    That sampler gives single indices.
 
     Args:
-        dataloader: the loader.
+        dataloader: the loader, prepared or not.
     """
     return getattr(batch_sampler_of(dataloader), "sampler", None)
 
@@ -409,7 +411,7 @@ class SeedableRandomSampler(RandomSampler):
         self._is_agreed = data_seed is not None
 
     def agree_on_seed(self) -> None:
-        """Take rank 0's seed, unless the user gave one; all ranks call it.
+        """Take rank 0's seed, unless the user or a checkpoint gave one; all ranks call it.
 
         With different orders on the ranks, some samples would be read twice, and others never.
         """
@@ -418,7 +420,10 @@ class SeedableRandomSampler(RandomSampler):
             self._is_agreed = True
 
     def restore_seed(self, seed: int) -> None:
-        """Take the seed of a checkpoint. Ranks need not agree on it: all read the same file."""
+        """Set the seed to that of a checkpoint.
+
+        All ranks read the seed from the same file, so :meth:`agree_on_seed` sends nothing later.
+        """
         self.initial_seed = seed
         self._is_agreed = True
 

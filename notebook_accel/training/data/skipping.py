@@ -44,7 +44,7 @@ class SkipDataLoader(LoaderWrapper):
 
     @classmethod
     def around(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
-        """Return a loader over ``loader`` that leaves out the first batches of each epoch."""
+        """Return a loader over ``loader`` without the first ``skip_batches`` of each epoch."""
         new = cls.__new__(cls)
         new.base_dataloader, new.skip_batches = loader, skip_batches
         return new
@@ -62,9 +62,10 @@ class SkipDataLoader(LoaderWrapper):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader that begins each epoch at batch ``num_batches``.
 
-    The batches before are not loaded; those of a stream are read and dropped. Use the returned
-    loader for the epoch that is resumed, and ``dataloader`` itself for later epochs. The number
-    counts from the start of the epoch, even if the loader was restored in the middle.
+    Earlier batches are not loaded, except that those of a stream are read and dropped. Use the
+    returned loader for the epoch that is resumed, and ``dataloader`` itself for later epochs.
+    ``num_batches`` counts from the start of the epoch, even if the loader was restored in the
+    middle.
 
     Args:
         dataloader: the loader, prepared or not.

@@ -13,7 +13,7 @@ disks cannot do that, and because the new one would need a link to each of the u
 
 Several processes may save side by side. Each holds a lock on the folder that it writes, which ends
 with the process. The lock tells the folders of dead writers, which are removed, from those of
-living ones. Beginning or publishing a folder also holds a lock on its parent meanwhile.
+living ones. While a folder is begun or published, its parent is locked too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CANNOT_WRITE = re.compile(r"inline_container\.cc|PytorchStreamWriter|os error (
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a path beside ``path``; the file written there replaces ``path`` as the block ends.
 
-    If the block raises, ``path`` stays as it was. So it always has a complete file or none.
+    If the block raises, ``path`` stays as it was. So ``path`` is a complete file or none at all.
     """
     final = Path(path)
     staged = staging_path(final)

@@ -1,7 +1,7 @@
 """The files that DeepSpeed writes into a checkpoint, and how to read weights from them.
 
-They are readable by trainings that do not use DeepSpeed, too. Each rank writes its parts of the
-weights and of the optimizer's states::
+Trainings that do not use DeepSpeed can read the weights, but not the optimizer's states. Each rank
+writes its parts of both::
 
     pytorch_model/   *_model_states.pt, *_optim_states.pt   DeepSpeed's own, by rank
     latest           the name of that folder
@@ -39,8 +39,8 @@ _RECORDS = {
 class EnginePiece(Piece):
     """The piece of a checkpoint that a DeepSpeed engine writes itself: models and optimizers.
 
-    Its ranks communicate while they write. So ``prepare``, which all ranks call, writes everything,
-    and nothing is left to write in the background.
+    DeepSpeed's ranks communicate while they write. So ``prepare``, which all ranks call, writes
+    everything, and nothing is left to write in the background.
     """
 
     def __init__(self, engine: Any, options: dict[str, Any]) -> None:
@@ -78,9 +78,9 @@ def check(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """Return the whole weights of the model; any single process can call it.
+    """Return the whole weights of the model; no other rank is needed.
 
-    They are in float32 if DeepSpeed kept such a copy for its steps.
+    They are in float32 if DeepSpeed kept a float32 copy for its optimizer.
 
     Args:
         folder: folder of the checkpoint.

@@ -9,8 +9,8 @@ There is a folder for each model and each optimizer::
 
 Tensors are found by the names of the weights. So the ranks that read may differ in number and
 device mesh from those that wrote; a single process can read them, too. DCP would pickle other
-values (learning rates, say). These are kept in a file beside it instead, which is read without
-trusting it.
+values (learning rates, say). These are kept in a file beside the tensors instead, which is read
+without trusting it.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def read_model(
 def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
     """Return a name for each weight of the models, the same on every rank.
 
-    It is the name in its model, preceded by the model's index from the second model on.
+    It is the weight's name in its model; from the second model on, the model's index comes first
+    ("1.layer.bias").
     """
     return {
         weight: f"{index}.{name}" if index else name

@@ -95,7 +95,7 @@ def write_state(state: Any, path: Path, owner: str) -> None:
 
 
 def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
-    """Read a file of :func:`write_state`.
+    """Read a state from a file that :func:`write_state` or another library has written.
 
     Args:
         path: path of the file.
@@ -162,7 +162,7 @@ def _read(path: Path, options: dict[str, Any]) -> Any:
 
 
 def on_host(options: dict[str, Any] | None) -> dict[str, Any]:
-    """Return options of ``torch.load`` but for ``map_location``: tensors then stay on the CPU."""
+    """Return ``options`` without ``map_location``: :func:`read_state` then reads to the CPU."""
     return {name: value for name, value in (options or {}).items() if name != "map_location"}
 
 
@@ -249,7 +249,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _of_user() -> dict[str, Any]:
-    """Return the names that the user told torch to trust (``add_safe_globals``), with objects."""
+    """Return what the user told torch to trust (``add_safe_globals``): names and their objects."""
     named = (
         item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
         for item in torch.serialization.get_safe_globals()

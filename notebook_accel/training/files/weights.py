@@ -59,15 +59,15 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 def numbered(stem: str, index: int, suffix: str) -> str:
-    """Return the file name of the ``index``-th of several objects; the first has no number."""
+    """Return the file name of object ``index``, from 0: ``model.bin``, ``model_1.bin``, ..."""
     return f"{stem}{f'_{index}' if index else ''}{suffix}"
 
 
 def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bool) -> None:
-    """Write the weights of the ``index``-th model of a checkpoint to one file in ``folder``.
+    """Write the weights of model ``index`` (from 0) of a checkpoint to one file in ``folder``.
 
-    With ``safe`` it is a safetensors file. These hold tensors alone, so a state with other values
-    goes into a torch file all the same.
+    With ``safe`` it is a safetensors file, unless ``state`` has values that are not tensors: such a
+    file cannot hold these, so a torch file is written.
     """
     if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
         write_safetensors(state, folder / numbered("model", index, ".safetensors"))
@@ -128,7 +128,7 @@ def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
 
 
 def _memory_of(value: torch.Tensor) -> Any:
-    """Return a key that two tensors share if they are tied: the same memory, seen the same way."""
+    """Return a key that is equal for tied tensors: of the same memory, shape, strides and type."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
         return id(value)  # in parts or empty (as DeepSpeed's stage 3 leaves it): no memory to tell
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device

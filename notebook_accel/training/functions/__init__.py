@@ -1,1 +1,1 @@
-"""Code on top of ``Accelerator``: local SGD, FSDP functions, names that notebook cells get."""
+"""Code on top of ``Accelerator``: local SGD, FSDP functions, names predefined in notebook cells."""

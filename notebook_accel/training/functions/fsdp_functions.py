@@ -105,15 +105,15 @@ def load_fsdp_model(
             shards.
         accelerator: the ``Accelerator`` that prepared the model.
         model: the prepared model.
-        input_dir: the folder that was given to the save; for shards also the folder
+        input_dir: the folder that was given to the save or, for shards, the folder
             ``pytorch_model_fsdp_0`` in it.
         model_index: the model's number in the names of files.
         adapter_only: whether only the trainable weights of a PEFT model were written.
         use_dcp: accepted for Accelerate's signature, without effect.
 
     Raises:
-        FileNotFoundError: the folder has no such weights.
-        RuntimeError: the saved weights lack some of the model's.
+        FileNotFoundError: the folder has no saved weights of this number and type.
+        RuntimeError: the saved weights lack some of the model's weights.
     """
     own, folder = _inner(model), Path(input_dir)
     strict = not (adapter_only and _is_of_peft(own))
@@ -190,15 +190,15 @@ def load_fsdp_optimizer(
         accelerator: the ``Accelerator`` that prepared the optimizer.
         optimizer: the prepared optimizer.
         model: the prepared model whose weights the optimizer steps.
-        input_dir: the folder that was given to the save; for shards also the folder
-            ``optimizer_0`` in it.
+        input_dir: the folder that was given to the save or, for shards, the folder ``optimizer_0``
+            in it.
         optimizer_index: the optimizer's number in the names of files.
         adapter_only: accepted without effect, since an optimizer only has states of trainable
             weights.
         use_dcp: accepted for Accelerate's signature, without effect.
 
     Raises:
-        FileNotFoundError: the folder has no such state.
+        FileNotFoundError: the folder has no saved state of this number and type.
     """
     own, folder = inner_optimizer(optimizer), Path(input_dir)
     accelerator.wait_for_everyone()

@@ -30,7 +30,7 @@ class LocalSGD:
         accelerator: the ``Accelerator`` that prepared the model.
         model: the prepared model.
         local_sgd_steps: number of calls of :meth:`step` from one average to the next.
-        enabled: False: train as without this context manager, with gradients exchanged.
+        enabled: False: never average; backward exchanges gradients as usual.
 
     Raises:
         ConfigError: the model's weights are sharded over ranks, the ranks compute on XLA, or
@@ -91,7 +91,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count a training step, and average the weights after every ``local_sgd_steps`` of them.
+        """Count a training step; average the weights at every ``local_sgd_steps``-th step.
 
         All ranks have to call it after each step of the optimizer.
         """

@@ -67,7 +67,7 @@ class ReplacedForward:
     def put_back(self) -> None:
         """Remove this object from the module, which then calls :attr:`plain` in its place.
 
-        Replaced forwards around it or inside of it stay.
+        Other replaced forwards of the module stay in place.
         """
         forwards = [*replaced_forwards(self.module)]
         outer = forwards[forwards.index(self) - 1] if self is not forwards[0] else None
@@ -177,8 +177,8 @@ class PreparedModel:
 def tied_names(model: Module) -> list[list[str]]:
     """Return the names of tied weights: a list of names for each parameter that has several.
 
-    The names of a group are in the order of the model's modules. The first is taken as the owner:
-    with ``head.weight = embedding.weight`` and the embedding first, "embedding.weight".
+    The names of a group are in the order of the model's modules: ["embedding.weight",
+    "head.weight"] if the embedding comes before the head. The first name counts as the owner.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -116,7 +116,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return {**super().to_dict(), "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments for ``torch.compile``: the fields that differ from its defaults."""
+        """Return the arguments for ``torch.compile``: fields that differ from torch's defaults."""
         plain: dict[str, Any] = {"backend": "no", "mode": "default", "dynamic": None}
         plain |= {"fullgraph": False, "options": None, "disable": False}
         given = self.to_dict()
@@ -148,9 +148,10 @@ def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
 
 
 def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:
-    """Return the model compiled with the plugin's settings: whole, or its repeated blocks.
+    """Return the model compiled with the plugin's settings, as a whole or block by block.
 
-    The model itself is returned if the backend is "no", or if the user has compiled it or a part.
+    The model itself is returned if the backend is "no", or if the user has compiled the model or a
+    part of it.
     """
     if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
         return model

@@ -86,7 +86,8 @@ class DummyScheduler(LRScheduler):
         Args:
             optimizer: the optimizer whose learning rates the scheduler sets.
             total_num_steps: length of the schedule. As for every prepared scheduler, it counts
-                batches of the loader before ``prepare``: ``num_epochs * len(loader)``.
+                batches of the loader before ``prepare``: ``num_epochs * len(loader)``. None leaves
+                it to the configuration.
             warmup_num_steps: steps until the full learning rate, counted in the same way.
             lr_scheduler_callable: called with the optimizer; returns a scheduler to use instead of
                 the one in the configuration.

@@ -86,7 +86,7 @@ class Precision:
     def wrap(self, model: torch.nn.Module) -> None:
         """Make the model's forward compute in this precision, in place.
 
-        In a mixed precision the model returns float32 all the same. Subclasses may also convert
+        In a mixed precision the model's outputs are still float32. Subclasses may also convert
         layers.
         """
         strip_forward(model, AutocastForward)
@@ -170,12 +170,12 @@ def resolve_precision(asked: str | None) -> str:
 
 
 def refuse_divided_layers(name: str) -> None:
-    """Raise if a precision does not work with layers of which a rank may hold only a part.
+    """Raise if a precision needs whole layers; ranks may hold only parts of each layer.
 
-    Tensor parallelism and DeepSpeed have such layers.
+    It is called for tensor parallelism and DeepSpeed, which divide layers among the ranks.
 
     Raises:
-        ConfigError: the precision converts layers (fp8), and can only convert whole ones.
+        ConfigError: the precision converts layers (fp8), which works only for whole layers.
     """
     if _PRECISIONS[name].converts_layers:
         raise ConfigError(
@@ -186,7 +186,7 @@ def refuse_divided_layers(name: str) -> None:
 
 
 def make_precision(name: str, device: torch.device, **options: Any) -> Precision:
-    """Return the precision with a name, for a device.
+    """Return the :class:`Precision` object of the precision with this name, for a device.
 
     Args:
         name: "no", "bf16", "fp16" or "fp8".

@@ -91,7 +91,7 @@ class AORecipeKwargs(KwargsHandler):
         """Raise if a device cannot multiply in 8 bits.
 
         Raises:
-            ConfigError: it cannot, and ``config.emulate`` is False.
+            ConfigError: the device cannot, and ``config.emulate`` is False.
         """
         if self.config.emulate:
             return
@@ -161,14 +161,14 @@ def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None
 def filter_linear_layers(
     module: Module, fqn: str, layers_to_filter: Collection[str | None]
 ) -> bool:
-    """Return whether to convert a layer to 8-bit products; torchao asks this for linear layers.
+    """Return whether a linear layer is to be converted to 8-bit products; torchao calls this.
 
     A linear layer is converted if both of its sizes are multiples of 16, which the product of 8-bit
     numbers needs, and its name is not in ``layers_to_filter``.
 
     Args:
         module: the layer.
-        fqn: its full name in the model.
+        fqn: the layer's full name in the model.
         layers_to_filter: names of layers that are not converted.
     """
     if isinstance(module, torch.nn.Linear) and (

@@ -46,15 +46,16 @@ class LossScaling:
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """Torch's scaler, after the scale was updated for the steps that were made so far."""
+        """Torch's scaler; reading this first updates the scale for the steps made so far."""
         self._settle()
         return self._scaler
 
     def begin_backward(self) -> torch.amp.GradScaler:
-        """Return the scaler for the losses of a new backward, with the scale updated.
+        """Return the scaler for the losses of a new backward.
 
-        Every rank has to call it before its backward, since some subclasses exchange here whether
-        gradients were cleared.
+        The scale is updated first, if the gradients of the backwards so far were used by a step or
+        cleared. Every rank has to call this before its backward, since the subclass for sharded
+        weights asks all ranks whether gradients were cleared.
         """
         if not self._is_used:
             # Gradients may be cleared without their optimizer: by the model's zero_grad, say.
@@ -75,15 +76,18 @@ class LossScaling:
         optimizers: Iterable[Optimizer],
         parameters: Collection[torch.Tensor] | None = None,
     ) -> None:
-        """Divide the optimizers' gradients by the scale, once for each backward; all ranks call it.
+        """Divide the optimizers' gradients by the scale; skip those that were divided already.
+
+        All ranks have to call it.
 
         Args:
             optimizers: the optimizers, the same on every rank and in the same order.
-            parameters: only optimizers of at least one of these parameters are taken; None takes
-                all.
+            parameters: only optimizers that have at least one of these parameters are treated; None
+                means all optimizers.
 
         Raises:
-            RuntimeError: a backward has added scaled gradients to some that were divided already.
+            RuntimeError: a backward has added scaled gradients to gradients that were divided
+                before.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
@@ -112,8 +116,8 @@ class LossScaling:
         """Let an optimizer step, after dividing its gradients by the scale; skip on an overflow.
 
         Args:
-            optimizer: the optimizer, which is not a prepared one but the one inside.
-            closure: computes the loss again, for the optimizer's ``step``; None for none.
+            optimizer: torch's optimizer, as it is inside a prepared one.
+            closure: computes the loss again, for the optimizer's ``step``; None: no closure.
 
         Returns:
             the result of the optimizer's ``step``, and a bool: whether the step was skipped.
@@ -140,9 +144,9 @@ class LossScaling:
     def is_so_anywhere(self, is_so: bool) -> bool:
         """Return whether ``is_so`` is True on at least one rank.
 
-        Here all ranks have gradients of the same weights, so that ``is_so`` is the same everywhere
-        and nothing is exchanged. Subclasses for sharded weights ask all ranks, which have to call
-        this method together.
+        This base class returns ``is_so`` without asking other ranks: all ranks have gradients of
+        the same weights, so ``is_so`` is the same on each. Subclasses for sharded weights ask all
+        ranks, which have to call this method together.
         """
         return is_so
 

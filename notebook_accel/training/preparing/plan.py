@@ -81,8 +81,8 @@ class Plan:
         handlers: the ``kwargs_handlers``.
         device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers move only when their optimizer stepped.
-        rng_types: random states that ranks copy from rank 0 when an epoch begins; None: that of the
-            order of samples alone.
+        rng_types: names of the random states that ranks copy from rank 0 when an epoch begins;
+            None: only the one that draws the order of samples.
         plugins: the plugins in use, by the name of the ``Accelerator`` argument.
         dynamo: settings of ``torch.compile``.
     """
@@ -129,12 +129,13 @@ def make_plan(
 ) -> Plan:
     """Check the settings, make the process group and choose the strategy; return the plan.
 
-    All ranks call it, since they make the process group together. Settings are checked before that,
+    All ranks call it, since they make the process group together. Most settings are checked before,
     so that an invalid one raises at once and no rank is left waiting for the others.
 
-    ``num_steps`` and ``plugin`` are the settings of gradient accumulation. ``plugins`` has the
-    arguments of ``Accelerator`` that choose a strategy, by name. The other arguments are those of
-    ``Accelerator``.
+    The arguments are those of ``Accelerator``, some under other names: ``num_steps``
+    (``gradient_accumulation_steps``), ``plugin`` (``gradient_accumulation_plugin``), ``handlers``
+    (``kwargs_handlers``), ``dynamo`` (``dynamo_plugin``) and ``loaders`` (``dataloader_config``).
+    ``plugins`` has all arguments that choose a strategy, by name.
 
     Raises:
         ConfigError: a setting is invalid, or two settings contradict each other.
@@ -269,7 +270,7 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
 
 
 def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
-    """Return the names of random states ("torch", "generator", "cuda", ...) as strings.
+    """Check names of random states ("torch", "generator", "cuda", ...); return them as strings.
 
     Args:
         given: names, or members of an enum of Accelerate's whose values are names.
@@ -300,10 +301,11 @@ _KNOWN = (
 
 
 def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
-    """Return the ``kwargs_handlers`` as a list.
+    """Check the ``kwargs_handlers``, and return them as a list.
 
     Raises:
-        ConfigError: they are no iterable, one is of an unknown class, or two are of one class.
+        ConfigError: ``handlers`` is no iterable, one handler is of an unknown class, or two are of
+            one class.
     """
     if not isinstance(handlers, Iterable):
         raise ConfigError(

@@ -128,7 +128,7 @@ class Preparation:
         """Return the prepared model: on its device, in mixed precision, wrapped or sharded.
 
         Args:
-            model: the model. One that is prepared already is returned unchanged.
+            model: the model. If it was prepared before, its prepared form is returned.
             placement: whether it is moved to the device; None: as
                 ``Accelerator(device_placement=...)`` says.
             evaluation: whether the model will not be trained.
@@ -144,7 +144,7 @@ class Preparation:
         """Return the prepared optimizer, which steps once all batches of a step are accumulated.
 
         Args:
-            optimizer: the optimizer. One that is prepared already is returned unchanged.
+            optimizer: the optimizer. If it was prepared before, its prepared form is returned.
             placement: whether its state is moved to the device of its weights; None: as
                 ``Accelerator(device_placement=...)`` says.
         """
@@ -164,7 +164,7 @@ class Preparation:
     def _prepare_apart(
         self, objects: list[Any], placement: Sequence[bool | None], accelerator: Any
     ) -> None:
-        """Replace the models and then the optimizers in the list ``objects``, one by one.
+        """Prepare the models and then the optimizers in the list ``objects`` one by one, in place.
 
         It calls ``accelerator.prepare_model`` and ``accelerator.prepare_optimizer``, which a
         subclass may override.
@@ -189,9 +189,9 @@ class Preparation:
     ) -> None:
         """Replace the models and optimizers in the list ``objects`` by their prepared forms.
 
-        The strategy gets all of them in one call. One that prepares a model and its optimizer in
-        one step (DeepSpeed) needs both in the list. For all others a list of one object will do, if
-        models come before their optimizers.
+        The strategy gets all of them in one call. DeepSpeed, which prepares a model and its
+        optimizer in one step, needs both in the list. With other strategies, this may be called for
+        one object at a time, models before their optimizers.
 
         Args:
             objects: the objects; the list is changed in place.
@@ -248,13 +248,13 @@ class Preparation:
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
         """Return the prepared form of a model that needs no preparing, else None.
 
-        That is a model which was prepared before, or which the user has wrapped in DDP or the like:
-        the latter is registered, and returned as it is.
+        A model needs none if it was prepared before, or if the user has wrapped it in DDP or the
+        like. A model that the user has wrapped is registered here, and returned unchanged.
 
         Args:
             model: the model, with or without its wrapper.
-            training: whether it will be trained; then an earlier preparation for evaluation does
-                not count.
+            training: whether the model will be trained. If True, an earlier preparation for
+                evaluation does not count.
         """
         inner = without_wrappers(model)
         if inner is not model:
@@ -345,7 +345,8 @@ class Preparation:
     def scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Return the prepared scheduler, which moves when its prepared optimizer has stepped.
 
-        If no prepared optimizer is the scheduler's own, it follows all prepared optimizers.
+        If the optimizer that the scheduler was made with is not prepared, the scheduler follows all
+        prepared optimizers.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
@@ -372,15 +373,15 @@ class Preparation:
 
     @property
     def _num_shares(self) -> int:
-        """Into how many parts the ranks divide a batch of a loader; 1 without ``split_batches``."""
+        """Number of parts into which ranks divide each batch; 1 without ``split_batches``."""
         return self.plan.strategy.data_group.size if self.plan.loaders.split_batches else 1
 
     @property
     def _schedule_steps(self) -> int:
-        """By how much a schedule advances with an optimizer step.
+        """Number of scheduler steps per optimizer step.
 
-        It is the number of batches of the loader before ``prepare`` that all ranks use together
-        for a step, without gradient accumulation.
+        Schedules are counted in batches of the unprepared loader. This is the number of such
+        batches that all ranks together use at a time.
         """
         return self.plan.strategy.data_group.size // self._num_shares
 
@@ -395,11 +396,11 @@ class Preparation:
 
 
 def _batch_sizes(item: object, num_shares: int) -> list[int]:
-    """Return a list of one number, the samples in a rank's batch; [] if that is not known.
+    """Return ``[batch size of one rank]`` for a loader; [] if the size is not known.
 
     Args:
         item: a loader, prepared or not. Any other object gives [].
-        num_shares: into how many parts the ranks divide a batch of an unprepared loader.
+        num_shares: number of parts into which ranks divide each batch of an unprepared loader.
     """
     if not isinstance(item, DataLoader):
         return []
@@ -428,8 +429,8 @@ def _is_spread(model: Module, num_processes: int) -> bool:
     Such a model is not moved by ``prepare``.
 
     Raises:
-        ConfigError: it is, and there are several ranks, each of which would use these devices.
-            ``ACCELERATE_BYPASS_DEVICE_MAP=true`` allows that.
+        ConfigError: the model is spread, and there are several ranks, all of which would use the
+            same devices. The environment variable ``ACCELERATE_BYPASS_DEVICE_MAP=true`` allows it.
     """
     devices = set((getattr(uncompiled(model), "hf_device_map", None) or {}).values())
     if len(devices) < 2:

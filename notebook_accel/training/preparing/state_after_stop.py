@@ -36,8 +36,8 @@ class Rescued:
     """Training state of a stopped or interrupted run, as ``run.rescued`` gives it in the notebook.
 
     It has the objects that the newest ``Accelerator`` of the launched function had prepared. After
-    Stop, all ranks ended at the same step. After an Interrupt, it is the state at the moment of the
-    interrupt, possibly in the middle of a step. Models and state dicts are full, even if weights
+    Stop (``run.stop()``), all ranks ended at the same step. After an interrupt, it is the state at
+    that moment, possibly in the middle of a step. Models and state dicts are full, even if weights
     were sharded over the ranks.
     """
 
@@ -66,7 +66,7 @@ class Rescued:
 
         Raises:
             TypeError: a state dict holds an object of a class that is not safe to load.
-            Exception: pickling such an object, or writing the file, failed.
+            Exception: a state dict cannot be pickled, or the file cannot be written.
         """
         state = {
             "weights": self.weights,
@@ -86,7 +86,8 @@ class Rescued:
         """Return the state from a file of :meth:`write`; all its ``models`` are None.
 
         Raises:
-            Exception: it is another file; ``torch.load`` raises errors of many classes.
+            Exception: :meth:`write` did not write the file, or the file is damaged; ``torch.load``
+                raises errors of many classes.
         """
         kept = torch.load(file, map_location="cpu", weights_only=True)
         kept["missing"].append(
@@ -126,15 +127,16 @@ class TensorPiece:
 class RankPart:
     """One rank's part of the training state of a stopped run, which the rank sends pickled.
 
-    Each entry of ``models`` has one of two forms. It is a model with its weights, and the entry of
-    ``weights`` is None. Or it is a copy without weights (``meta_copy``) or None, and the entry of
-    ``weights`` is this rank's state dict, with a :class:`TensorPiece` for each sharded tensor.
+    Rank 0 sends a model in one of two ways: with its weights inside, or as a copy without weights
+    (``meta_copy``; None if there is no copy) and this rank's state dict beside it.
 
     Attributes:
-        models: an entry for each prepared model. On ranks other than 0 all are None.
-        weights: an entry for each prepared model.
-        optimizers: this rank's state dict of each optimizer, with the same pieces; None if the
-            notebook could not join the states of the ranks.
+        models: the model, or its copy, for each prepared model. None for each on ranks other than
+            0, and where state dicts are sent alone.
+        weights: this rank's state dict of each prepared model, with a :class:`TensorPiece` for each
+            sharded tensor; None if rank 0 sends the model with its weights inside.
+        optimizers: this rank's state dict of each optimizer, with the same pieces; None for one
+            whose states the notebook could not join.
         schedulers: the state dict of each scheduler.
         step: number of optimizer steps that this rank has made.
     """
@@ -148,7 +150,7 @@ class RankPart:
     def join(self, others: Sequence[RankPart]) -> Rescued:
         """Return the full training state, joined from the parts of all ranks, in the notebook.
 
-        Call it on the part of rank 0. Objects that cannot be joined are named in ``missing``.
+        Call it on the part of rank 0. The result's ``missing`` names objects that cannot be joined.
 
         Args:
             others: the parts of the other ranks; empty if weights are not sharded.
@@ -185,8 +187,8 @@ class RankPart:
 def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
     """Yield this rank's part in alternative forms; the caller sends the first that pickles.
 
-    Rank 0 yields a form with the models, then one with state dicts alone. Other ranks yield the
-    latter if a model is sharded, else nothing: rank 0 has it all.
+    Rank 0 yields a form with the models, then a form with state dicts alone. Other ranks yield the
+    form with state dicts if a model is sharded. Else they yield nothing: rank 0 has the full state.
 
     Args:
         preparation: the objects that the newest ``Accelerator`` has prepared.
@@ -242,7 +244,7 @@ def _piece(spread: Any) -> TensorPiece:
 def _whole_model(
     model: Module | None, own: list[dict[str, Any] | None], name: str, missing: list[str]
 ) -> tuple[Module | None, dict[str, Any] | None]:
-    """Return a model with its weights, and its full state dict; None for each that is lacking.
+    """Return a model with its weights, and its full state dict; None for what cannot be made.
 
     Args:
         model: rank 0's model: with its weights, a copy without weights, or None.
@@ -278,8 +280,9 @@ def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
 def _joined(parts: list[Any]) -> Any:
     """Return one value, joined from the corresponding values of all ranks.
 
-    The pieces of a tensor become the full tensor, and dictionaries one with the keys of all ranks.
-    Items of lists and tuples are joined one by one. Any other value is that of the first rank.
+    The pieces of a tensor become the full tensor. Dictionaries become one dictionary with the keys
+    of all ranks. Items of lists and tuples are joined one by one. Of any other value, the first
+    rank's is taken.
 
     Raises:
         ValueError: pieces of a tensor are missing.

@@ -1,6 +1,6 @@
-"""Ranks and their devices; here the base class of the objects that describe a rank.
+"""Ranks and their devices; this file has ``ProcessInfo``, the base class of ``Accelerator``.
 
-The class has the rank's numbers, and the methods that coordinate the rank with the other ranks.
+``ProcessInfo`` has this rank's index, world size and device, and methods that coordinate ranks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class ProcessInfo:
     def main_process_first(self) -> Iterator[None]:
         """Run a ``with`` block on rank 0 first, then on the others; all ranks have to enter it.
 
-        If the block raises on rank 0, the others keep waiting, as what they need was not made.
+        If the block raises on rank 0, the other ranks keep waiting, since they may need what the
+        block on rank 0 makes, such as files.
 
         Example:
             >>> from notebook_accel import PartialState
@@ -146,9 +147,9 @@ class ProcessInfo:
 
     @property
     def _data_group(self) -> DataGroup:
-        """Return which share of the data this rank gets, and of how many.
+        """The share of the data that this rank gets: its index, and the number of shares.
 
-        The newest ``Accelerator`` says it; without one, each rank gets its own share.
+        Both are those of the newest ``Accelerator``. Without one, each rank gets its own share.
         """
         shown = current_data_group()
         return shown or DataGroup.of_all_ranks(self.num_processes, self.process_index)

@@ -82,7 +82,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     """Choose the device of this rank, make it the process's current device, and return it.
 
     The environment variable ACCELERATE_TORCH_DEVICE may name a device ("cpu", "cuda:1"), which all
-    ranks of this machine then share. A name without an index ("cuda") only chooses the type.
+    ranks of this machine then use. A name without an index ("cuda") only chooses the type.
 
     Args:
         cpu: compute on the CPU even if there are accelerators.
@@ -171,7 +171,8 @@ def connect(device: torch.device) -> Exchange | None:
 def batch_boundary(device: torch.device) -> Callable[[], None] | None:
     """Return a function that loaders call before they move a batch to the device.
 
-    None if the device type needs none; XLA uses it to run the operations recorded so far.
+    For XLA the function runs the operations recorded so far. Other device types need none: the
+    result is None.
     """
     driver = _driver(device.type)
     return driver and driver.begin_batch  # type: ignore[no-any-return]
@@ -255,43 +256,44 @@ _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
 
 
 def default_backend(device: torch.device) -> str:
-    """Return the backends for a process group of ranks on such devices.
+    """Return torch's default backends for a process group whose ranks use this type of device.
 
-    CPU tensors use gloo, so that for CUDA it is "cpu:gloo,cuda:nccl".
+    CPU tensors always use gloo: for CUDA the text is "cpu:gloo,cuda:nccl".
     """
     own = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 
 def with_host(backend: str, device: torch.device) -> str:
-    """Return ``backend``, with gloo added for CPU tensors if it is the device's default ("nccl").
+    """Return the backends for a process group for which the user chose ``backend``.
 
-    The ranks exchange CPU tensors too: checkpoints, offloaded weights and pickled objects. Any
-    other ``backend`` is returned unchanged.
+    If ``backend`` is the default of the device type, such as "nccl" for CUDA, gloo is added for CPU
+    tensors ("cpu:gloo,cuda:nccl"), since ranks also exchange checkpoints, offloaded weights and
+    pickled objects. Any other ``backend`` is returned unchanged.
     """
     host, _, both = default_backend(device).partition(",")
     return f"{host},{both}" if both == f"{device.type}:{backend}" else backend
 
 
 def distributed_type(device: torch.device, num_processes: int) -> DistributedType:
-    """Return the ``DistributedType`` of this number of ranks on such devices."""
+    """Return the ``DistributedType`` of ``num_processes`` ranks on devices of this type."""
     if num_processes == 1:
         return _LONE_TYPES.get(device.type, DistributedType.NO)
     return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
 
 
 def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
-    """Return the ``device_ids`` of ``DistributedDataParallel``; None for a device without index."""
+    """Return the ``device_ids`` argument of DDP; None for a device without an index."""
     return None if device.index is None else [device]
 
 
 def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
-    """Return the keyword arguments of ``dist.barrier``: the device for NCCL, else none."""
+    """Return keyword arguments for ``dist.barrier``: the device's index for NCCL, else none."""
     return {"device_ids": [device.index]} if backend == "nccl" else {}
 
 
 def has_ring_attention(device: torch.device) -> bool:
-    """Return whether torch supports ring attention on such devices, which is not so on the CPU.
+    """Return whether torch supports ring attention on a device: True, except for the CPU.
 
     Ring attention needs kernels that return the log-sum-exp of the scores along with the result.
     """
@@ -304,20 +306,20 @@ def is_host(device: torch.device) -> bool:
 
 
 def is_only_device(device: torch.device) -> bool:
-    """Return whether the device is the CPU and there is no accelerator besides."""
+    """Return whether the device is the CPU, and torch finds no accelerator."""
     return is_host(device) and not torch.accelerator.is_available()
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device; None for any other."""
+    """Return the compute capability (major, minor) of a CUDA device; None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
-    """Return a function that reads the bytes that torch has allocated on the device.
+    """Return a function that returns the bytes that torch has allocated on the device.
 
-    None for the CPU, and for device types that do not count them. The function itself returns None
-    if the device's runtime does not say.
+    The result is None, instead of a function, for the CPU and for device types that do not count
+    allocated bytes. The function returns None if the device's runtime does not tell the number.
     """
     if device.type == "cpu":
         return None
@@ -328,7 +330,7 @@ def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Free the device memory that torch's allocator keeps for later."""
+    """Free the unused device memory that torch's allocator has cached."""
     with contextlib.suppress(AttributeError):
         device_module(device.type).empty_cache()
 
@@ -350,8 +352,8 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process to the CPU cores that are nearest to its CUDA device.
 
-    Nothing happens without a CUDA device, or if the machine or an older torch does not say which
-    cores those are.
+    Nothing happens without a CUDA device, or if Linux or an older torch does not tell which cores
+    are near.
 
     Args:
         local_process_index: index of the CUDA device.

@@ -17,7 +17,7 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Logger of :func:`get_logger`, by default of rank 0's lines only.
+    """The logger that :func:`get_logger` returns; by default it logs on rank 0 only.
 
     Its methods (``info``, ``warning``, ...) also take ``main_process_only`` (True unless given) and
     ``in_order`` (False unless given); :meth:`log` explains them.
@@ -72,15 +72,16 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return a logger that writes only rank 0's lines unless a call asks for more.
+    """Return a logger that writes the lines of rank 0 only, unless a call asks for more.
 
-    ``main_process_only=False`` in a call, such as ``logger.info(...)``, writes the lines of all
-    ranks, and ``in_order=True`` writes them one rank after the other: then all ranks make the call.
+    ``logger.info(..., main_process_only=False)`` writes a line on each rank that calls it.
+    ``in_order=True`` writes the lines of all ranks, one rank after the other, and all ranks have to
+    make this call. The same holds for ``warning`` and the other methods.
 
     Args:
         name: the logger's name, usually ``__name__``.
         log_level: the level of this logger and of the root logger, such as "INFO". None takes the
-            variable ACCELERATE_LOG_LEVEL; if that is unset, the levels stay.
+            variable ACCELERATE_LOG_LEVEL; if that is unset, no level is changed.
 
     Example:
         >>> from notebook_accel import Accelerator

@@ -52,10 +52,10 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Return None for each object, to assign to the objects' names; and free unused memory.
+    """Free unused memory, and return a None for each object, to assign to the objects' variables.
 
-    An object is freed once its names are assigned, if nothing else refers to it. The call itself
-    collects Python's garbage and empties torch's cache of device memory.
+    The call collects Python's garbage and empties torch's cache of device memory. The objects
+    themselves are freed only by that assignment, and only if nothing else refers to them.
 
     Args:
         *objects: the objects.
@@ -76,7 +76,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Free the device memory that torch's allocator keeps for later.
+    """Free the unused device memory that torch's allocator has cached.
 
     Args:
         garbage_collection: whether to collect Python's garbage first, which takes a moment.
@@ -100,15 +100,15 @@ def find_executable_batch_size(
     """Decorate a function so that it runs again with smaller batches when memory runs out.
 
     Call the decorated function without its first argument, the batch size. Later calls begin with
-    the size that fitted. Each rank chooses its size alone, so they agree only if all ranks run out
-    of memory with the same sizes.
+    the size that fitted. Each rank searches on its own: batch sizes are equal on all ranks only if
+    all ranks run out of memory with the same sizes.
 
     Args:
         function: the function; its first argument is the batch size. Leave it out to get a
             decorator, as in the example.
         starting_batch_size: samples per batch in the first attempt.
         reduce_batch_size_fn: returns the next batch size. It is called with the size that failed
-            if it takes an argument. None takes nine tenths of that size.
+            if it requires an argument, else without. None takes nine tenths of that size.
 
     Raises:
         ConfigError: ``starting_batch_size`` is no whole number of at least 1, or
@@ -171,10 +171,10 @@ def find_executable_batch_size(
 
 
 def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """Return a function from the batch size that failed to the next one.
+    """Return a function that takes the batch size that failed, and returns the next batch size.
 
-    It calls ``reduce``, with the size or without an argument, as ``reduce`` takes it. None: nine
-    tenths of the size.
+    The function calls ``reduce`` with the size if ``reduce`` requires an argument, else without.
+    If ``reduce`` is None, the function returns nine tenths of the size.
     """
     if reduce is None:
         return lambda size: size * 9 // 10

@@ -91,9 +91,9 @@ def open_process_group(
 def close_process_group(group: dist.ProcessGroup | None = None) -> None:
     """Destroy a process group; by default torch's default group, but only if this package made it.
 
-    It first waits until gloo's threads are idle. A prepared model may keep the group alive; when
-    that model is freed, its thread joins gloo's threads while it holds Python's global lock (GIL).
-    That would hang if one of them still waited for the lock.
+    It first waits until gloo's threads are idle. The reason: a prepared model may keep the group
+    alive. The thread that frees this model joins gloo's threads while it holds Python's global lock
+    (GIL), and would hang if a gloo thread still waited for the lock.
     """
     _wait_until_gloo_is_idle()
     if group is not None:
@@ -154,7 +154,7 @@ def _gloo_threads() -> list[dict[str, str]]:
 
 
 def _meets_here() -> bool:
-    """Return whether MASTER_ADDR is the loopback interface, and torchrun does not serve the store.
+    """Return whether MASTER_ADDR is the loopback interface and no agent of torchrun serves a store.
 
     Raises:
         ConfigError: MASTER_ADDR is not set.
@@ -179,7 +179,7 @@ def _needed(variable: str) -> str:
 
 
 def _use_loopback_interface() -> None:
-    """Have gloo and NCCL use the loopback interface, unless their variables name another."""
+    """Have gloo and NCCL use the loopback interface, unless their environment variables are set."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
     for variable in _INTERFACE_VARIABLES if loopback else ():

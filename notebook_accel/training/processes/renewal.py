@@ -47,7 +47,7 @@ def note_wrapped(model: Module, wrap_again: Callable[[Any], None]) -> None:
 
 
 def note_mesh() -> None:
-    """Note that models are sharded over a device mesh.
+    """Record that models of this rank are sharded over a device mesh.
 
     A mesh is lost with its process group, so :func:`renew_group` then asks the user to prepare the
     models again.
@@ -58,11 +58,12 @@ def note_mesh() -> None:
 def renew_group() -> list[str]:
     """Make a new default process group in place of one that was destroyed; all ranks call it.
 
-    It also wraps the models of :func:`note_wrapped` again. If this rank has made no ``Accelerator``
-    or ``PartialState``, the lost group was only the user's, and is not replaced.
+    It also wraps the models of :func:`note_wrapped` again, unless models were sharded over a device
+    mesh (:func:`note_mesh`): then the user has to prepare them again. If this rank has made no
+    ``Accelerator`` or ``PartialState``, the lost group was the user's own, and is not replaced.
 
     Returns:
-        lines to show to the user; none if nothing has changed for the user's code.
+        lines to show to the user; an empty list if nothing has changed for the user's code.
     """
     if not is_established():
         return ["the process group of an earlier cell is gone: make it again where you need it"]

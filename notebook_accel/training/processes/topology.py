@@ -67,7 +67,7 @@ class Topology:
 
 
 def topology() -> Topology:
-    """Return the topology of this rank; the first call determines it, as :func:`establish`."""
+    """Return the topology of this rank; the first call determines it by :func:`establish`."""
     found: Topology | None = current().shared.get(_KEY)
     return establish() if found is None else found
 
@@ -75,9 +75,9 @@ def topology() -> Topology:
 def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
     """Return the topology of this rank, after making the process group if there is none.
 
-    All ranks have to call it where the group is still to be made, since that waits for all of them.
-    The topology is kept: later calls ignore ``cpu``, and use ``options`` only to replace a process
-    group that was destroyed.
+    If the group is still to be made, all ranks have to call this, since making it waits for all of
+    them. The topology is cached: later calls ignore ``cpu``, and use ``options`` only to replace a
+    process group that was destroyed.
 
     Args:
         cpu: whether to compute on the CPU even if there are accelerators.
@@ -101,7 +101,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
 
 
 def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
-    """Return the number of ranks and the number on this machine, without making a process group.
+    """Return (number of ranks, number on this machine) without making a process group.
 
     Args:
         cpu: whether the user asked the ranks to compute on the CPU. For such ranks the environment
@@ -118,7 +118,8 @@ def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
 def tell(listener: Callable[[Topology], None]) -> None:
     """Register a function to be called with the topology of this rank.
 
-    It is called at once if the topology is known, and each time :func:`establish` determines it.
+    ``listener`` is called at once if the topology is known already, and whenever :func:`establish`
+    determines it.
     """
     if listener not in _listeners:
         _listeners.append(listener)

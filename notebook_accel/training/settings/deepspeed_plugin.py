@@ -136,7 +136,7 @@ class HfDeepSpeedConfig:
         return any(device in ("cpu", "nvme") for device in devices)
 
     def reopen(self) -> None:
-        """Set the entries that :meth:`fill` completed back to "auto", to prepare another model.
+        """Set the entries that :meth:`fill` replaced or removed back to "auto", for the next model.
 
         Entries that were changed after ``fill`` keep their values.
         """
@@ -146,13 +146,13 @@ class HfDeepSpeedConfig:
         self._filled = {}
 
     def fill(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace "auto" entries by ``values``, in place; "auto" entries without one are removed.
+        """Replace each "auto" entry by its value in ``values``, in place; remove it if it has none.
 
         Args:
             values: the values by dotted names. Names of entries that are not "auto" are ignored.
 
         Returns:
-            a copy of the completed configuration, which DeepSpeed may change.
+            a copy of the completed configuration; DeepSpeed may change this copy.
         """
         self._filled |= {key: values.get(key) for key in list(_entries(self.config, AUTO))}
         for key, value in self._filled.items():
@@ -166,7 +166,7 @@ class HfDeepSpeedConfig:
 
 
 def _entries(section: Mapping[str, Any], wanted: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of the entries of a section whose value is ``wanted``.
+    """Yield the dotted names of the entries, at any depth of a section, that equal ``wanted``.
 
     ``prefix`` is put before each name: the dotted name of the section, with a dot at the end.
     """
@@ -264,7 +264,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
     def resolve(cls, argument: str, given: Any) -> DeepSpeedPlugin | None:
         """Return the plugin that ``Accelerator`` was given or the environment asks for, else None.
 
-        Transformers then learns whether to shard weights as it reads them.
+        Entries that an earlier ``prepare`` filled in are set back to "auto". Transformers is told
+        whether to shard weights as it reads them.
 
         Args:
             argument: name of the argument of ``Accelerator``, for error messages.
@@ -295,12 +296,13 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return plugin  # type: ignore[no-any-return]
 
     def _join_with_fields(self) -> None:
-        """Make the plugin's fields and its configuration agree.
+        """Give each field of the plugin and its entry in the configuration the same value.
 
-        A field without a value takes that of the configuration's entry, and the other way round.
+        A field without a value takes the entry's, and an entry without a value takes the field's.
+        If neither has one, the environment variable decides, else the default.
 
         Raises:
-            ConfigError: a field and its entry both have values, which differ.
+            ConfigError: a field and its entry have different values.
         """
         differing = []
         for name, option in _ENTRIES.items():
@@ -331,7 +333,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Make DeepSpeed compute in a precision, if its configuration has none yet.
+        """Make DeepSpeed compute in a precision, if its configuration leaves the precision open.
 
         Transformers' ``TrainingArguments`` call this method.
 
@@ -339,7 +341,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             mixed_precision: "no", "fp16" or "bf16".
 
         Raises:
-            ConfigError: the configuration has another precision.
+            ConfigError: ``mixed_precision`` is "fp16" and the configuration enables bf16, or the
+                other way round.
         """
         self.resolve_precision(mixed_precision)
         for name in ("fp16", "bf16"):
@@ -368,8 +371,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
     def set_deepspeed_weakref(self) -> None:
         """Tell Transformers whether ``from_pretrained`` is to shard weights as it reads them.
 
-        Importing Transformers takes seconds. So it is imported here only if the user set
-        ``zero3_init_flag``; otherwise it is told only if the script has imported it already.
+        If the user did not set ``zero3_init_flag``, Transformers is told only if the script has
+        imported it already, since importing it here would take seconds.
         """
         if not (self._wants_init or "transformers" in sys.modules):
             return
@@ -398,12 +401,13 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         self.dschf = integration.HfDeepSpeedConfig(config)
 
     def set_moe_leaf_modules(self, model: Module) -> None:
-        """Have ZeRO stage 3 gather each mixture-of-experts layer of a model at once.
+        """Have ZeRO stage 3 gather each mixture-of-experts layer of a model as a whole.
 
-        Their classes are named in ``transformer_moe_cls_names``; without names nothing is done.
+        ``transformer_moe_cls_names`` names the classes of these layers; if it is empty, nothing is
+        done.
 
         Raises:
-            ConfigError: the model has no layer of one of the named classes.
+            ConfigError: the model has no layer of a class that is named.
         """
         if not self.transformer_moe_cls_names:
             return
@@ -425,7 +429,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             asked: the ``mixed_precision`` of ``Accelerator``; None if the user gave none.
 
         Raises:
-            ConfigError: the configuration and ``asked`` (or the environment) name different ones.
+            ConfigError: the configuration sets another precision than ``asked`` or, if that is
+                None, than the environment variable.
         """
         wanted = (asked or environment.read("MIXED_PRECISION") or "no").lower()
         for name in ("fp16", "bf16"):
@@ -439,7 +444,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return asked
 
     def resolve_steps(self, asked: int | None) -> int | None:
-        """Return the batches per optimizer step: those of the configuration if set, else ``asked``.
+        """Return the batches per optimizer step: the plugin's number if it is set, else ``asked``.
 
         Args:
             asked: the ``gradient_accumulation_steps`` of ``Accelerator``; None if the user gave

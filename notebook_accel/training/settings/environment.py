@@ -103,10 +103,11 @@ _MPI = {
 
 
 def ranks_of_mpi() -> dict[str, int]:
-    """Return rank and world size, of all machines and of this one, by torchrun's variable names.
+    """Return this process's global and local rank and world size, by torchrun's variable names.
 
-    Each number comes from torchrun's variable (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE),
-    else from that of an MPI library, else it is that of a single rank.
+    The keys are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Each number comes from the
+    environment variable of that name, else from the variable of an MPI library; else ranks are 0
+    and sizes 1.
     """
     return {
         name: get_int_from_env(
@@ -125,14 +126,14 @@ def enable_fsdp_ram_efficient_loading() -> None:
     """Have Transformers read a checkpoint on rank 0 only; ``prepare`` then shards its weights.
 
     It sets environment variables that Transformers reads in ``from_pretrained``. Every rank has to
-    call it before.
+    call it before ``from_pretrained``.
     """
     os.environ.setdefault(USE_FSDP, "True")
     os.environ[FSDP_READS_ON_RANK_0] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Have Transformers read a checkpoint on every rank, by an environment variable it reads."""
+    """Have Transformers read a checkpoint on every rank, by setting an environment variable."""
     os.environ[FSDP_READS_ON_RANK_0] = "False"
 
 

@@ -100,9 +100,9 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
     def resolve(cls, argument: str, given: Any) -> FullyShardedDataParallelPlugin | None:
         """Return the plugin as :meth:`StrategyPlugin.resolve` does.
 
-        A plugin that was given as an argument also tells Transformers, by environment variables,
-        whether to read weights on rank 0 only. Variables that an earlier ``Accelerator`` set so
-        are restored first.
+        If ``given`` is a plugin, Transformers is also told, by environment variables, whether to
+        read weights on rank 0 only. The variables that an earlier ``Accelerator`` changed in this
+        way are restored first.
         """
         for name, text in current().shared.pop(_SAID, {}).items():
             os.environ.pop(name, None)
@@ -190,11 +190,12 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
         Args:
             state_dict_type: a ``StateDictType`` of torch, its name or its number. None keeps the
-                field ``state_dict_type``, else takes the environment variable, else the default of
-                ``fsdp_version`` (1: whole, 2: shards).
+                field ``state_dict_type``. If that is None too, the variable FSDP_STATE_DICT_TYPE
+                decides, else the class of ``state_dict_config``, else ``fsdp_version`` (1: whole,
+                2: shards).
 
         Raises:
-            ConfigError: there is no such type, or it is LOCAL_STATE_DICT with ``fsdp_version=2``.
+            ConfigError: the type is unknown, or it is LOCAL_STATE_DICT with ``fsdp_version=2``.
         """
         from torch.distributed import fsdp
 
@@ -214,14 +215,14 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
     @property
     def saves_shards(self) -> bool:
-        """Whether ``save_state`` has each rank write its shards; False: rank 0 writes it all."""
+        """Whether ``save_state`` writes shards, each rank its own; False: rank 0 writes all."""
         return str(self.state_dict_type.name) != "FULL_STATE_DICT"
 
     def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
         """Return torch's wrap policy: the function that chooses the modules to shard separately.
 
-        FSDP gathers the weights of each such module as it runs. None: the weights of the model are
-        gathered all at once.
+        FSDP gathers the weights of each such module when that module runs. None: all weights of the
+        model are gathered at once.
         """
         if callable(self.auto_wrap_policy):
             return self.auto_wrap_policy  # type: ignore[no-any-return]
@@ -261,12 +262,12 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         """Set ``mixed_precision_policy``: weights are gathered and gradients reduced in this type.
 
         Args:
-            mixed_precision: "bf16", "fp16", "fp32", "fp8" (whose weights are gathered in bf16), or
-                the ``torch.dtype`` of one.
-            override: replace a policy that is set already; False keeps it.
+            mixed_precision: "bf16", "fp16", "fp32", "fp8" (weights are then gathered in bf16), or a
+                ``torch.dtype`` (bfloat16, float16 or float32).
+            override: whether to replace a policy that is set already; False keeps that policy.
 
         Raises:
-            ConfigError: it is no such type.
+            ConfigError: ``mixed_precision`` is none of these.
         """
         dtype = _dtype(mixed_precision)
         if self.mixed_precision_policy is not None and not override:
@@ -324,7 +325,8 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
     def ignored_parts(self, model: Module) -> list[Module]:
         """Return the modules of ``ignored_modules``, whose weights are not sharded.
 
-        A regular expression is matched with the names that the modules have at this call.
+        If ``ignored_modules`` is a regular expression, these are the modules whose full name in
+        ``model`` it matches.
         """
         given = self.ignored_modules
         if not isinstance(given, str):
@@ -388,9 +390,9 @@ _SAID = "environment before Transformers was told"
 def _tell_transformers(*, reads_on_rank_0: bool) -> None:
     """Tell Transformers, by environment variables, whether only rank 0 reads a checkpoint.
 
-    The former values are kept, and :meth:`FullyShardedDataParallelPlugin.resolve` restores them
+    The former values are stored, and :meth:`FullyShardedDataParallelPlugin.resolve` restores them
     when the next ``Accelerator`` is made. Otherwise ACCELERATE_USE_FSDP would shard the models of
-    one that has no plugin.
+    an ``Accelerator`` without a plugin.
     """
     known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
     if not reads_on_rank_0 and known[0] not in os.environ:

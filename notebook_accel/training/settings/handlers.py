@@ -130,7 +130,8 @@ class FP8BackendType(TextEnum):
 class RNGType(TextEnum):
     """Names of random states, for ``Accelerator(rng_types=[...])``.
 
-    The ranks copy these states from rank 0 when a loader begins. GENERATOR is that of the loader.
+    Before each pass over a loader, the ranks copy these states from rank 0. GENERATOR is the state
+    of the loader's own generator.
     """
 
     TORCH = "torch"
@@ -249,7 +250,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     ) -> dict[str, Any]:
         """Return the arguments of ``DistributedDataParallel``: all fields but ``ignore_keys``.
 
-        The ignored ones are those of the communication hook, which is registered separately.
+        By default the fields of the communication hook are left out, since
+        :meth:`register_comm_hook` uses them.
         """
         ignored = set(ignore_keys)
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
@@ -427,7 +429,7 @@ class ProjectConfiguration:
             as_steps("ProjectConfiguration(total_limit=...)", self.total_limit)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set ``project_dir``, and ``logging_dir`` to the same folder if that is None."""
+        """Set ``project_dir``; if ``logging_dir`` is None, set it to the same folder."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

@@ -39,11 +39,11 @@ _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 class TorchContextParallelConfig:
     """Settings of context parallelism, in which each rank computes a part of every sequence.
 
-    They say how the ranks exchange the keys and values of attention, for
-    ``ParallelismConfig(cp_handler=...)``.
+    They are for ``ParallelismConfig(cp_handler=...)``, and say how the ranks exchange the keys and
+    values of attention.
 
     Raises:
-        ConfigError: there is no such strategy.
+        ConfigError: ``cp_comm_strategy`` is neither "allgather" nor "alltoall".
     """
 
     cp_comm_strategy: str | None = None
@@ -153,7 +153,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
     def check_ranks(
         self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
     ) -> None:
-        """Check that the product of the sizes is the number of ranks; see :func:`fit_sizes`."""
+        """Raise if the sizes do not fit the number of ranks, as :func:`fit_sizes` does."""
         fit_sizes(
             self,
             plugins.get("fsdp_plugin"),
@@ -181,7 +181,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares into which the samples are divided: replicas times shards."""
+        """Number of parts into which the samples are divided: "dp_replicate" times "dp_shard"."""
         return int(self.sizes["dp_replicate"] * self.sizes["dp_shard"])
 
     @property
@@ -342,10 +342,11 @@ def fit_sizes(
     num_processes: int,
     local_num_processes: int,
 ) -> ParallelismConfig:
-    """Return the sizes of the device mesh: their product is the number of ranks, or all are 1.
+    """Return the sizes of the device mesh; all are 1 for plain data parallelism.
 
-    With an FSDP plugin, and no replicas or shards in ``asked``, the plugin's sharding strategy
-    divides the remaining ranks into replicas and shards.
+    If there is an FSDP plugin, and ``asked`` sets neither "dp_replicate" nor "dp_shard", both
+    follow from the plugin's sharding strategy and the number of ranks. Other sizes are those of
+    ``asked``.
 
     Args:
         asked: the user's sizes; None if the user gave none.
@@ -386,7 +387,7 @@ def fit_sizes(
 class TorchTensorParallelConfig:
     """Settings of tensor parallelism, for ``ParallelismConfig(tp_handler=...)``.
 
-    Accelerate's scripts pass them; they have no effect here.
+    They are accepted for scripts that were written for Accelerate, and have no effect.
     """
 
     enable_async_tp: bool = False

@@ -4,8 +4,8 @@ A strategy is the class that does one kind of parallelism, such as FSDP or DeepS
 
     argument, or environment variable --resolve--> plugin --> Request.plugins --> the strategy
 
-A strategy's plugin derives from :class:`StrategyPlugin`; the table of ``strategies/__init__.py``
-has the name of its argument.
+A strategy's plugin derives from :class:`StrategyPlugin`. The table ``PLUGIN_ARGUMENTS`` of
+``strategies/__init__.py`` has the plugin classes by their arguments of ``Accelerator``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class StrategyPlugin:
     """Base class of the settings by which a user chooses a strategy (a kind of parallelism).
 
     Attributes:
-        switch: environment variable, without its prefix (``ACCELERATE_``). If it is true and the
-            user gave no plugin, one with default values is used.
+        switch: name of an environment variable, without its prefix (``ACCELERATE_``). If the
+            variable is true and the user gave no plugin, a plugin with default values is used.
         composes: whether ``Accelerator`` accepts other plugins together with this one.
         divides_layers: whether a rank may hold only a part of a layer, which fp8 does not support.
     """
@@ -55,7 +55,7 @@ class StrategyPlugin:
     def check_ranks(
         self, plugins: Mapping[str, Any], num_processes: int, local_num_processes: int
     ) -> None:
-        """Refuse a number of ranks that these settings cannot use.
+        """Raise if these settings cannot use this number of ranks; the base class accepts any.
 
         It is called before ranks connect, so that each rank fails and none waits for another.
 

@@ -51,8 +51,8 @@ class Accumulation:
         plugin: the current settings.
         sync_gradients: whether the current batch is the last of its window, so that a prepared
             optimizer really steps and the ranks exchange gradients.
-        step: number of batches since a loader was read to its end; with
-            ``sync_with_dataloader=False`` since training began.
+        step: number of batches since :meth:`reset` or, with ``sync_with_dataloader=True``, since
+            the last batch of a loader.
         inside: whether an ``accumulate`` block is running.
         optimizers: the prepared optimizers that step with these windows. They are told when the
             last batch of a window begins and ends.
@@ -89,9 +89,10 @@ class Accumulation:
         self.plugin.num_steps = value
 
     def note_step(self) -> None:
-        """Record that a prepared optimizer made a real step, and on which loader's batches.
+        """Record that a prepared optimizer made a real step, and which loader gave its batches.
 
-        Checkpoints need it: a step ends a window, and training resumes at the start of one.
+        Checkpoints use this record: training can resume only at the start of a window, which is
+        right after a step.
         """
         self.note_random_states()
         stack = self.loaders.stack
@@ -100,9 +101,9 @@ class Accumulation:
             self.loaders.note_step()
 
     def note_random_states(self) -> None:
-        """Keep the random states of torch and the device, with which the next window begins.
+        """Store the random states of torch and the device, with which the next window begins.
 
-        Nothing is kept for windows of one batch.
+        For windows of one batch nothing is stored.
         """
         if self.num_steps > 1:
             self.random_states = note_torch_states(self._device)
@@ -190,7 +191,7 @@ class Window:
 def current_accumulation() -> Accumulation:
     """Return the gradient accumulation of this rank's newest ``Accelerator``.
 
-    Without an ``Accelerator`` it has the settings of the environment variables.
+    Without an ``Accelerator`` its settings come from the environment variables.
     """
     shared = current().shared
     if _CURRENT not in shared:
@@ -200,9 +201,10 @@ def current_accumulation() -> Accumulation:
 
 
 def forget_accumulation() -> None:
-    """Forget what :func:`current_accumulation` returns.
+    """Forget the object that :func:`current_accumulation` returns.
 
-    Until an ``Accelerator`` is made, it then returns one with the environment's settings.
+    Until an ``Accelerator`` is made, that function then returns a new ``Accumulation``, with
+    settings from the environment variables.
     """
     current().shared.pop(_CURRENT, None)
 
@@ -213,9 +215,10 @@ def resolve_plugin(
     """Return the settings of gradient accumulation.
 
     Args:
-        num_steps: the ``gradient_accumulation_steps`` of ``Accelerator``; it comes first.
-        plugin: the plugin that ``Accelerator`` was given; it comes second. If both are None, the
-            environment variable decides, else gradients are not accumulated.
+        num_steps: the ``gradient_accumulation_steps`` of ``Accelerator``; None if not given.
+        plugin: the plugin that ``Accelerator`` was given, used if ``num_steps`` is None. If both
+            are None, ACCELERATE_GRADIENT_ACCUMULATION_STEPS decides; if that is unset, gradients
+            are not accumulated.
 
     Raises:
         ConfigError: the number of batches is no whole number of at least 1.

@@ -30,8 +30,8 @@ __all__ = ["ActiveLoaders", "LoaderProgress", "Position", "ShortRound", "active_
 class ShortRound(NamedTuple):
     """The sample counts of a round that has, or may have, fewer samples than a full one.
 
-    A round is one batch on each rank. This is the last round of an iteration over a loader, or an
-    earlier one in which some ranks get fewer samples.
+    A round is one batch on each rank. This object describes the last round of an iteration over a
+    loader, or an earlier round in which some ranks get fewer samples.
     """
 
     num_samples: int
@@ -104,7 +104,7 @@ class Position:
     def note_step(self) -> None:
         """Record the current position as the one of the last optimizer step (``at_step``).
 
-        A checkpoint may have to resume there, as an accumulation window begins after each step.
+        A checkpoint may have to resume at that position, where an accumulation window begins.
         """
         self.at_step = self.num_given, self.before_read
 
@@ -113,8 +113,8 @@ class Position:
 class LoaderProgress:
     """Epoch and position of a prepared loader.
 
-    A loader that ``skip_first_batches`` makes from it shares this object, so that both have the
-    same epoch and position.
+    A loader that ``skip_first_batches`` makes from another loader shares that loader's object, so
+    that both have the same epoch and position.
     """
 
     iteration: int = 0
@@ -132,7 +132,7 @@ class LoaderProgress:
 
 
 class ActiveLoaders:
-    """The passes of this rank that are under way: one for each loader that is being iterated.
+    """The loaders that this rank is iterating now: a pass (one iteration over a loader) for each.
 
     The active pass is the one that gave a batch last, in nested loops the innermost. An iterator
     that was left early and is still referenced is no longer active once another loop reads a batch.
@@ -166,7 +166,7 @@ class ActiveLoaders:
             self.stack.remove(position)
 
     def note_step(self) -> None:
-        """Record that an optimizer has stepped: in each pass under way, at its current position."""
+        """Record an optimizer's step in each pass under way, at that pass's current position."""
         for one in self.stack:
             self._trained.add(one.loader)
             one.note_step()
@@ -175,8 +175,8 @@ class ActiveLoaders:
         """Mark a pass, and the passes of the loops around it, as ended by a stop of the run.
 
         A checkpoint keeps the position of a marked pass. Once optimizers have stepped, only passes
-        over loaders whose batches they used are marked: an evaluation that resumed in its middle
-        would compute its metric from the remaining samples only.
+        over loaders that gave batches for these steps are marked. An evaluation is not: resumed in
+        its middle, it would compute its metric from the remaining samples only.
         """
         for one in (*self.stack, position):
             is_trained = any(one.loader.is_part_of(loader) for loader in self._trained)
@@ -189,7 +189,7 @@ class ActiveLoaders:
 
 
 def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
-    """Return the passes of this rank that are under way; None takes the current rank's context."""
+    """Return the passes under way on the rank of ``context``; None takes the current rank."""
     shared = (context or current()).shared
     found: ActiveLoaders | None = shared.get(ActiveLoaders)
     if found is None:

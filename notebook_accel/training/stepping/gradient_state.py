@@ -22,14 +22,14 @@ __all__ = ["GradientState"]
 class GradientState:
     """View of gradient accumulation, and of the loader that is being iterated.
 
-    It tells whether optimizers step with the current batch, and whether that is the last one of its
-    loader. A window is the group of batches whose gradients are summed for one step. The
+    It tells whether optimizers step with the current batch, and whether that batch is the last of
+    its loader. A window is the group of batches whose gradients are summed for one step. The
     ``gradient_state`` of an ``Accelerator``, or of an object that it prepared, shows that
-    ``Accelerator``'s accumulation. An instance that you make shows that of the newest one.
+    ``Accelerator``'s accumulation. An instance that you make shows the newest ``Accelerator``'s.
 
     Args:
         gradient_accumulation_plugin: starts gradient accumulation anew with these settings on this
-            rank; None shows the current one.
+            rank; None shows the current accumulation.
         accumulation: for the package itself: the accumulation to show; None for the newest.
 
     Example:
@@ -88,7 +88,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Always True, since there is always a state to show; Accelerate's scripts ask for it."""
+        """Always True, since there is always a state to show; scripts for Accelerate read it."""
         return True
 
     @property
@@ -103,7 +103,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The prepared loaders that are being iterated, after a first None, as in Accelerate."""
+        """None, followed by the prepared loaders that are being iterated, as in Accelerate."""
         return [None, *(position.loader for position in active_loaders().stack)]
 
     @property
@@ -115,7 +115,7 @@ class GradientState:
     def remainder(self) -> int:
         """Number of samples that all ranks together have in the loader's last, incomplete step.
 
-        Samples that are repeated to fill it up do not count. 0 means that the last step is
+        Samples that are repeated to fill up that step do not count. 0 means that the last step is
         complete, -1 that the number is not known.
         """
         return active_loaders().position.remainder

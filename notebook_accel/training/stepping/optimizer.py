@@ -57,27 +57,27 @@ def _of_inner(name: str, doc: str) -> property:
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer so that it steps only at the end of an accumulation window.
 
-    A window is the group of batches whose gradients are summed for one step. On its other batches
-    ``step`` does nothing, and ``zero_grad`` keeps the gradients that a later step will use.
-    ``Accelerator.prepare`` makes these objects, which schedulers and other code can use as a
-    ``torch.optim.Optimizer``. One that you make yourself follows the windows of the newest
+    A window is the group of batches whose gradients are summed for one step. On all its batches but
+    the last, ``step`` does nothing, and ``zero_grad`` keeps the gradients that a later step will
+    use. ``Accelerator.prepare`` makes these objects, which schedulers and other code can use as a
+    ``torch.optim.Optimizer``. An object that you make yourself follows the windows of the newest
     ``Accelerator``.
 
     Args:
         optimizer: the optimizer to wrap.
-        device_placement: whether its states are moved to the device of their weights.
+        device_placement: whether the optimizer's states are moved to the device of their weights.
         scaler: loss scaler of fp16; None without loss scaling.
         accumulation: set by ``prepare``: the state of gradient accumulation.
         scaling: set by ``prepare``: the loss scaling of the ``Accelerator``.
         device_memory: set by ``prepare``: returns the bytes in use on the device, for the reports.
-        drop_unreduced: set by ``prepare``: clears gradients that are summed outside of ``grad``,
-            as libraries that shard weights do.
+        drop_unreduced: set by ``prepare``: clears gradients that a library for sharded weights
+            sums up outside of ``grad``.
 
     Attributes:
         optimizer: the wrapped optimizer.
         num_steps: number of steps, including those before a checkpoint that was loaded. Steps that
             were skipped because fp16 overflowed do not count.
-        scaling: the loss scaling of fp16; None without.
+        scaling: the loss scaling of fp16; None without loss scaling.
 
     Example:
         >>> import torch
@@ -218,7 +218,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def begin_last_batch(self) -> None:
         """Record the gradients that exist as the last batch of an accumulation window begins.
 
-        Later a difference shows that this batch has had its backward. ``accumulate`` calls it.
+        Gradients that differ later show that this batch has had its backward. ``accumulate`` calls
+        this method.
         """
         self._at_start = gradient_marks(self.optimizer)
         self._was_held_back = False
@@ -226,8 +227,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def end_last_batch(self) -> None:
         """End the last batch of an accumulation window; ``accumulate`` calls it.
 
-        It clears the gradients if the loop discarded them: if it called ``zero_grad``, and then
-        neither a backward nor ``step``.
+        It clears the gradients if the loop discarded them: if the loop called ``zero_grad``, and
+        after that neither ran a backward nor called ``step``.
         """
         is_dropped = self._was_held_back and not self._used and not self._has_new_gradients()
         self._at_start = None
@@ -299,7 +300,7 @@ class UnpreparedWatch:
 
     Args:
         accumulation: the state of gradient accumulation.
-        scaling: the loss scaling of fp16; None without.
+        scaling: the loss scaling of fp16; None without loss scaling.
         models: the prepared models.
     """
 
@@ -323,8 +324,8 @@ class UnpreparedWatch:
     def start(self, owner: object) -> None:
         """Watch the steps of all optimizers of this process as long as ``owner`` lives.
 
-        Without gradient accumulation and loss scaling an unprepared optimizer steps correctly, so
-        that nothing is watched.
+        If neither gradient accumulation nor loss scaling is in use, nothing is watched, since an
+        unprepared optimizer then steps correctly.
         """
         if self._started or (self.scaling is None and self._accumulation.num_steps == 1):
             return

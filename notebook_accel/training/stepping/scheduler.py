@@ -31,8 +31,8 @@ class AcceleratedScheduler:
     ``Accelerator.prepare`` makes these objects. A step of the optimizer uses one batch on each of P
     ranks, so by default the schedule moves P steps with it. It does not move while gradients are
     accumulated, or if the optimizer's step was skipped. A scheduler that takes a metric
-    (``ReduceLROnPlateau``) moves one step per call. One that you make yourself follows the gradient
-    accumulation of the newest ``Accelerator``.
+    (``ReduceLROnPlateau``) moves one step per call. An object that you make yourself follows the
+    gradient accumulation of the newest ``Accelerator``.
 
     Args:
         scheduler: the scheduler to wrap.
@@ -43,8 +43,8 @@ class AcceleratedScheduler:
         accumulation: set by ``prepare``: the state of gradient accumulation.
         num_steps: set by ``prepare``: steps of the schedule per optimizer step; None derives them
             from ``split_batches``.
-        num_shares: set by ``prepare``: the number P, into how many shares the data is divided;
-            None: the number of ranks.
+        num_shares: set by ``prepare``: P, the number of parts into which the data is divided; None:
+            the number of ranks.
 
     Attributes:
         scheduler: the wrapped scheduler.
@@ -106,7 +106,7 @@ class AcceleratedScheduler:
         self.num_steps = 1 if value else self._num_shares
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule if the optimizers made a step; the arguments go to the scheduler.
+        """Move the schedule if the optimizers made a step; pass the arguments to the scheduler.
 
         On batches that only accumulate gradients, the wrapped scheduler is left untouched. Not even
         its ``_step_count`` may change, since torch's schedulers compute with it.

@@ -58,7 +58,7 @@ def join_uneven_inputs(
 def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
     """Return a context in which ``even_batches`` of the loaders is ``value``; None changes nothing.
 
-    A notice is shown if a loader has no such setting.
+    A notice is shown if a loader has no setting ``even_batches``.
     """
     # Those of others may be among them, which a subclass's prepare_data_loader gives.
     asked: list[Any] = (

@@ -114,13 +114,14 @@ class Strategy:
 
     @property
     def saves_together(self) -> bool:
-        """Whether all ranks must take part in saving a model: each rank has only a part of it."""
+        """Whether all ranks must take part in saving, since each has only a part of a model."""
         return self.saves_shards or self.spreads_weights
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         """Return the prepared models and optimizers of one ``prepare`` call, in the same order.
 
-        All ranks call it. The optimizers are those to step, without ``AcceleratedOptimizer``.
+        All ranks call it. The optimizers are torch's or DeepSpeed's own: :meth:`wrap_optimizer`
+        wraps them in ``AcceleratedOptimizer`` afterwards.
         """
         for each in call.models:
             self.precision.wrap(each.model)
@@ -129,14 +130,14 @@ class Strategy:
     def prepare_model(self, given: ModelToPrepare) -> Module:
         """Return the model that the loop calls: on its device, compiled, wrapped or sharded.
 
-        The mixed precision of its forward is not set here: ``prepare`` does it.
+        :meth:`prepare` sets the mixed precision of its forward before.
         """
         return compile_model(self.place(given), self.dynamo)
 
     def renew(self, model: Module) -> bool:
-        """Bring a prepared model up to date that is passed to ``prepare`` again, in place.
+        """Update the wrapper of a prepared model that is passed to ``prepare`` again, in place.
 
-        User code may have frozen or unfrozen weights, or added a layer, since.
+        User code may have frozen or unfrozen weights, or added a layer, since the first call.
 
         Returns:
             True if the prepared model can be used from now on; False if the caller must prepare it
@@ -173,7 +174,7 @@ class Strategy:
         """Return the scheduler that the loop steps.
 
         Args:
-            scheduler: the scheduler inside.
+            scheduler: the scheduler to wrap.
             optimizers: the prepared optimizers whose learning rates it sets.
             **settings: further arguments of ``AcceleratedScheduler``.
         """
@@ -212,7 +213,7 @@ class Strategy:
     ) -> torch.Tensor:
         """Run forward, loss and backward of one batch; return the loss, detached.
 
-        See ``Accelerator.forward_backward`` for the arguments; ``num_steps`` as of
+        The arguments are those of ``Accelerator.forward_backward``; ``num_steps`` is that of
         :meth:`backward`.
         """
         loss = loss_function(call_model(model, inputs), targets)
@@ -227,7 +228,8 @@ class Strategy:
     ) -> AbstractContextManager[Any]:
         """Return a context manager in which tensors hold this rank's part of their sequences.
 
-        It is for context parallelism. Here, without that, the block changes nothing.
+        It serves context parallelism. Without context parallelism, as in this base class, the block
+        changes nothing.
 
         Args:
             buffers: the tensors, which are changed in place.
@@ -299,10 +301,10 @@ class Strategy:
         optimizer.load_state_dict(state)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
-        """Drop accumulated gradients that are stored elsewhere than in the weights' ``grad``.
+        """Drop accumulated gradients that are not in the ``grad`` of the optimizer's weights.
 
-        Sharding libraries keep the gradients there until they are reduced over the ranks. Here, on
-        a single device, there are none.
+        ``fully_shard`` keeps gradients elsewhere until they are reduced over the ranks. On a single
+        device, as in this base class, there are none.
         """
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:
@@ -344,5 +346,5 @@ class Strategy:
     def close(self) -> None:
         """Release resources that the strategy made for itself, such as a process group.
 
-        It is called when the training ends.
+        ``Accelerator.end_training`` calls it.
         """

@@ -10,9 +10,9 @@ more to compute, so each rank gets a piece from the front and one from the back:
 
 Torch's attention over the parts (ring attention) needs the kernels of accelerators. On the CPU it
 raises "_scaled_dot_product_flash_attention_for_cpu has no sharding strategy registered" (torch
-2.13; its math backend raises "mixed torch.Tensor and DTensor"). There, :func:`_replaced_attention`
-takes its place: it gathers all keys and values, and computes the rows of this rank's queries. The
-results are the same, with more memory.
+2.13; its math backend raises "mixed torch.Tensor and DTensor"). On the CPU,
+:func:`_replaced_attention` therefore replaces it: each rank gathers all keys and values, and
+computes the rows of its own queries. The results are the same, with more memory.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class SequenceDivider:
     def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which positions of a sequence this rank has, and which all ranks have.
 
-        The second tensor has the positions of all ranks, one rank after the other. The result is
-        cached for the last length, since finding it takes a collective: the ranks of the mesh call
-        this together, with the same lengths. Torch's ``context_parallel`` shows which positions are
-        this rank's, by dividing a tensor of positions.
+        The second tensor has the positions of all ranks, one rank after the other. The ranks of the
+        mesh call this together, with the same length: the positions of all ranks are gathered by a
+        collective, unless the length is that of the last call, whose result is kept. A tensor of
+        positions that ``context_parallel`` divides shows which positions are this rank's.
         """
         if length != self._length:
             own = torch.arange(length, device=self._device)
@@ -220,10 +220,10 @@ _gathered: Callable[..., torch.Tensor] = _Gathered.apply
 def fit_decoder(model: Module) -> None:
     """Add hooks to a Transformers decoder, so that it computes correctly on a part of a sequence.
 
-    Without them, the decoder would count positions from 0 in each part, and build a mask of the
-    part alone. Inside a block of :class:`SequenceDivider`, the hooks pass the true positions
-    (unless the user passes ``position_ids``), and drop the mask. The mask is not needed: sequences
-    have no padding under context parallelism, and ``is_causal`` says the rest.
+    Without the hooks, the decoder would count positions from 0 in each part, and build a mask of
+    the part alone. Inside a block of :class:`SequenceDivider`, the hooks pass the true positions
+    (unless the user passes ``position_ids``), and drop the mask. No mask is needed: sequences have
+    no padding under context parallelism, and the decoder passes ``is_causal`` to attention.
     """
     layers = [part for name, part in model.named_modules() if name.endswith("self_attn")]
     for layer in layers:

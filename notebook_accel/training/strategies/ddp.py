@@ -78,10 +78,11 @@ class DDPStrategy(TakesSpreadModels):
 
 
 class _WrappedFor(NamedTuple):
-    """The state of a model's weights when its DDP wrapper was made, and how to make it again.
+    """The state of a model's weights when its DDP wrapper was made, and how to renew the wrapper.
 
-    ``weights`` are its parameters, ``trains`` their ``requires_grad`` and ``sizes`` their shapes at
-    that time. ``wrap_again(wrapped)`` makes the wrapper anew, in place; all ranks call it.
+    ``weights`` are the model's parameters, ``trains`` their ``requires_grad`` and ``sizes`` their
+    shapes at that time. ``wrap_again(wrapped)`` makes the wrapper anew, in place; all ranks call
+    it.
     """
 
     weights: list[Parameter]
@@ -93,8 +94,8 @@ class _WrappedFor(NamedTuple):
     def fits(self, wrapped: Module) -> bool:
         """Return whether the wrapper still exchanges the gradients of the right weights.
 
-        It does if the model has the same weights of the same shapes, and the same ones of them
-        train. It also counts as fitting if none train: torch would refuse to wrap such a model.
+        It does if the model's weights, their shapes and their ``requires_grad`` are still the same.
+        True is also returned if no weight trains, since torch would refuse to wrap such a model.
         """
         weights = list(wrapped.parameters())
         trains = [weight.requires_grad for weight in weights]

@@ -104,10 +104,10 @@ class DeepSpeedZero(Strategy):
 
         Args:
             call: the objects of the call.
-            new: its optimizers that no engine has yet; exactly one is allowed.
+            new: the optimizers of the call that no engine steps yet; exactly one is allowed.
 
         Raises:
-            ConfigError: there are several optimizers, or an engine exists already, or the model of
+            ConfigError: ``new`` has several optimizers, an engine exists already, or the model of
                 the optimizer is not in the call.
         """
         if len(new) > 1 or self.engine is not None:
@@ -214,10 +214,11 @@ class DeepSpeedZero(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip the norm of all gradients, and take the optimizer step; return the norm before.
+        """Take the optimizer step with clipped gradients; return their norm before clipping.
 
-        DeepSpeed does both in one call, and knows the norm only then. The ``optimizer.step()`` that
-        follows does nothing. ``parameters`` is not used: the norm is that of all weights.
+        DeepSpeed clips and steps in one call, and the norm is known only afterwards. The
+        ``optimizer.step()`` that follows does nothing. ``parameters`` is not used: the norm is that
+        of all weights.
         """
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
@@ -365,8 +366,8 @@ def _check_sections(
 ) -> None:
     """Check that optimizer and scheduler are defined either in the configuration or in the code.
 
-    A section in the configuration goes with a ``DummyOptim`` or ``DummyScheduler`` in the code, and
-    no section with an optimizer or scheduler of torch.
+    If the configuration has the section "optimizer", the code must pass a ``DummyOptim``, else an
+    optimizer of torch. The section "scheduler" goes with a ``DummyScheduler`` in the same way.
 
     Raises:
         ConfigError: an optimizer or a scheduler is defined in both places, or in neither.

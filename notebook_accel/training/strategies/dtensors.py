@@ -156,7 +156,8 @@ def scale_grads(weights: Iterable[torch.Tensor], max_norm: float, total: torch.T
 def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Shard a full tensor like ``target``; all ranks call it, with the same ``whole``.
 
-    ``whole`` is returned unchanged if ``target`` is a plain tensor, or if it is sharded itself.
+    ``whole`` is returned unchanged if ``target`` is a plain tensor, or if ``whole`` is a
+    ``DTensor`` already.
     """
     if not isinstance(target, DTensor) or isinstance(whole, DTensor):
         return whole
@@ -167,8 +168,8 @@ def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def accept_whole_weights(model: Module) -> None:
     """Add hooks so that ``load_state_dict`` of a sharded model accepts full tensors.
 
-    The hooks shard each full tensor like the weight that it is for. The same holds for modules
-    inside of the model.
+    The hooks shard each full tensor like the weight of the same name. ``load_state_dict`` of a
+    module inside the model accepts full tensors, too.
     """
     for part in model.modules():
         if any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
@@ -190,10 +191,10 @@ def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | N
     """Replace old weights in an optimizer by the sharded ones, in place, and keep their state.
 
     Args:
-        optimizer: the optimizer, made before or after the weights were sharded. In the latter case
-            it has no old weights, and only ``foreach`` is set as needed.
-        replaced: the new weight of each old weight; None for an old weight that this rank no longer
-            has (it belongs to another pipeline stage), and which is removed.
+        optimizer: the optimizer. If it was made after the weights were sharded, it has no old
+            weights, and only its ``foreach`` may be changed (``turn_off_foreach_where_mixed``).
+        replaced: the new weight of each old weight. None: the old weight belongs to another
+            pipeline stage, and is removed from the optimizer.
     """
     for group in optimizer.param_groups:
         old = list(group["params"])
@@ -210,10 +211,10 @@ def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | N
 
 
 def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
-    """Return one weight's optimizer state, sharded like the weight.
+    """Return one weight's optimizer state, sharded like the weight; all ranks call it.
 
-    Only tensors that have the shape of the weight (such as Adam's moments) are sharded; other
-    entries stay.
+    Only tensors that have the shape of the weight (such as Adam's moments) are sharded. Other
+    entries are returned unchanged.
     """
     return {
         name: like(value, weight)
@@ -293,7 +294,10 @@ of_torch.unscale_by(AgreeingScaler, unscale_in_parts)
 
 
 class AgreeingScaling(LossScaling):
-    """Loss scaling for ranks that have different weights: all skip a step if one rank does."""
+    """Loss scaling for sharded weights: all ranks unscale if any rank has gradients.
+
+    :class:`AgreeingScaler` unscales in a collective, which all ranks must enter together.
+    """
 
     kind_of_scaler = AgreeingScaler
 

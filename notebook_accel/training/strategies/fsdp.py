@@ -96,7 +96,7 @@ def checkpoint_activations(
 
     Args:
         chosen: the modules of :func:`choose_modules`.
-        plugin: says whether the kept inputs are moved to the CPU.
+        plugin: its ``activation_checkpointing_offload`` moves the kept inputs to the CPU.
 
     Raises:
         ConfigError: no module was chosen.
@@ -135,7 +135,8 @@ def units(
     """Return pairs of a module to shard, and the chosen modules inside of it.
 
     Without a pipeline this is one pair, for the model. In a pipeline there is a pair for each block
-    of this rank's stages, but for blocks with a weight that is tied to a module outside.
+    of this rank's stages. Blocks with a weight that is tied to a module outside are left out, and
+    not sharded.
 
     Args:
         model: the model.
@@ -228,9 +229,9 @@ def keep_root_for_backward(model: Module) -> None:
     """Keep the weights of the root module gathered between forward and backward.
 
     These are the weights that no chosen module inside the model has. Backward begins with them, so
-    they would be freed and gathered again at once. Torch keeps them by default, but also after a
-    forward without gradients, when ``parameters()`` would then return full weights. The hook added
-    here frees them after such a forward.
+    freeing them would mean gathering them again at once. Torch keeps them by default, but also
+    after a forward without gradients, and ``parameters()`` would then return full weights. The hook
+    added here lets torch free them after such a forward.
     """
     model.register_forward_pre_hook(_choose_what_forward_leaves)
 

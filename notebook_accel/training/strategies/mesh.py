@@ -105,7 +105,7 @@ class MeshParallel(TakesSpreadModels):
         stages, and weights of several meshes cannot be joined into a vector.
 
         Raises:
-            ConfigError: the optimizer is such an LBFGS.
+            ConfigError: the optimizer is LBFGS, in one of these two cases.
         """
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
@@ -156,14 +156,15 @@ class MeshParallel(TakesSpreadModels):
     def _refuse_shared_weights(self, model: Module, others: set[int]) -> None:
         """Refuse a model that shares weights with another prepared model, if they would diverge.
 
-        Sharding replaces the weights of a model, so that two models no longer share them.
+        Sharding replaces the weights of a model: two models would each train a copy of their own.
 
         Args:
             model: the model, not sharded yet by this strategy.
             others: the ids of the present weights of all other models that are sharded.
 
         Raises:
-            ConfigError: a trainable weight is shared.
+            ConfigError: a trainable weight is shared; or sharded weights are shared, and the model
+                has further trainable weights, whose gradients nothing would average.
         """
         weights = dict(model.named_parameters())
         for name, weight in weights.items():

@@ -299,7 +299,7 @@ class Pipeline:
     def run_micro_batch(
         self, model: Callable[..., Any], stage: int, number: int, received: torch.Tensor | None
     ) -> Any:
-        """Run the forward of a stage on a micro-batch; torch's schedule calls it.
+        """Run the forward of a stage on a micro-batch; ``_Stage`` calls it for torch's schedule.
 
         Args:
             model: the model that was cut.
@@ -381,7 +381,7 @@ class Pipeline:
     def _spread(self, values: Any, source: int) -> Any:
         """Broadcast nested tensors of global rank ``source`` to all ranks of the pipeline.
 
-        All of them call it. What other ranks pass as ``values`` is ignored.
+        All ranks of the pipeline call it. On ranks other than ``source``, ``values`` is ignored.
         """
         form = [recursively_apply(lambda part: part.to("meta"), values)]
         collectives.broadcast_object_list(form, source, group=self.group)
@@ -410,8 +410,9 @@ def _take(values: Any, size: int, samples: slice | list[int]) -> Any:
 class _StageWithShards(PipelineStage):
     """A ``PipelineStage`` whose sharded blocks reduce their gradients once per batch.
 
-    Without this, they would do so for every micro-batch. Torch's class handles only a stage module
-    that ``fully_shard`` was called on itself; here it was called on the blocks inside.
+    With torch's class they would reduce them for every micro-batch: it handles only stage modules
+    on which ``fully_shard`` was called, and here it was called on the blocks inside. While batches
+    accumulate, nothing is reduced.
     """
 
     def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
@@ -471,9 +472,9 @@ class _Stage(nn.Module):
 def add_up_gradients(
     weights: Sequence[nn.Parameter], group: dist.ProcessGroup, divide_by: int = 1
 ) -> None:
-    """Sum the gradients of weights over the ranks of a group, in place; all of them call it.
+    """Sum the gradients of weights over a group, in place; all ranks of the group call it.
 
-    A weight that has no gradient on any rank gets none.
+    The ``grad`` of a weight that has no gradient on any rank stays None.
 
     Args:
         weights: weights that every rank of the group has, in the same order.

@@ -10,13 +10,13 @@ The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, 
    dimension "tp".
 4. Activation checkpointing: around blocks, so that it contains the divided layers.
 5. Compile: the whole model including its activation checkpointing, or each block inside of its
-   activation checkpointing. In a pipeline each block, since a stage ends the model's forward by an
-   exception, which a compiled graph cannot contain.
+   activation checkpointing. In a pipeline, the blocks are compiled, since a stage ends the model's
+   forward by an exception, which a compiled graph cannot contain.
 6. Data: weights are sharded over the ranks that read different samples, or (context parallelism)
-   different parts of sequences. In a pipeline, each block is sharded on its own, since a stage ends
-   in the middle of the model's forward, and weights outside of the blocks are not sharded. Without
-   a sharding dimension, no weights are. Gradients of unsharded weights are averaged over the
-   replicas after the batch.
+   different parts of sequences. Gradients of weights that are not sharded are averaged by hooks in
+   each backward. In a pipeline, each block is sharded on its own, since a stage ends in the middle
+   of the model's forward; weights outside of the blocks are not sharded (without ``dp_shard_size``
+   none are), and their gradients are averaged after the batch.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
     """Give weights and buffers on the meta device memory on ``device``, and initial values.
 
     The plugin's ``param_init_fn`` sets the values, else the module's ``reset_parameters``. Each
-    rank draws its own. :func:`start_alike` may replace them by rank 0's afterwards.
+    rank draws its own values; :func:`start_alike` may replace them by rank 0's afterwards.
     """
 
     ties = tied_names(model)
@@ -208,8 +208,8 @@ def start_alike(model: Module, device: torch.device) -> None:
 
     Args:
         model: the model, on the CPU or on the device.
-        device: the device of this rank. Tensors are moved there one by one to be sent, since its
-            backend is the fastest.
+        device: the device of this rank. Tensors are copied to it one by one to be sent, since the
+            process group's backend for this device is the fastest.
     """
     with torch.no_grad():
         for values in (*model.parameters(), *model.buffers()):
@@ -232,9 +232,10 @@ def _is_empty(module: Module) -> bool:
 
 
 def _data_dimensions(parallelism: ParallelismConfig, dimensions: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh dimensions for ``fully_shard``: that of replicas, then that of shards.
+    """Return the mesh dimensions for ``fully_shard``: of the replicas (if any), then of the shards.
 
-    The tuple is empty in a pipeline without sharding: all ranks of a stage keep its full weights.
+    The tuple is empty if ``fully_shard`` is not used: in a pipeline without sharding, or with
+    tensor parallelism alone.
 
     Args:
         parallelism: number of ranks for each kind of parallelism.

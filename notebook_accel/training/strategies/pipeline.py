@@ -52,9 +52,9 @@ _Key = tuple[float, ...]
 class PipelineParallel(MeshParallel):
     """Strategy for pipelines by ``torch.distributed.pipelining``.
 
-    Each stage may in addition be sharded and divided over ranks, as ``MeshParallel`` does it.
-    Weights are identified across stages by keys: the number of the model, and the position of the
-    weight in the uncut model.
+    Each stage may in addition be sharded and divided over ranks, as ``MeshParallel`` does it. A
+    weight is identified on all ranks by a key: the number of its model in the order of ``prepare``
+    calls, and the position of the weight in the uncut model.
     """
 
     def __init__(self, request: Request) -> None:
@@ -294,7 +294,7 @@ class PipelineParallel(MeshParallel):
     def _join(self, own: dict[Any, Any]) -> dict[Any, Any]:
         """Join the dictionaries of all stages; all ranks of the pipeline call it.
 
-        If several stages have a key, the last rank's value is taken. That is the rank whose stage
+        If several stages have a key, the last rank's value is taken: that rank's last stage alone
         runs the model's forward to its end, and so updates buffers after the blocks (BatchNorm).
         """
         of_stages = collectives.gather_object([own], group=self._group)

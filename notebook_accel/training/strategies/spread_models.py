@@ -1,9 +1,9 @@
 """Support for models in DDP wrappers or with sharded weights, made by ``prepare`` or by the user.
 
 A user may pass ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
-``fully_shard`` or ``parallelize_module`` was called. It is used as it is. Gradient accumulation,
-gradient norms and checkpoints need the same code for such a model, no matter whether the user or
-``prepare`` made it: that code is here, and other strategies inherit it.
+``fully_shard`` or ``parallelize_module`` was called. Such a model is not wrapped again. Gradient
+accumulation, gradient norms and checkpoints need the same code for it as for a model that
+``prepare`` wrapped or sharded: that code is here, and other strategies inherit it.
 
 ``DTensor`` is only looked up in ``sys.modules``, since importing it takes a second, which ranks
 without sharded weights are spared.
@@ -66,7 +66,7 @@ class _SpreadScaling(LossScaling):
 class TakesSpreadModels(Strategy):
     """Base class of strategies that also accept models which the user has wrapped or sharded.
 
-    On its own it is the strategy for one rank.
+    The class itself is the strategy for a single rank.
     """
 
     def __init__(self, request: Request) -> None:

@@ -133,8 +133,8 @@ def _take_nothing(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 class _BlockForward(ReplacedForward):
     """Replaces the forward of one block, and decides by the running stage what the block does.
 
-    A block of the stage runs. A block before it returns the hidden states of the previous stage. A
-    block after it raises :class:`StageEnds`.
+    A block of the running stage runs. A block before that stage returns the hidden states of the
+    previous stage. A block after it raises :class:`StageEnds`.
 
     Args:
         module: the block, or its placeholder.
@@ -165,8 +165,8 @@ class _PipelinedForward(ReplacedForward):
     """Replaces the forward of a cut model, for evaluation: all ranks of the pipeline call it.
 
     It runs all stages and returns the outputs on every rank. In training with gradients it raises
-    ``ConfigError``, since ``forward_backward`` must be used. While a stage runs, it is the model's
-    own forward.
+    ``ConfigError``, since ``forward_backward`` must be used. While a stage runs, it calls the
+    model's own forward.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:

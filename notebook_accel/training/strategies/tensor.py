@@ -65,7 +65,7 @@ def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | Non
             the model's attribute ``tp_plan`` or ``_tp_plan``, which Transformers sets.
 
     Raises:
-        ConfigError: there is no plan, no module has a name in it, a style is unknown, a layer
+        ConfigError: there is no plan, no module's name matches it, a style is unknown, a layer
             cannot be divided evenly, or a tied weight would be divided in two ways.
     """
     if has_parts(model.parameters()):
@@ -113,7 +113,8 @@ def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
     Args:
         name: the name of the layer in messages.
         part: the layer.
-        style: its style; only names of styles are checked.
+        style: how the plan divides the layer: a name such as "colwise", or a ``ParallelStyle``,
+            which is accepted unchecked.
         size: number of ranks.
 
     Raises:

@@ -56,7 +56,7 @@ class DeepSpeedEngineWrapper:
 
         Args:
             loss: the loss of a batch, divided by the number of accumulated batches already.
-            sync_gradients: whether it is the last batch before the optimizer step.
+            sync_gradients: whether this is the last batch before the optimizer step.
             **kwargs: further arguments of the engine's ``backward``.
         """
         self.engine.set_gradient_accumulation_boundary(sync_gradients)
@@ -66,8 +66,8 @@ class DeepSpeedEngineWrapper:
     def clip_and_step(self, max_norm: float) -> float:
         """Take the optimizer step with clipped gradients; return their norm before clipping.
 
-        If the last backward was not that of a step's last batch, or the step was taken already,
-        nothing happens and the norm of the last step is returned. All ranks call it.
+        While batches are still being accumulated, or if the step was taken already, nothing
+        happens, and the norm of the last step is returned. All ranks call it.
 
         Args:
             max_norm: the largest norm allowed; 0 does not clip.

@@ -1,6 +1,6 @@
 """The trackers of an ``Accelerator``: make, start and finish them, on the main process only.
 
-A tracker takes the metrics of a training to where they are kept, such as TensorBoard.
+A tracker sends the metrics of a training to a tool that stores them, such as TensorBoard.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Tracking:
                 tracker.store_init_configuration(dict(config))
 
     def finish(self) -> None:
-        """Finish each tracker that is not finished yet, even if another one raises."""
+        """Finish each tracker that is not finished yet, even if another tracker raises."""
         waiting = [
             one for one in self.trackers if not any(one is other for other in self._finished)
         ]
@@ -98,7 +98,8 @@ class Tracking:
 class LiveTracker(GeneralTracker):
     """The tracker that is always there: it shows numbers live in the notebook.
 
-    Afterwards they are in ``run.metrics``. In ranks that our launcher did not start, nothing shows.
+    The run that the launcher returns has them as ``run.metrics``. In ranks that our launcher did
+    not start, nothing is shown.
     """
 
     name = "notebook"

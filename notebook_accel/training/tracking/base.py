@@ -1,9 +1,9 @@
 """Base classes of trackers, for this package's trackers and those that users write.
 
-A tracker takes the metrics of a training to where they are kept, such as TensorBoard.
+A tracker sends the metrics of a training to a tool that stores them, such as TensorBoard.
 ``Accelerator`` makes it, calls ``start`` once, ``store_init_configuration`` if there are settings,
 ``log`` again and again, and ``finish`` at the end, all on the main process only. The functions at
-the end of this file convert logged values to Python numbers by flat names.
+the end of this file flatten nested dictionaries of logged values, and convert values to numbers.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class GeneralTracker:
     """Base class of all trackers, including those that you write.
 
     A subclass has to define ``name``, ``requires_logging_directory`` and ``tracker`` (an attribute
-    or a property). It overrides ``log``, and the other methods for what else it can keep.
+    or a property). It overrides ``log``, and those of the other methods that its tool supports.
 
     Attributes:
-        name: name by which ``log_with`` and ``get_tracker`` find it.
-        requires_logging_directory: whether it writes files. If so, ``Accelerator`` passes the
-            folder as the second argument when it makes the tracker.
+        name: name by which ``log_with`` and ``get_tracker`` find the tracker.
+        requires_logging_directory: whether the tracker writes files. If so, ``Accelerator`` passes
+            the folder as the second argument when it makes the tracker.
         main_process_only: whether methods decorated by ``on_main_process`` run on rank 0 only;
             False runs them on all ranks.
         tracker: the object of the library behind the tracker; None if there is no library.
@@ -217,7 +217,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def as_number(value: Any) -> float | None:
     """Return a Python number, or the only number of a tensor or array, as a float.
 
-    None: the value is something else.
+    Return None if the value is something else.
     """
     if isinstance(value, torch.Tensor):
         return float(value.detach()) if value.numel() == 1 else None
@@ -255,7 +255,8 @@ def numbers_of(values: Mapping[str, Any], tracker: str = "") -> dict[str, float]
 def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` with Python numbers in place of tensors and arrays of one number.
 
-    Other values and nested dictionaries stay, for libraries that also take images or tables.
+    Nested dictionaries are converted likewise. All other values are left unchanged, for libraries
+    that also take images or tables.
     """
     ready: dict[str, Any] = {}
     for name, value in values.items():

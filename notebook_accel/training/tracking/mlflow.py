@@ -85,9 +85,9 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Log the settings as MLflow parameters; one that is too long is left out, with a notice.
+        """Log the settings as MLflow parameters.
 
-        MLflow allows 6000 characters for the text of a parameter.
+        A setting whose text exceeds MLflow's limit of 6000 characters is left out, with a notice.
         """
         short: dict[str, Any] = {}
         for name, value in values.items():

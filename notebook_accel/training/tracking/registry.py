@@ -49,14 +49,14 @@ LoggerType.__doc__ = "Name of a tracker."
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a tracker class of your own, so that ``log_with`` finds it by its ``name``.
 
-    It holds in this process only, so each rank has to call it. A class that has the name of another
-    tracker replaces it, with a warning.
+    The class is registered in this process only, so each rank has to call this. If its name is that
+    of another tracker, it replaces that tracker, with a warning.
 
     Args:
-        tracker_class: a subclass of ``GeneralTracker``.
+        tracker_class: a class with the methods of ``GeneralTracker``, usually a subclass.
 
     Raises:
-        ConfigError: ``tracker_class`` is no such class, or lacks ``name`` or
+        ConfigError: ``tracker_class`` is not such a class, or lacks ``name`` or
             ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and _has_interface(tracker_class)):
@@ -74,7 +74,10 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def get_available_trackers() -> list[TextEnum]:
-    """Return the names of the trackers whose library is installed, as members of ``LoggerType``."""
+    """Return the names of the trackers whose library is installed, as members of ``LoggerType``.
+
+    Names that only :func:`register_tracker_class` added are left out.
+    """
     return [
         LoggerType(name)
         for name, kind in LOGGER_TYPE_TO_CLASS.items()
@@ -94,11 +97,11 @@ def resolve_trackers(
         logging_dir: the folder for trackers that write files; None if the user gave none.
 
     Returns:
-        each tracker once: the class, which is not made yet, or the object that was given.
+        each tracker once: its class, which is not instantiated yet, or the object that was given.
 
     Raises:
-        ConfigError: there is no such tracker, its library is not installed, or it writes files and
-            ``logging_dir`` is None.
+        ConfigError: a name is unknown, a tracker's library is not installed, or a tracker class
+            writes files and ``logging_dir`` is None.
     """
     if log_with is None:
         return []
@@ -145,9 +148,9 @@ def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
 
 
 def _has_interface(tracker: Any) -> bool:
-    """Return whether an object or class has the methods of a tracker.
+    """Return whether an object or class has the methods of a tracker, whatever its base class is.
 
-    So Accelerate's trackers are accepted too: they have the same methods, but another base class.
+    Accelerate's trackers, whose base class is Accelerate's own, are thus accepted too.
     """
     methods = ("start", "store_init_configuration", "log", "finish")
     return all(callable(getattr(tracker, name, None)) for name in methods)

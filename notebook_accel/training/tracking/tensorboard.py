@@ -33,7 +33,7 @@ class TensorBoardTracker(LibraryTracker):
 
     Args:
         run_name: name of the project.
-        logging_dir: folder that has a folder of files for each project.
+        logging_dir: folder in which each project has a folder for its files.
         **kwargs: arguments for the ``SummaryWriter``: this tracker's entry in the ``init_kwargs``
             of ``init_trackers``.
     """
@@ -68,7 +68,8 @@ class TensorBoardTracker(LibraryTracker):
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the settings as TensorBoard's hyperparameters, and to a file ``hparams.yml``.
 
-        Hyperparameters have flat names and plain values; the file keeps lists and nested settings.
+        As hyperparameters, nested settings get flat names ("key/inner key"), and values that are no
+        numbers, bools or texts are written as text. The file keeps lists and nested settings.
         """
         name = str(time.time())
         # The writer takes plain values alone: others go as their text.
@@ -85,7 +86,7 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers as scalars, a dictionary of numbers as one plot, other values as text."""
+        """Write a number as a scalar, a dictionary of numbers as one plot, other values as text."""
         for name, value in with_numbers(values).items():
             if isinstance(value, dict):
                 self._run.add_scalars(name, value, global_step=step, **kwargs)
