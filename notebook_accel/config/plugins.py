@@ -1,11 +1,11 @@
-"""The kinds of parallelism that a launch's settings can choose, without a change to the function.
+"""Kinds of parallelism that settings of a launch can choose: the function need not change.
 
     LaunchConfig(fsdp={...}) --check--> environment variables --> the plugin in a rank
 
-An ``Accelerator`` in a rank that is given no plugin makes one from these variables. They have the
-names that Hugging Face Accelerate gives them, so that its YAML files and its launcher work here.
-The options are declared in config/fsdp.py, deepspeed.py and mesh.py, as fields of base classes of
-the plugins.
+In a rank, an ``Accelerator`` to which no plugin is given makes one from these variables. They have
+the names that Hugging Face Accelerate gives them, so that its YAML files and its launcher work
+here. The options are declared in config/fsdp.py, deepspeed.py and mesh.py, as fields of base
+classes of the plugins.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
 class RankRow(ctypes.Structure):
     """The counters of one rank in shared memory, all 0 when a call begins.
 
-    The rank writes them; the agent writes ``interrupted_call``, ``disconnected_call``, and
-    ``call_over`` for a dead rank.
+    The agent writes ``interrupted_call`` and ``disconnected_call``, and, if the rank's process has
+    ended, ``call_over``. The rank writes all others.
 
     Attributes:
         batches, steps, reads: how many batches the rank has been given (or is about to get),

@@ -187,8 +187,9 @@ def disconnect() -> None:
     Any thread that waits on such a connection, in this process or at the other end, gets an error
     and so leaves its collective. The user's own connections to other programs stay.
 
-    If the user's code has used up all descriptors, the connections cannot be looked at, and stay
-    open. Then the agent has to interrupt the ranks that wait for this rank.
+    To tell which sockets are connections of torch, this duplicates each descriptor. If the process
+    may open no more descriptors, the connections stay open, and the agent has to interrupt the
+    ranks that wait for this rank.
     """
     reserved, port = rank.current().store_port, os.environ.get("MASTER_PORT", "")
     # The user's code may have made anything of the variable.

@@ -72,9 +72,10 @@ def gather_for_metrics(
 def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
     """Gather tensors as tensors and everything else as objects, both without repeated samples.
 
-    All ranks must call the same collectives, so the choice cannot depend on one rank's values. A
-    list that is empty on this rank may hold objects on another (boxes that were found in an image,
-    say), so an empty list is gathered as objects.
+    Dictionaries, tuples and lists of tensors keep their structure; lists of other objects are
+    joined over the ranks. All ranks must call the same collectives, and an empty list does not show
+    what it holds on other ranks (boxes found in an image, say): it is gathered as objects. So a
+    list that may be empty on some rank must not hold tensors.
     """
     found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
     are_tensors = bool(found) and all(found)

@@ -456,8 +456,8 @@ class PreparedLoader(LoaderWrapper):
     def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
         """Return the batches of this rank from ``position`` on, as the dataset made them.
 
-        ``at_start`` is called right before the first of them is read, unless that is the first
-        batch of the epoch.
+        ``at_start``, if given, is called in a resumed epoch right before its first new batch is
+        read: it sets the random states. A dataset that is resumed by its own state needs no call.
         """
         return self._read_from(position, position.num_given, at_start)
 
@@ -474,8 +474,9 @@ class PreparedLoader(LoaderWrapper):
             position: the state of this pass, which has the saved states of the dataset.
             start: number of the first batch to read. It differs from ``position.num_given`` where
                 rank 0 reads the batches of all ranks.
-            at_start: called right before batch ``start`` is read, unless that is the first of the
-                epoch.
+            at_start: called right before batch ``start`` is read, to set the random states; None
+                for nothing. Not called at the start of an epoch, nor where a dataset with a saved
+                state goes on from that.
             keeps_first: yield the first batch of the epoch too, ahead of batch ``start``, because
                 its samples are to fill up the last round.
         """

@@ -157,10 +157,11 @@ def _leave(model: Module, *, home: torch.device) -> None:
 
 
 def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Give weights and buffers on the meta device memory on ``device``, and initial values.
+    """Allocate weights and buffers that are on the meta device on ``device``; initialize them.
 
-    The plugin's ``param_init_fn`` sets the values, else the module's ``reset_parameters``. Each
-    rank draws its own values; :func:`start_alike` may replace them by rank 0's afterwards.
+    The plugin's ``param_init_fn`` initializes a module, else its own ``reset_parameters``; with
+    neither, the values are arbitrary. Each rank draws its own random values;
+    :func:`start_alike` may replace them by rank 0's afterwards.
     """
 
     ties = tied_names(model)

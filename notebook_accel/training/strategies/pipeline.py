@@ -243,9 +243,12 @@ class PipelineParallel(MeshParallel):
     def _numbered(self, optimizer: Optimizer, by_key: Mapping[_Key, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict in torch's format, for the weights of all stages.
 
+        That format numbers the weights in the optimizer's order.
+
         Args:
             optimizer: the optimizer.
-            by_key: the states of weights by key; weights without an entry get no state.
+            by_key: the state of each weight, by the key of :meth:`_key_of`; weights without an
+                entry get no state.
         """
         layout = self._layouts[optimizer]
         numbers = iter(range(sum(map(len, layout))))
