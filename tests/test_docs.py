@@ -58,8 +58,8 @@ def is_run(page: Path) -> bool:
 
 
 def page_to_run(page: Path) -> ParameterSet:
-    """The pages that a stranger reads first are run each time."""
-    first = name_of(page) in {"index.md", "first-launch.md"}
+    """The page that a stranger reads first is run each time."""
+    first = name_of(page) == "index.md"
     return pytest.param(page, id=name_of(page), marks=[] if first else [pytest.mark.long])
 
 

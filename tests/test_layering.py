@@ -46,7 +46,6 @@ MAY_IMPORT = {
         "config.setting",
         "launch.group_store",
         "launch.rank",
-        "launch.wire",
         "private",
     },
     "notebook": {"errors", "config", "launch", "private", "text_values"},

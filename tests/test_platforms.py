@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # Takes away what Linux alone has, before anything of ours is imported.
 ELSEWHERE = """
 import fcntl, mmap, os, select, signal, socket, sys
@@ -57,6 +59,7 @@ print("all of it works")
 """
 
 
+@pytest.mark.long
 def test_a_system_without_memfd_pidfd_and_seals() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=110, check=False

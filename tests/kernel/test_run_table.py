@@ -40,6 +40,7 @@ def cells(text: str) -> list[list[str]]:
     return [re.split(r"  +", line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_runs_and_comparisons_are_shown_as_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

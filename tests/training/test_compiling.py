@@ -181,7 +181,8 @@ def train_compiled(names: list[str]) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_compiled_model_that_is_spread_equals_one_process(ranks: int) -> None:
     names = [
         name for name, (mesh, _) in SPREAD.items() if (MESHES[mesh][0] if mesh else 2) == ranks

@@ -123,36 +123,64 @@ GO_ON = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[float]]]:
-    """The checkpoint of each strategy that writes one, and the losses after it."""
-    root = tmp_path_factory.mktemp("saved")
-    known: dict[str, tuple[Path, list[float]]] = {}
-    for ranks in (1, 2, 4):
+class Saved(dict[str, tuple["Path", list[float]]]):
+    """The checkpoint of each strategy that writes one, and the losses after it.
+
+    All of one number of ranks are written together, when the first of them is asked for.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __missing__(self, asked: str) -> tuple[Path, list[float]]:
+        ranks = RANKS[asked]
         writers = sorted({writer for writer, _ in GO_ON if RANKS[writer] == ranks})
-        results = run_ranks(write_all, ranks, writers, str(root))
+        results = run_ranks(write_all, ranks, writers, str(self.root))
         for writer in writers:
             losses = [result[writer] for result in results]
             assert all(one == pytest.approx(losses[0]) for one in losses)
-            known[writer] = root / writer, losses[0]
-    return known
+            self[writer] = self.root / writer, losses[0]
+        return self[asked]
+
+
+class WentOn(dict[tuple[str, str], list[list[float]]]):
+    """By writer and reader: the losses of each rank that loaded."""
+
+    def __init__(self, saved: Saved) -> None:
+        self.saved = saved
+
+    def __missing__(self, asked: tuple[str, str]) -> list[list[float]]:
+        ranks = [RANKS[name] for name in asked]
+        alike = [pair for pair in GO_ON if [RANKS[name] for name in pair] == ranks]
+        for writer, _ in alike:
+            assert self.saved[writer]
+        results = run_ranks(read_all, ranks[1], alike, str(self.saved.root))
+        for pair in alike:
+            self[pair] = [result[pair] for result in results]
+        return self[asked]
 
 
 @pytest.fixture(scope="module")
-def went_on(saved: dict[str, tuple[Path, list[float]]]) -> dict[tuple[str, str], list[list[float]]]:
-    """By writer and reader: the losses of each rank that loaded."""
-    root = str(next(iter(saved.values()))[0].parent)
-    found: dict[tuple[str, str], list[list[float]]] = {}
-    for ranks in (1, 2, 4):
-        pairs = [pair for pair in GO_ON if RANKS[pair[1]] == ranks]
-        results = run_ranks(read_all, ranks, pairs, root)
-        found |= {pair: [result[pair] for result in results] for pair in pairs}
-    return found
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize(("writer", "reader"), GO_ON)
+@pytest.fixture(scope="module")
+def went_on(saved: Saved) -> WentOn:
+    return WentOn(saved)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        pytest.param(
+            *pair, marks=[pytest.mark.long] if max(RANKS[name] for name in pair) > 2 else []
+        )
+        for pair in GO_ON
+    ],
+)
 def test_whoever_loads_goes_on_as_the_writer_did(
-    writer: str, reader: str, saved: dict[str, Any], went_on: dict[tuple[str, str], Any]
+    writer: str, reader: str, saved: Saved, went_on: WentOn
 ) -> None:
     _, expected = saved[writer]
     for losses in went_on[writer, reader]:
