@@ -153,11 +153,12 @@ class WorkerError(NotebookAccelError):
         rank: the rank whose failure caused the others; None if the agent, the process that starts
             and watches the ranks, died itself.
         ranks: the ranks that failed by themselves. Ranks that failed only because they lost the
-            connection to another one are left out.
+            connection to another rank are left out.
         traceback: traceback of the failed rank as text; "" if the rank died without one.
-        exitcode: exit code of the rank's process; None if a signal ended it. In a session, whose
-            processes survive a failure, the exit code that the failure would have caused.
-        signal: name of the signal that ended the process, such as "SIGKILL"; None if none did.
+        exitcode: exit code of the rank's process; None if a signal ended it. In a session the
+            process survives, and this is the exit code that the failure would otherwise have
+            caused.
+        signal: name of the signal that ended the process, such as "SIGKILL"; None if no signal did.
         run: handle of the run.
 
     Example:
@@ -202,8 +203,9 @@ class WorkerError(NotebookAccelError):
     def _shown_message(self) -> str:
         """Return the message, without naming the rank's exception twice.
 
-        The first line of the message ends with the exception ("rank 0 failed: ValueError: ...").
-        If the traceback below shows the exception as well, the first line becomes "rank 0 failed:".
+        The first line of the message ends with the exception ("rank 0 failed: ValueError: ..."). If
+        the traceback in the rest of the message shows the exception as well, the first line becomes
+        "rank 0 failed:".
         """
         head, _, rest = str(self).partition("\n")
         who, _, said = head.partition(" failed: ")

@@ -20,7 +20,7 @@ _repr.maxlevel, _repr.maxstring, _repr.maxother, _repr.maxlong = 3, 200, 200, 10
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)`` for an error message, cut to a bounded length."""
+    """Return ``repr(value)`` for an error message, shortened if it is long."""
     return _repr.repr(value)
 
 
@@ -32,7 +32,7 @@ def parse_flag(name: str, text: str) -> bool:
         text: the text; "false", "0", "no", "off", "n" and "f" mean False. Case does not matter.
 
     Raises:
-        ConfigError: the text means neither.
+        ConfigError: the text is none of these.
     """
     found = value_of(text, bool)
     if not isinstance(found, bool):

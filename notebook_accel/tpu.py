@@ -1,7 +1,7 @@
 """Finds this machine's TPUs and the library installed for them, without importing the library.
 
-torch_xla takes seconds to import, and the first question to it initialises its runtime, which
-claims the chips. A process that holds a chip keeps all others from using it, so the notebook's
+torch_xla takes seconds to import, and the first call of one of its functions starts its runtime,
+which claims the chips. While a process holds a chip, no other process can use it, so the notebook's
 kernel must never hold one.
 """
 
@@ -83,7 +83,7 @@ class Library(NamedTuple):
 
 
 def library() -> Library | None:
-    """Return the installed TPU library, torch_tpu rather than torch_xla; None if there is none.
+    """Return the installed TPU library, or None; if both are installed, torch_tpu.
 
     A torch_xla that was built for another version of torch is returned with a ``problem``.
     """
@@ -121,8 +121,9 @@ def load_backends() -> None:
     """Load the device libraries that ``import torch`` would have loaded (see :func:`backends`).
 
     The template, the process from which ranks are forked, imports torch without them, since it must
-    not touch a device. So each rank calls this, and each child that lists the devices. Nothing is
-    loaded if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is "0" or ``ACCELERATE_USE_CPU`` is "true".
+    not touch a device. So each rank, and each child process that lists the devices, calls this.
+    Nothing is loaded if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is "0" or ``ACCELERATE_USE_CPU`` is
+    "true".
     """
     is_off = os.environ.get(AUTOLOAD) == "0" or os.environ.get("ACCELERATE_USE_CPU") == "true"
     for entry in () if is_off else backends():
@@ -130,7 +131,7 @@ def load_backends() -> None:
 
 
 def launch_variables(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Ask torch_tpu for the ``TORCH_TPU_*`` variables by which its ranks find each other.
+    """Ask torch_tpu for the ``TORCH_TPU_*`` variables by which ranks find each other.
 
     torch_tpu is imported in a child process, since importing it may claim a chip.
 

@@ -4,8 +4,8 @@
 
 Each command is a function of the same name. It gets the arguments after the command's name and
 returns the exit status: 0 for success, 1 if a run or a check failed. If it raises one of the
-package's errors, ``main`` prints the error on stderr and returns 2, as argparse does for bad
-arguments, or 1 for a failed rank.
+package's errors, ``main`` prints the error on stderr and returns 1 for a failed rank, and 2 for any
+other error, as argparse does for bad arguments.
 """
 
 from __future__ import annotations

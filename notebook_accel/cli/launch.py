@@ -167,10 +167,10 @@ def _check_script(typed: Namespace) -> None:
 
 
 def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchConfig) -> None:
-    """Fill in torchrun's options about machines that were not typed.
+    """Fill in those of torchrun's options about machines that were not typed.
 
-    Each is taken from the first of these that has it: the config file's entries about machines, the
-    settings, Slurm's variables, and the default.
+    Each option is taken from the first of these that has it: the config file's entries about
+    machines, the settings, Slurm's variables, and the default.
 
     Args:
         typed: the parsed options, changed in place.
@@ -211,7 +211,7 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
 def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     """Set this process's environment, which the ranks inherit, and ``typed.nproc_per_node``.
 
-    The latter is the number of ranks on this machine.
+    ``nproc_per_node`` is the number of ranks on this machine.
 
     Returns:
         lines for the user.

@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def runs(arguments: Sequence[str]) -> int:
-    """``notebook-accel runs``: print the latest runs on this machine, the newest last."""
+    """``notebook-accel runs [-n N]``: print the latest N runs (default 20), the newest last."""
     parser = ArgumentParser(prog="notebook-accel runs", description="List runs, the newest last.")
     parser.add_argument("-n", type=int, default=20, metavar="N", help="how many; 20 unless given")
     found = run_list.runs(everywhere=True)[-max(1, parser.parse_args(arguments).n) :]
@@ -63,10 +63,11 @@ def _row(run: Run) -> tuple[str, ...]:
 
 
 def stop(arguments: Sequence[str]) -> int:
-    """``notebook-accel stop [RUN]``: ask a run to stop; return once its kernel has the request.
+    """``notebook-accel stop [RUN]``: ask a run to stop, and wait until its kernel has the request.
 
     Raises:
-        ConfigError: no unfinished run fits RUN, or several do.
+        ConfigError: not exactly one unfinished run has an id that ends with RUN; without RUN, not
+            exactly one run is unfinished.
         LaunchError: the kernel did not take the request within 10 seconds.
     """
     parser = ArgumentParser(
@@ -96,7 +97,11 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def logs(arguments: Sequence[str]) -> int:
-    """``notebook-accel logs [RUN] [-f]``: print the ranks' output, with -f until the run ends."""
+    """``notebook-accel logs [RUN] [-f]``: print the ranks' output so far.
+
+    ``-f`` goes on until the run ends. RUN is the end of the run's id; without it, the newest run is
+    taken.
+    """
     parser = ArgumentParser(
         prog="notebook-accel logs", description="Print what the ranks of a run printed."
     )

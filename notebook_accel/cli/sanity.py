@@ -1,9 +1,9 @@
-"""``notebook-accel test``: trains a small model with the configured settings, and checks it.
+"""``notebook-accel test``: trains a small model and checks the results.
 
     test --by torchrun, or by --engine--> check_training on every rank --> one line per check
 
-Under torchrun, the ranks run this module as a script. A check returns whether its result is right,
-and a text about it. An exception in a check ends the run with its traceback.
+Under torchrun, the ranks run this module as a script. A check returns whether it passed, and a text
+about what it saw. An exception in a check ends the run with its traceback.
 """
 
 from __future__ import annotations

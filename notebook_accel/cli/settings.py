@@ -32,8 +32,9 @@ __all__ = ["config"]
 def config(arguments: Sequence[str]) -> int:
     """``notebook-accel config [default | convert]``: write a config file of settings.
 
-    Without an argument it asks for the settings in the terminal. ``default`` writes the defaults,
-    unless the file exists. ``convert`` takes the settings from a file of ``accelerate config``.
+    Without an argument, the command asks for the settings in the terminal. ``default`` writes the
+    defaults, unless the file exists. ``convert`` takes the settings from a file of ``accelerate
+    config``.
     """
     parser = ArgumentParser(
         prog="notebook-accel config",
@@ -91,7 +92,7 @@ def _asked(path: Path) -> LaunchConfig:
 def _ask_all(rows: Mapping[str, Setting], before: Mapping[str, Any]) -> dict[str, Any]:
     """Ask for each setting in ``rows``; return the values by name, without those that are None.
 
-    ``before`` has the earlier values by name; an empty answer keeps such a value.
+    ``before`` has the earlier values by name; an empty answer keeps the earlier value.
     """
     found = {name: _ask(name, row, before.get(name)) for name, row in rows.items()}
     return {name: value for name, value in found.items() if value is not None}

@@ -84,8 +84,8 @@ class RankOutput:
     """Replaces ``sys.stdout`` or ``sys.stderr`` while torchrun runs, and prints lines of ranks.
 
     torchrun's threads for ``--tee`` write the ranks' output to this object, in pieces that begin
-    with ``LABEL``. A piece is a line, or a new part of a line without its end. Text without the
-    label is torchrun's own, and is written to ``stream``.
+    with ``LABEL``. A piece is a line, or the next part of a line that has not ended. Text without
+    the label is torchrun's own, and is written to ``stream``.
 
     Args:
         stream: the replaced stream.

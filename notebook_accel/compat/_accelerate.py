@@ -94,7 +94,7 @@ def _load(path: str) -> ModuleType:
 def _make_state(here: Topology) -> None:
     """Fill Accelerate's ``PartialState``, by which its trackers and loggers find the main process.
 
-    Left to itself, ``PartialState()`` detects several ranks only on GPUs: on the CPU, without
+    Without this, ``PartialState()`` detects several ranks only on GPUs: on the CPU, without
     ``cpu=True``, each rank would take itself for the main process.
 
     Args:
@@ -118,7 +118,7 @@ def _make_state(here: Topology) -> None:
 
 
 class Missing:
-    """Stands for a name of Accelerate, which is not installed; using it raises ImportError."""
+    """Stands for a name of Accelerate that is not installed; using it raises ImportError."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -2,9 +2,10 @@
 
     the file's names --settings_from--> settings by our names, and lines about unused entries
 
-Some entries are no setting here: ``dynamo_config``, ``fp8_config``, ``enable_cpu_affinity``, and
-the communication strategy of context parallelism. Accelerate's launcher passes them to its ranks as
-environment variables; here they become entries of the setting ``env``, which does the same.
+For some entries there is no setting here: ``dynamo_config``, ``fp8_config``,
+``enable_cpu_affinity``, and the communication strategy of context parallelism. Accelerate's
+launcher passes them to its ranks as environment variables; here they become entries of the setting
+``env``, whose variables the ranks get, too.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def settings_from(
 
 
 def _count_for_each_machine(found: dict[str, Any]) -> None:
-    """Replace ``num_processes`` in ``found``, the total of all machines, by the number for each.
+    """Replace ``num_processes`` in ``found``, the total of all machines, by the number per machine.
 
     With one machine, the main machine's address is removed from ``found`` instead: nothing needs
     it.

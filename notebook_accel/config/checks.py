@@ -58,7 +58,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_positive(name: str, value: Any) -> float:
-    """Return ``value``, a number above 0: an int as it is, others (numpy's too) as a float.
+    """Return ``value``, a number above 0: an int unchanged, any other number as a float.
 
     Raises:
         ConfigError: ``value`` is no number above 0.
@@ -70,7 +70,7 @@ def as_positive(name: str, value: Any) -> float:
 
 
 def as_text(name: str, value: Any) -> str:
-    """Return ``value`` as a plain str; of a member of a str enum, its text.
+    """Return ``value`` as a plain str; for a member of a str enum, return its text.
 
     Raises:
         ConfigError: ``value`` is no str.
@@ -106,7 +106,8 @@ def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
     """Return ``value``, a number of seconds, as a float.
 
     Raises:
-        ConfigError: ``value`` is no number, a bool, NaN or negative; or 0, if ``above_zero``.
+        ConfigError: ``value`` is negative, NaN, a bool or no number, or it is 0 although
+            ``above_zero`` is True.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value < 0 or (above_zero and not value):
@@ -168,7 +169,7 @@ def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
         value: a list of indices, text with commas ("0,2"), or "cpu".
 
     Raises:
-        ConfigError: ``value`` is none of these, has no index, or has one that is negative or comes
+        ConfigError: ``value`` is none of these, or has no index, a negative index or the same index
             twice.
     """
     if isinstance(value, str) and value == "cpu":
@@ -197,7 +198,7 @@ def check_enough(wanted: int, available: int, why: str) -> None:
     Args:
         wanted: number of ranks.
         available: number of accelerators.
-        why: text for the error, why there are no more accelerators: "devices=[0, 1]".
+        why: text for the error that says what limits the number of accelerators: "devices=[0, 1]".
 
     Raises:
         ConfigError: ``wanted`` is more than ``available``.

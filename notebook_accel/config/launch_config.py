@@ -41,7 +41,7 @@ _BACKENDS = {"nccl": False, "gloo": True}
 
 
 def _options(name: str) -> Any:
-    """Return the field for a kind of parallelism, whose value is a mapping of its options."""
+    """Return the field of a kind of parallelism; the value is a mapping of options."""
     plugin = PLUGINS[name]
     return setting(
         about=f"Fields of ``{plugin.plugin_class}``, for every ``Accelerator`` that is not given "
@@ -55,7 +55,8 @@ def _options(name: str) -> Any:
 class LaunchConfig:
     """Settings of a launch, checked at construction.
 
-    Pass it as ``notebook_launcher(..., config=...)``. Arguments of that call override its settings.
+    Pass it as ``notebook_launcher(..., config=...)``. Arguments of that call override the settings
+    of the config.
 
     Raises:
         ConfigError: a setting is invalid, alone or together with another.

@@ -2,10 +2,10 @@
 
     LaunchConfig(fsdp={...}) --check--> environment variables --> the plugin in a rank
 
-In a rank, an ``Accelerator`` to which no plugin is given makes one from these variables. They have
-the names that Hugging Face Accelerate gives them, so that its YAML files and its launcher work
-here. The options are declared in config/fsdp.py, deepspeed.py and mesh.py, as fields of base
-classes of the plugins.
+In a rank, an ``Accelerator`` to which no plugin is given makes the plugin from these variables. The
+variables have the names that Hugging Face Accelerate gives them, so that its YAML files and its
+launcher work here. The options are declared in config/fsdp.py, deepspeed.py and mesh.py, as fields
+of base classes of the plugins.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Plugin:
         }
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Return the variables from which a rank's Accelerator makes this plugin with options.
+        """Return the variables from which a rank's Accelerator makes the plugin.
 
         Args:
             given: the options by name, as :meth:`check` returns them.

@@ -55,12 +55,12 @@ class Setting:
         unset: what it means to leave the setting at its default.
         variable: environment variable of Accelerate's launcher; "" if there is none.
         own: this package's environment variable; None for ``NOTEBOOK_ACCEL_<NAME>``, "" for none.
-        yaml: name of its entry in the YAML of ``accelerate config``. "" means that there is none; a
-            plugin's option then has an entry of its own name.
+        yaml: name of its entry in the YAML of ``accelerate config``. "" means that there is none;
+            an option of a plugin then has the entry of the option's own name.
         is_for_ranks: whether ranks read the setting from their environment.
-        is_first: whether the form shows the setting at once, not only when it is unfolded.
-        numbers: numbers that Accelerate's YAML may have instead: the first for the first of
-            ``choices``, and so on.
+        is_first: whether the form shows the setting before the user unfolds the form.
+        numbers: numbers that Accelerate's YAML may have in place of the texts in ``choices``, in
+            the same order.
         or_choice_of: name of another setting. If Accelerate's YAML gives this setting a text that
             is one of the other's choices, the other is set instead.
         entry: dotted name of the entry in DeepSpeed's configuration; "" if there is none.
@@ -107,7 +107,7 @@ class Setting:
         """Convert text from YAML, a variable or the form to this setting's type.
 
         An int may stand for a flag or a choice, as in YAML. Text that cannot be converted, and
-        values that are no text, are returned unchanged: :meth:`checked` refuses invalid ones.
+        other values that are no text, are returned unchanged: :meth:`checked` refuses invalid ones.
         """
         choices = self.texts
         if type(text) is int and (choices or self.kind is bool):
@@ -177,7 +177,7 @@ def settings_of(kind: Any) -> Mapping[str, Setting]:
 def documented(kind: _Class) -> _Class:
     """Append the settings of a class to its docstring, for ``help()`` (a class decorator).
 
-    Each is listed with its type, default and meaning.
+    Each setting is listed with its type, default and meaning.
     """
     rows = [
         f"{one.name}: {one.type} = {one.default!r}\n"

@@ -9,8 +9,8 @@ what differs from the defaults, since it does not know what its caller wrote.
 ``fsdp``, ``deepspeed`` and ``parallelism`` are mappings of options. For these, the environment and
 the default config file are compared option by option: each option has its own variable, one of
 Accelerate's launcher (config/plugins.py), and the file's value counts only if that variable is not
-set. The same holds for variables in ``env``, the file's mapping of environment variables, whose
-names begin with one of ``_PREFIXES``.
+set. ``env`` is the file's mapping of environment variables; the same holds for those of its
+variables that begin with one of ``_PREFIXES``.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def default_config_path() -> Path:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | bool:
-    """Write a config file with the given mixed precision and defaults for all else.
+    """Write a config file with a mixed precision and defaults, unless the file exists.
 
     Args:
         mixed_precision: "no", "bf16", "fp16" or "fp8".
         save_location: the file; None means the default config file, which every launch reads.
 
     Returns:
-        The path of the new file; False if the file existed already: it is left unchanged.
+        The path of the new file; False if the file existed already, which leaves it unchanged.
 
     Raises:
         ConfigError: ``mixed_precision`` is unknown.
@@ -199,13 +199,13 @@ def _from_environment(
 def _left_open(
     saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the default config file's settings, less what the environment sets inside of them.
+    """Return the default config file's settings, without the parts that the environment sets.
 
     Options of plugins, and variables in ``env`` that begin with a prefix in ``_PREFIXES``, are
     removed if the environment sets them; ``devices="cpu"`` is removed if ``ACCELERATE_USE_CPU`` is
     false. A plugin is set to None if the environment turns it off, or if it cannot be combined with
-    one that the environment or the call asks for. Settings with a variable of their own are kept:
-    the caller lets the variables win.
+    a plugin that the environment or the call asks for. Settings with a variable of their own are
+    kept: the caller lets the variables win.
 
     Args:
         saved: settings of the default config file.

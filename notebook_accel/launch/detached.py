@@ -72,11 +72,11 @@ _STACKS_SECONDS = 10.0
 
 
 def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
-    """Raise an error if a launch with ``detach=True`` has arguments that contradict it.
+    """Raise an error if ``detach=True`` does not go together with the other launch arguments.
 
     Args:
-        config: settings of the launch. They choose the engine, whose runs must be able to outlive
-            the kernel.
+        config: settings of the launch. They choose the engine; runs of the engine must be able to
+            outlive the kernel.
         block: whether the launch waits in its cell for the end of the run.
 
     Raises:
@@ -114,7 +114,7 @@ def launch_detached(
             text of a script, for ``Run.export``.
 
     Raises:
-        ConfigError, LaunchError: the keeper, or the ranks, could not be started.
+        ConfigError, LaunchError: the keeper or the ranks could not be started.
     """
     asked = replace(
         request.without_function(),
@@ -175,12 +175,12 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
 
     Args:
         run_id: the run's id, as in ``run.id``.
-        view: makes the view of a run that goes on.
-        view_of_past: makes the view of a run that has ended.
+        view: makes the view if the run goes on.
+        view_of_past: makes the view if the run has ended.
 
     Raises:
-        NotebookAccelError: there is no such run, it was not launched with ``detach=True``, or its
-            keeper cannot be reached from here.
+        NotebookAccelError: no run has this id, the run was not launched with ``detach=True``, or
+            its keeper cannot be reached from this machine.
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
@@ -226,9 +226,9 @@ def _opened(call: AttachedCall, source: Callable[..., str] | None = None) -> Run
     """Add a run that a keeper controls to the list of runs, show it, and return its handle.
 
     Args:
-        call: the call of the run; its thread is started here.
-        source: returns the call as the text of a script, for ``Run.export``; None where this
-            kernel does not have the function.
+        call: the call of the run; :meth:`AttachedCall.start` is called here.
+        source: returns the call as the text of a script, for ``Run.export``; None if this kernel
+            does not have the function of the run.
     """
     run = Run(call, results=call.results, source=source)
     with held():

@@ -2,10 +2,10 @@
 
     examine() --one check after the other--> findings, each with its remedy --> as_lines
 
-A check is a function that takes the :class:`Machine` and yields findings; :data:`_QUESTIONS` lists
-all of them, in the order in which findings are shown. No check uses an accelerator in this process,
-since that would take memory of the device: a child of the template, the clean process from which
-ranks start, asks torch (template/process.py).
+A check is a function that takes the :class:`Machine` and yields findings. :data:`_QUESTIONS` lists
+all checks, in the order in which their findings are shown. No check uses an accelerator in this
+process, since that would take memory of the device. Instead, a child of the template (the clean
+process from which ranks start) asks torch about the accelerators (template/process.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Finding:
         subject: what was checked, such as "memory".
         found: what the check saw.
         remedy: what the user should do; "" if all is well, or if ``found`` says it already.
-        stops: whether no launch can succeed because of it.
+        stops: whether no launch can succeed because of what was found.
     """
 
     subject: str
@@ -64,7 +64,7 @@ class Finding:
 
     @property
     def level(self) -> str:
-        """How serious it is: :data:`FINE`, :data:`HURTS` or :data:`STOPS`.
+        """How serious the finding is: :data:`FINE`, :data:`HURTS` or :data:`STOPS`.
 
         :data:`HURTS` means that a training may fail or be slow, :data:`STOPS` that no launch
         succeeds.
@@ -75,17 +75,17 @@ class Finding:
 def examine() -> list[Finding]:
     """Run all checks of this machine, and return their findings.
 
-    It takes a few seconds if this process has launched nothing yet, since the template process,
-    which is asked about accelerators, has to start first.
+    It takes a few seconds if this process has launched nothing yet, since the template process, by
+    which accelerators are counted, has to start first.
     """
     machine = look_at_machine()
     return [finding for question in _QUESTIONS for finding in question(machine)]
 
 
 def as_lines(findings: Iterable[Finding]) -> list[str]:
-    """Return each finding as text: a sign (✓, ! or ✗), the subject and what was found.
+    """Return one string for each finding: a sign (✓, ! or ✗), the subject and what was found.
 
-    If there is a remedy, it follows on a second line of the same string.
+    If the finding has a remedy, the string has a second line with the remedy.
     """
     return [
         f"{SIGNS[each.level]} {each.subject}: {each.found}"
@@ -193,7 +193,8 @@ _GROUP = Path("/sys/fs/cgroup")
 def _free_in_container() -> int:
     """Return how many more bytes of memory this process's container (control group) may take.
 
-    Without such a limit it returns :data:`_UNLIMITED`, more than any machine has.
+    If the container has no limit of memory, it returns :data:`_UNLIMITED`, more than any machine
+    has.
     """
     try:
         limit = (_GROUP / "memory.max").read_text().strip()

@@ -5,9 +5,9 @@
     each rank, for each process group:  its own client, whose keys have the prefix of that group
 
 A process group that is destroyed and made again uses the same server with another prefix, and so
-sees no key of the first one. Torch alone would make a new server for each group. A rank that comes
-early would then connect to the old server, which is about to close, and its connection would be
-reset, or it would wait for ever.
+sees no key of the earlier group. Torch alone would make a new server for each group. A rank that
+connects early would then reach the old server, which is about to close: its connection would be
+reset, or the rank would wait for ever.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ _POLL_SECONDS = 0.001
 
 
 def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
-    """Return an empty store for the next process group, the same one on all ranks.
+    """Return an empty store for the next process group; all ranks share the store.
 
     All ranks must call it once for each process group that they make. The prefix of the store's
-    keys has the number of the group. Each rank counts from 1 again in each call of the user's
-    function, so that a rank that failed to make a group in one call has the right prefix in the
-    next.
+    keys has the number of the group. The number starts at 1 again in each call of the user's
+    function: a rank that failed to make a group in one call has the right prefix in the next call.
 
     Args:
         rank: rank of this process in the group; rank 0 starts the store's server if none runs yet.
         timeout: how long to wait for rank 0 to listen, and for each key.
-        at: the address of the store; if it has no listener, rank 0 opens a socket there.
+        at: the address of the store; if ``at.listener`` is None, rank 0 opens a socket there.
 
     Raises:
         ConfigError: rank 0 cannot listen at the address.

@@ -8,8 +8,8 @@
     at the end the keeper sends the last state, removes its socket and exits
 
 The keeper imports neither torch nor anything of the notebook. It has a template process of its own,
-from which its ranks start. This template watches the keeper like a kernel: if the keeper is killed,
-the ranks end.
+from which the run's ranks start. This template watches the keeper as other templates watch their
+kernel: if the keeper is killed, the ranks end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def serve(fd: int) -> None:
     kernel and returns. If the kernel disconnects before it has the run's id, the run is killed.
 
     Args:
-        fd: descriptor of the socket; it is connected to the kernel.
+        fd: descriptor of the socket that is connected to the kernel.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -112,7 +112,7 @@ def serve(fd: int) -> None:
 
 
 def _drop(call: Call) -> None:
-    """Kill a run and delete its folder: its launch has failed, and no kernel can attach to it."""
+    """Kill a run whose launch has failed, and delete its folder, since no kernel can attach."""
     call.kill()
     call.ended.wait(_KILL_SECONDS)
     call.folder.remove()
@@ -133,7 +133,9 @@ def _snapshot(call: Call) -> wire.RunSnapshot:
 
 
 def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> None:
-    """Serve attached kernels until the run has ended; then give them some seconds to see its end.
+    """Serve attached kernels until the run has ended and they have its last state.
+
+    Some seconds after the end of the run it returns in any case.
 
     Args:
         call: the call of the run.
@@ -156,8 +158,8 @@ def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> No
 class _Kernel:
     """A kernel that is attached to the run: one thread sends it states, another takes its requests.
 
-    Each kernel has its own two threads, so that one that is stopped or reads slowly does not hold
-    up the others.
+    Each kernel has its own two threads, so that a kernel that is stopped or reads slowly does not
+    hold up other kernels.
     """
 
     def __init__(self, call: Call, channel: Channel) -> None:
@@ -175,8 +177,8 @@ class _Kernel:
     def _send_states(self) -> None:
         """Send the run's newest state whenever it has changed; return after the last state.
 
-        The pause between two states grows with the time that encoding one takes, since states of
-        many ranks are large. States that come within a pause are skipped.
+        The pause after a state is longer if encoding the state took long, since states of many
+        ranks are large. Of the states that come within a pause only the newest is sent.
         """
         seen: RunState | None = None
         pause, has_ended = 0.0, False

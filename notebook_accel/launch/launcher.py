@@ -65,12 +65,13 @@ _MAX_NAME = _MAX_ARGUMENTS = 60
 def launch(request: LaunchRequest) -> Run:
     """Start ranks, call a function on each of them, and return the handle of this run.
 
-    If ``request.block`` is set, it returns after the run has ended, else as soon as it has begun.
+    If ``request.block`` is true, it returns once the run has ended, otherwise once the run has
+    begun.
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
         LaunchError: the run could not start.
-        WorkerError, RunStopped, TimeoutError: as ``Run.wait``, where the request blocks.
+        WorkerError, RunStopped, TimeoutError: as for ``Run.wait``; only if ``request.block``.
     """
     request = _checked(request)
     if request.detach:
@@ -93,15 +94,15 @@ def launch(request: LaunchRequest) -> Run:
 def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
     """Do the second half of a launch: start the ranks, send them the pickled call, return the run.
 
-    :func:`launch` calls it in the kernel. The keeper process of a detached run calls it too, with
-    the call that the kernel has pickled.
+    :func:`launch` calls this function in the kernel. The keeper process of a detached run calls it
+    too, with the function and arguments that the kernel has pickled.
 
     Args:
         request: the settings of the launch; its arguments have been checked.
         packed: the pickled function and arguments; None for an engine that needs no pickle.
 
     Raises:
-        ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`launch`.
+        ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as for :func:`launch`.
     """
     engine = engine_for(request.config)
     with _telling_failure(request.view):
@@ -116,16 +117,18 @@ def _begin_and_wait(
     world_size: int,
     session: RunFolder | None = None,
 ) -> Run:
-    """Begin a call, list and show its run, and return it; wait for its end if the request blocks.
+    """Begin a call, list and show its run, and return the run.
 
-    A KeyboardInterrupt that comes while the run begins, or while the cell waits, is passed on to
-    the ranks, and is raised here once they have ended. If the run cannot begin, its folder is
-    removed and the view is told.
+    If ``request.block`` is true, wait for the end of the run first. A KeyboardInterrupt that comes
+    while the run begins, or during the wait, is passed on to the ranks, and is raised here once
+    they have ended. If the run cannot begin, its folder is removed, and ``launch_failed`` of the
+    view is called.
 
     Args:
         request: the settings, the function and its arguments.
-        begin: returns a context manager that sends the call and yields it. Within its block no
-            message of the ranks is handled, so that the run is listed and shown first.
+        begin: takes the new call; returns a context manager that sends it to the ranks and yields
+            its :class:`Call`. Within the block no message of the ranks is handled, so that the run
+            is listed and shown first.
         world_size: number of ranks.
         session: the folder of the session whose ranks are called; None for a launch, which starts
             ranks of its own.
@@ -159,23 +162,23 @@ class Session:
     """Ranks that stay alive between calls, with the state that earlier calls left in them.
 
     The ranks end with :meth:`close`, or with this process. After a call that did not return on
-    every rank, the ranks destroy their process group, and the next call that needs one makes it
-    anew.
+    every rank, the ranks destroy their process group, and the next call that needs a process group
+    makes a new one.
 
     Attributes:
         request: the settings and environment of the ranks. A request for a call is a copy with a
             function, its arguments and a view.
-        newest_call: a handle without results of the call that was sent last, including calls of
-            :meth:`ask`; None before the first call.
+        newest_call: a handle of the newest call, without results; calls of :meth:`ask` count. None
+            before the first call.
         notices: lines for the user about the choice of ranks (``RankPlan.notices``).
     """
 
     def __init__(self, request: LaunchRequest) -> None:
-        """Start the ranks without waiting for them: an early call begins when they are ready.
+        """Start the ranks without waiting for them: an early call begins once they are ready.
 
         Args:
-            request: the settings; its view shows that ranks are starting, if that takes long. Its
-                function is not called.
+            request: the settings. The request's view shows that ranks are starting, if the start
+                takes long; the request's function is not called.
 
         Raises:
             ConfigError: ranks of this engine cannot stay alive between calls, or there are more
@@ -215,12 +218,12 @@ class Session:
     def call(self, request: LaunchRequest) -> Run:
         """Call the function of ``request`` on every rank, and return the run of this call.
 
-        If ``request.block`` is set, it returns after the call has ended, else as soon as it was
-        sent.
+        If ``request.block`` is true, it returns once the call has ended, otherwise once the call
+        was sent.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
-            WorkerError, RunStopped, TimeoutError: as ``Run.wait``, where the request blocks.
+            WorkerError, RunStopped, TimeoutError: as for ``Run.wait``; only if ``request.block``.
         """
         request = _checked(replace(request, environment=self.request.environment))
         self._pool.check_free()
@@ -233,8 +236,8 @@ class Session:
     def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
         """Send a call to the ranks of this session, and yield the call.
 
-        Messages of the ranks wait until the block ends, so that the caller can list and show the
-        run.
+        No message of the ranks is handled before the block ends, so that the caller can list and
+        show the run.
 
         Args:
             packed: the pickled function and arguments.
@@ -252,7 +255,7 @@ class Session:
     ) -> list[Any]:
         """Call a function on every rank, wait, and return the results in the order of the ranks.
 
-        Used for internal questions: no view shows the call, and the list of runs does not keep it.
+        It serves internal questions: no view shows the call, and the list of runs does not keep it.
 
         Args:
             function: the function, called without positional arguments.
@@ -301,7 +304,7 @@ class Session:
 
     @property
     def log_dir(self) -> Path:
-        """Folder with one log file for each rank, which has the rank's output of all calls."""
+        """Folder with a log file for each rank; the file has the rank's output of all calls."""
         return self._folder.path
 
     def read_log(self, rank: int) -> str:
@@ -309,13 +312,14 @@ class Session:
         return self._folder.read_log(rank)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Return the current Python stacks of all ranks as text, or of ``rank`` alone."""
+        """Return the current Python stacks of ``rank`` as text; None stands for all ranks."""
         return stacks_text(self._pool.stacks(rank), {})
 
     def close(self, grace: float = LaunchConfig.grace) -> None:
-        """Have the ranks end after their current call; kill those left after ``grace`` seconds.
+        """Have the ranks end after their current call, and wait until they have ended.
 
-        It waits for the end of the ranks. A KeyboardInterrupt during the wait kills them at once.
+        Ranks that have not ended after ``grace`` seconds are killed. A KeyboardInterrupt during the
+        wait kills the ranks at once.
         """
         try:
             self._pool.shut_down()
@@ -325,7 +329,7 @@ class Session:
                 self.kill()
 
     def kill(self) -> None:
-        """Kill the ranks and all processes that they started; wait some seconds for their end."""
+        """Kill the ranks and all processes that they started; wait a few seconds for their end."""
         self._pool.kill()
         self._pool.ended.wait(_KILL_SECONDS)
 
@@ -341,7 +345,7 @@ def check_ranks(config: LaunchConfig) -> None:
 
     Raises:
         ConfigError: more ranks are asked for than this machine has accelerators, for example.
-        LaunchError: this system cannot start ranks, or not so many.
+        LaunchError: this system cannot start ranks, or cannot start the number asked for.
     """
     preflight.check_platform()
     request = _checked(LaunchRequest(config=config))
@@ -383,17 +387,17 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
 def _wait_in_cell(run: Run, *before: Presses) -> None:
     """Wait for the end of the run in the main thread, and raise the run's error if it has one.
 
-    A KeyboardInterrupt meanwhile is passed on to the ranks, and is raised here once they have
+    A KeyboardInterrupt during the wait is passed on to the ranks, and is raised here once they have
     ended.
 
     Args:
         run: the run.
         before: counters of the interrupts that were held back while the run began; these
-            interrupts are passed on, too.
+            interrupts are passed on to the ranks, too.
 
     Raises:
         KeyboardInterrupt: the user interrupted, and the ranks have ended.
-        WorkerError, RunStopped, TimeoutError: as ``Run.wait``.
+        WorkerError, RunStopped, TimeoutError: as for ``Run.wait``.
     """
     with held(patience=None) as presses:
         call_of(run).wait(presses=[*before, presses])
@@ -415,7 +419,7 @@ def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
 
     Raises:
         ConfigError: the settings do not fit this machine.
-        LaunchError: the chosen port, or enough open files, cannot be had.
+        LaunchError: the chosen port is not available, or the limit of open files is too low.
     """
     engine.warm_up(request)
     preflight.check_port(request.config)  # before an engine listens there itself
@@ -426,7 +430,7 @@ def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
 
 @contextlib.contextmanager
 def _telling_failure(view: View) -> Iterator[None]:
-    """Call ``view.launch_failed`` if the block raises."""
+    """Call ``view.launch_failed`` if the block raises an error, and raise the error again."""
     try:
         yield
     except BaseException:
@@ -440,13 +444,14 @@ def _new_call(
     session: RunFolder | None,
     undo: contextlib.ExitStack,
 ) -> NewCall:
-    """Make a call's folder on disk and the first state of its run; nothing is sent yet.
+    """Make a call's folder on disk and the first state of its run; send nothing.
 
     Args:
         request: the settings, the function and its arguments.
         world_size: number of ranks.
         session: the folder of the session whose ranks are called; None for a launch.
-        undo: gets callbacks that remove the folder again, for a launch that fails later on.
+        undo: gets callbacks that undo all this, and call ``launch_failed`` of the view, if the
+            launch fails later.
     """
     undo.callback(request.view.launch_failed)
     if session is not None:
@@ -487,9 +492,8 @@ def _new_call(
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:
     """Keep the handle of a run in the list of runs, since its launch raises ``error``.
 
-    The launch returns no handle then, and ``last_run()`` has to find it. If ``error`` is a
-    KeyboardInterrupt, the run is killed first, and the error gets the handle as its attribute
-    ``run``.
+    Such a launch returns no handle, and ``last_run()`` has to find the handle. If ``error`` is a
+    KeyboardInterrupt, the run is killed, and the error gets the handle as its attribute ``run``.
     """
     run_list.keep(run)
     if isinstance(error, KeyboardInterrupt):
@@ -504,7 +508,8 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
 def _script(request: LaunchRequest) -> Callable[..., str]:
     """Return a function that gives the call of ``request`` as the text of a script for torchrun.
 
-    It takes the keywords ``world_size`` and ``file`` (the script's name). ``Run.export`` calls it.
+    The returned function takes the keyword arguments ``world_size`` and ``file`` (the script's
+    name); ``Run.export`` calls it.
     """
     called = request.function, request.args, request.kwargs
     return partial(script_of, *called, sources=request.sources)

@@ -50,7 +50,8 @@ class Machine:
         memory: total memory of the host, in bytes.
         free_memory: available memory of the host, in bytes.
         versions: versions of torch and of the accelerators' library, by name.
-        problem: why torch can use no accelerator, such as an old driver; "" if torch does not say.
+        problem: why torch can use no accelerator, such as an old driver; "" if torch gives no
+            reason.
         error: why the accelerators could not be counted; "" if they were.
         tpu: one line about the machine's TPU and the library for it; "" if there is no TPU.
     """
@@ -80,10 +81,10 @@ def look_at_machine() -> Machine:
 
 
 def machine_with(found: Devices) -> Machine:
-    """Return the description of this machine, whose accelerators have been counted already.
+    """Return the description of this machine from accelerators that were counted already.
 
     Args:
-        found: the accelerators, as a child process has counted them.
+        found: the accelerators that a child process has counted.
     """
     memories = found.memory or (0,) * len(found.names)
     memory = psutil.virtual_memory()

@@ -103,8 +103,8 @@ def check_platform() -> None:
     """Raise an error if this system cannot start the processes of a run; start none.
 
     Raises:
-        LaunchError: the system, the current folder or the folder for temporary files does not
-            allow it, or too many files are open; the message says what to do.
+        LaunchError: the system is not supported, the current folder is gone, no folder for
+            temporary files can be written, or too many files are open; the message says what to do.
     """
     with held():  # an interrupt in it would leave a descriptor open
         check_open_files()
@@ -154,14 +154,14 @@ def check_port(config: LaunchConfig) -> None:
 
 
 def check_fits(config: LaunchConfig, machine: Machine) -> None:
-    """Raise the error that a launch with these settings would raise on ``machine``; start nothing.
+    """Raise an error if the settings choose devices or a number of ranks that ``machine`` lacks.
 
-    It looks at the chosen devices and the number of ranks. The settings form and the command line
-    call it before a launch.
+    A launch would raise the same error. The settings form and the command line call this function
+    before a launch; it starts no process.
 
     Raises:
-        ConfigError: there is no such accelerator, or there are more ranks than accelerators.
-        LaunchError: the limit of open files is too low for the ranks.
+        ConfigError: a chosen accelerator does not exist, or there are more ranks than accelerators.
+        LaunchError: the limit of open files is too low for the number of ranks.
     """
     wanted, chosen = config.num_processes, config.devices
     if isinstance(chosen, tuple) and not machine.error and max(chosen) >= len(machine.devices):
@@ -192,7 +192,8 @@ def check_files_of_ranks(world_size: int) -> None:
     """Raise an error if the agent, the process that starts the ranks, could not open enough files.
 
     Raises:
-        LaunchError: the hard limit of open files (``ulimit -Hn``) is too low for so many ranks.
+        LaunchError: the hard limit of open files (``ulimit -Hn``) is too low for ``world_size``
+            ranks.
     """
     hard, needed = hard_limit(), files_needed(world_size)
     if hard is not None and hard < needed:

@@ -47,8 +47,8 @@ class StorePort(NamedTuple):
 
     Attributes:
         host, port: the address.
-        listener: the bound socket on which rank 0 serves the store; None on other ranks, and if no
-            socket was bound.
+        listener: the bound socket on which rank 0 serves the store; None on other ranks, and on
+            rank 0 if no socket was bound.
     """
 
     host: str
@@ -62,7 +62,7 @@ class Training(Protocol):
     def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
-        The first form that can be pickled is kept.
+        The caller keeps the first form that can be pickled.
 
         Args:
             num_steps: number of optimizer steps of the current call, to be stored with the state.
@@ -71,12 +71,12 @@ class Training(Protocol):
 
 @dataclass
 class KeptError:
-    """An exception that a rank keeps, with its frames, so that a debugger can look into them later.
+    """An exception that a rank keeps, so that a debugger can look into its frames later.
 
     Attributes:
         error: the exception that a call raised.
-        debugger: the debugger of this error, kept between the user's commands so that it stays in
-            the frame that the user chose; None before the first command.
+        debugger: the debugger of this exception, kept between the user's commands so that it stays
+            in the frame that the user chose; None before the first command.
     """
 
     error: BaseException
@@ -90,20 +90,21 @@ class RankContext:
 
     Attributes:
         rank, local_rank: number of this rank among all ranks, and among those of this machine.
-        world_size, local_world_size: number of ranks on all machines, and on this one.
+        world_size, local_world_size: number of ranks on all machines, and on this machine.
         device_index: index of the rank's accelerator among those that its process sees: the
-            constructor's ``device``, or ``local_rank`` if that is None.
+            constructor's ``device``, or ``local_rank`` if ``device`` is None.
         shared: dict in which the state classes of ``training`` keep their values for this rank.
         launched: whether notebook_accel started this rank.
         call: number of the current call, the same on all ranks; 0 before the first call and outside
             of notebook_accel.
-        before_return: functions that run when the called function has ended well (it returned, or
-            raised ``RunStopped`` or ``sys.exit(0)``), before the rank reports its end. The key of
-            each function is the object that registered the function.
-        kept_error: the error, for a debugger, that was raised by the newest call with
-            ``keeps_error`` (``wire.BeginCall``); None if that call raised none, or there was none.
-        store_port: address of the store at which ranks make their process groups; None if it is at
-            MASTER_ADDR and MASTER_PORT.
+        before_return: functions that run when the user's function has ended well (it returned, or
+            raised ``RunStopped`` or ``SystemExit(0)``), before the rank reports the end of the
+            call. The key of each function is the object that registered the function.
+        kept_error: the exception, kept for a debugger, of the newest call with ``keeps_error``
+            (``wire.BeginCall``); None if that call raised no exception, or if there was no such
+            call.
+        store_port: address of the store at which ranks make their process groups; None if the store
+            is at MASTER_ADDR and MASTER_PORT.
     """
 
     launched = False
@@ -132,7 +133,7 @@ class RankContext:
     def from_environment(cls) -> RankContext:
         """Return a context from torchrun's RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
 
-        Without these variables it is the context of a single process.
+        Without these variables, return the context of a single process.
         """
         rank = int(os.environ.get("RANK", "0"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -148,7 +149,7 @@ class RankContext:
 
         Args:
             values: metrics by name.
-            step: the step that they belong to; None for no step.
+            step: the step that the metrics belong to; None for no step.
 
         Raises:
             ConfigError: ``step`` is no whole number of 64 bits.
@@ -162,18 +163,18 @@ class RankContext:
         """
 
     def notice(self, text: str) -> None:
-        """Show one line to the user, once if several ranks send it; a no-op in this base class."""
+        """Show a line to the user, only once if several ranks send it; a no-op in this class."""
 
     def count_batch(self, total: int | None = None, number: int | None = None) -> None:
         """Count a batch that a prepared loader is about to give; a no-op in this base class.
 
-        All ranks must count equally many batches: after a request to stop, each waits here until it
-        is known at which batch all of them leave.
+        All ranks must count the same number of batches: after a request to stop, each rank waits
+        here until it is known at which batch all ranks leave.
 
         Args:
             total: number of batches in one pass through the loader; None if unknown.
-            number: number of this batch in its pass, from 1 on, counting batches that a resumed
-                pass skipped. None: progress is the number of batches in the whole call.
+            number: number of this batch in its pass, from 1 on; batches that a resumed pass skipped
+                count. With None, the progress shown is the number of batches in the whole call.
 
         Raises:
             RunStopped: a stop was asked for, and this is the batch at which all ranks leave. It is
@@ -184,25 +185,25 @@ class RankContext:
         """Count a step of a prepared optimizer; a no-op in this base class.
 
         Args:
-            device_memory: returns the bytes in use on the device, None if unknown. It is called at
-                most once a second, since it takes time. None: the memory is not measured.
+            device_memory: returns the bytes in use on the device, or None if unknown; called at
+                most once a second, since it takes time. Without it, the memory is not measured.
         """
 
     def should_stop(self) -> bool:
         """Return whether a stop was asked for; always False in this base class.
 
-        All ranks must read it equally often: it becomes True at the same read on all of them, so
+        All ranks must call it equally often: it returns True from the same call on all of them, so
         that they leave their loops together.
         """
         return False
 
     def note_training(self, training: Training) -> None:
-        """Set the training to save if the run is stopped; a no-op in this base class."""
+        """Set which training is saved if the run is stopped; a no-op in this base class."""
 
     def note_group(self) -> None:
-        """Note that the rank has joined a process group, for the report at the end of the call.
+        """Record that the rank has joined a process group; a no-op in this base class.
 
-        It does nothing in this base class.
+        The rank reports it at the end of the call.
         """
 
 
@@ -213,8 +214,8 @@ class LaunchedContext(RankContext):
 
     Attributes:
         run: id of the run.
-        made_group: whether the rank has been in a process group in this call.
-        lost_group: whether its connections to other ranks were cut in this call.
+        made_group: whether the rank has been in a process group in the current call.
+        lost_group: whether the rank's connections to other ranks were cut in the current call.
         send: sends a message to the agent.
     """
 
@@ -266,10 +267,10 @@ class LaunchedContext(RankContext):
         return os.getpid() == self._pid
 
     def count_on(self, board: Scoreboard) -> None:
-        """Use another scoreboard from now on. Called in a child process that the rank forked.
+        """Use another scoreboard from now on; to be called in a child process of the rank.
 
-        Otherwise the child's batches and steps would count as those of the rank, and at a stop
-        other ranks would wait for the child.
+        With the rank's scoreboard, the child's batches and steps would count as those of the rank,
+        and at a stop other ranks would wait for the child.
 
         Args:
             board: a scoreboard that only the child uses.
@@ -278,7 +279,7 @@ class LaunchedContext(RankContext):
         self._pass = (0, None)
 
     def begin_call(self, number: int, *, has_group: bool) -> None:
-        """Begin a call: counts and reports belong to it from now on.
+        """Begin a call: later counts and reports belong to this call.
 
         Args:
             number: number of the call.
@@ -292,8 +293,8 @@ class LaunchedContext(RankContext):
     def end_call(self) -> None:
         """End the call: forget its training, and show the progress of the last pass with a step.
 
-        A pass is one way through a loader. The last one of a call is mostly a validation, which
-        makes no steps of an optimizer, and people ask how far the training came.
+        A pass is one iteration over a loader. The last pass of a call is mostly a validation, which
+        makes no optimizer steps, but the user wants to know how far the training came.
         """
         self._training = None
         # A validation mostly comes last, and how far the training came is what people ask.
@@ -311,7 +312,7 @@ class LaunchedContext(RankContext):
     def parts_to_rescue(self) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
-        It yields nothing if this call has trained nothing.
+        It yields nothing if nothing was trained in the current call.
         """
         training = self._training
         # What an earlier call prepared counts as trained in this call once this call has taken a
@@ -374,10 +375,10 @@ class LaunchedContext(RankContext):
 
 
 def _whole(step: Any) -> int:
-    """Return a step as an int; NumPy's and torch's integers are accepted.
+    """Return a step as an int; numbers of NumPy and torch are accepted.
 
     Raises:
-        ConfigError: ``step`` is no number, or does not fit into 64 bits.
+        ConfigError: ``step`` cannot become an int, or does not fit into 64 bits.
     """
     try:
         number = int(step)
@@ -399,9 +400,9 @@ _lock = threading.Lock()
 def current() -> RankContext:
     """Return the context of the rank in which this code runs.
 
-    Where ranks are threads of one process, each thread has a context of its own, in a ContextVar. A
-    thread that the user's code started has none, and gets the context of the process. A process
-    without a context gets one from its environment variables at the first call.
+    If ranks are threads of one process, each of these threads has a context of its own, in a
+    ContextVar. A thread that the user's code started has none, and gets the context of the process.
+    In a process without a context, the first call makes one from the environment variables.
     """
     global _process_context
     context = _context.get()
@@ -416,16 +417,16 @@ def current() -> RankContext:
 
 
 def has_context() -> bool:
-    """Return whether a context exists already; without one, the first :func:`current` makes it."""
+    """Return whether a context exists already; if none does, :func:`current` will make one."""
     return (_context.get() or _process_context) is not None
 
 
 def enter(context: RankContext, *, whole_process: bool = True) -> None:
-    """Make ``context`` what :func:`current` returns in this thread.
+    """Have :func:`current` return ``context`` in this thread from now on.
 
     Args:
         context: the context of a rank.
-        whole_process: whether threads without a context of their own get it, too.
+        whole_process: whether threads without a context of their own get ``context``, too.
     """
     global _process_context
     _context.set(context)
@@ -436,7 +437,7 @@ def enter(context: RankContext, *, whole_process: bool = True) -> None:
 def has_process_group() -> bool:
     """Return whether this process has a default process group, whoever made it.
 
-    It does not import torch: a process without torch has no group.
+    It does not import torch: a process that has not imported torch has no group.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())

@@ -22,7 +22,7 @@ __all__ = ["LaunchRequest"]
 
 
 def _nothing() -> None:
-    """Do nothing; stands for the user's function in a request that only starts ranks."""
+    """Do nothing, in place of the user's function in a request that only starts ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +35,20 @@ class LaunchRequest:
             ranks of a session leaves them out.
         name: name of the run; "" stands for the name of the function.
         view: shows the run.
-        sources: the notebook's cells, whose source is needed for error messages and exports.
+        sources: the source of the notebook's cells, for error messages and exports.
         block: whether the launch waits for the end of the run and raises the run's error.
         timeout: seconds after which the run is ended; None for no limit.
         detach: whether the run goes on when this process ends (detached.py).
         notices: lines for the user that are known before the launch.
         advise: whether to tell the user at the end what the function seems to have forgotten.
-        asked: ranks for which a call of a session is meant; views show that the others were not
-            asked. None for all ranks.
-        brings_globals: whether the notebook's globals that the function uses are sent with it;
-            otherwise it uses what the ranks of the session have under these names.
+        asked: ranks for which a call of a session is meant; views show that the other ranks were
+            not asked. None for all ranks.
+        brings_globals: whether the notebook's globals that the function uses are sent with the
+            function; otherwise the function uses the session's globals of these names.
         keeps_error: whether a rank keeps the exception that the call raises, for a debugger.
-        environment: variables of every rank, without those that the engine adds; the launcher
-            fills it in if it is empty.
-        arguments: the function's arguments as a short text; the launcher fills it in.
+        environment: environment variables of every rank, without those that the engine adds; if
+            empty, the launcher fills it in.
+        arguments: the function's arguments as a short text, which the launcher fills in.
         notebook: pickled state of the notebook other than its variables, such as random generators
             and loggers; b"" for the state of this process.
     """

@@ -109,7 +109,8 @@ class Run:
         """Every progress bar of every rank, including closed ones.
 
         ``n`` and ``total`` count items, ``rate`` is in items per second, ``elapsed`` in seconds.
-        Batches of prepared loaders and steps are no bars: ``run.state.ranks[0]`` has their numbers.
+        Batches of prepared loaders and optimizer steps are no bars: ``run.state.ranks[r]`` counts
+        those of rank r.
         """
         return [
             Progress(
@@ -133,18 +134,18 @@ class Run:
         return (self[rank] for rank in range(len(self)))
 
     def __getitem__(self, rank: int) -> Any:
-        """Return what a rank returned, tensors on the CPU; wait for the end of the run.
+        """Wait for the end of the run, and return what a rank returned, with tensors on the CPU.
 
         Args:
-            rank: the rank; -1 is the last one.
+            rank: the rank; -1 is the last rank.
 
         Raises:
-            IndexError: there is no such rank.
+            IndexError: the run has no such rank.
             NotebookAccelError: the results are gone, since the handle that the launch returned was
                 dropped; or the run goes on in another process.
             WorkerError: a rank failed.
             RunStopped: the run was stopped before the rank had a result.
-            TimeoutError: the run's own ``timeout`` ended it.
+            TimeoutError: the launch's ``timeout`` ended the run.
         """
         index = self._index_of(rank)
         self.wait()
@@ -159,10 +160,10 @@ class Run:
         return self._results.get(index)
 
     def _index_of(self, rank: int) -> int:
-        """Return a rank's number from 0 on; accepts negative numbers and integers of numpy.
+        """Return the number, from 0 on, of a rank; -1 is the last rank, and NumPy integers work.
 
         Raises:
-            IndexError: there is no such rank.
+            IndexError: the run has no such rank.
         """
         with contextlib.suppress(TypeError):
             if -len(self) <= operator.index(rank) < len(self):
@@ -174,10 +175,10 @@ class Run:
         """List of what each rank returned, None for a rank without a result; waits for the end.
 
         Unlike ``run[0]``, it raises no error if the run has failed. A result that cannot be
-        unpickled is None, too.
+        unpickled, or is gone, is None, too.
 
         Raises:
-            NotebookAccelError: the run goes on in another process, which alone has its results.
+            NotebookAccelError: the run goes on in another process, and only that has its results.
         """
         self._call.wait()
         return results_now(self)
@@ -193,12 +194,13 @@ class Run:
           the ranks before ``prepare``: make the model anew and load its weights.
         - ``weights``: the state dict of each model, with all weights.
         - ``optimizers``, ``schedulers``: their state dicts.
-        - ``step``: number of optimizer steps of this call.
+        - ``step``: number of optimizer steps of the run.
         - ``missing``: lines that name what could not be rescued.
 
-        A function that reads ``should_stop``, or catches the interrupt, returns by itself: its
-        result is kept instead. If the handle that the launch returned is gone, as after a restart
-        of the kernel, everything but the models comes from the run's folder, up to 1 GB.
+        If the function reads ``should_stop`` or catches the interrupt, it returns by itself: its
+        result is kept instead. If the handle that the launch returned is gone, for example after a
+        restart of the kernel, the state comes from the run's folder, which has no models, and has
+        the rest only up to 1 GB.
 
         Raises:
             NotebookAccelError: the state is neither in this kernel nor in the run's folder.
@@ -216,7 +218,7 @@ class Run:
         return rescued
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait for the end of the run.
+        """Wait for the end of the run, and raise an error if it failed.
 
         Args:
             timeout: seconds to wait; None for no limit. The run goes on after a wait that timed
@@ -227,9 +229,9 @@ class Run:
 
         Raises:
             WorkerError: a rank failed.
-            RunStopped: the run was stopped before it had a result.
-            TimeoutError: the run had not ended in time, or its own ``timeout`` ended it.
-            NotebookAccelError: the run belongs to another process, which alone knows its end.
+            RunStopped: the run was stopped before any rank had a result.
+            TimeoutError: the run has not ended in time, or the launch's ``timeout`` ended it.
+            NotebookAccelError: the run goes on in another process, and only that can wait for it.
             ConfigError: ``timeout`` is no number of seconds.
 
         Example:
@@ -246,7 +248,7 @@ class Run:
         return self
 
     def _error(self) -> BaseException | None:
-        """Return the error of a run that has ended, with ``error.run`` set; None for no error."""
+        """Return the error of the ended run, with this run as ``error.run``; None for no error."""
         failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))
@@ -294,16 +296,16 @@ class Run:
     # ---- ending it -------------------------------------------------------------------------
 
     def stop(self, grace: float | None = None) -> None:
-        """Ask all ranks to leave the function at the same step, and return at once.
+        """Ask all ranks to leave the function at the same batch, and return at once.
 
-        A rank leaves when it asks a prepared loader for a batch; a function that reads
+        A rank leaves when it asks a prepared loader for that batch; a function that reads
         ``should_stop`` decides by itself. Ranks get a KeyboardInterrupt if they have not left after
-        ``grace`` seconds, or once none of them makes progress for a second. If all have left their
-        loop or have read ``should_stop``, none is interrupted, so that the code after the loop may
-        take its time. A second call of ``stop`` interrupts them in any case.
+        ``grace`` seconds, or if no rank makes progress for a second. Once all ranks have left their
+        loop or have read ``should_stop``, no rank is interrupted, so that the code after the loop
+        may take its time. A second call of ``stop`` interrupts the ranks in any case.
 
         Args:
-            grace: seconds; None for the ``grace`` of the launch.
+            grace: seconds that the ranks get to leave; None for the ``grace`` of the launch.
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.
@@ -320,7 +322,7 @@ class Run:
         self._call.stop(grace)
 
     def kill(self) -> None:
-        """End all ranks at once, and the processes that they started.
+        """Kill all ranks at once, and the processes that they started.
 
         Raises:
             OSError: the run belongs to another process, and its folder is gone.
@@ -336,17 +338,17 @@ class Run:
 
     @property
     def log_dir(self) -> Path:
-        """Folder with the output of each rank: ``rank-0.log``, ``rank-1.log``, ..."""
+        """Folder that has the output of each rank in a file: ``rank-0.log``, ``rank-1.log``, ..."""
         return self._call.folder.path
 
     def logs(self, rank: int | None = None) -> str:
-        """Return everything that one rank printed, or all ranks with a label on each line.
+        """Return everything that a rank printed, or that all ranks printed, each line labelled.
 
         Args:
-            rank: the rank; None for all.
+            rank: the rank; None for all ranks, with the rank's label on each line.
 
         Raises:
-            IndexError: there is no such rank.
+            IndexError: the run has no such rank.
             FileNotFoundError: the run was deleted from disk.
 
         Example:
@@ -359,8 +361,8 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Every value that was given to ``accelerator.log``.
 
-        Each is a mapping with ``time`` (seconds since 1970), ``rank``, ``step`` (None if none was
-        given), ``name`` and ``value``.
+        Each is a mapping with ``time`` (seconds since 1970), ``rank``, ``step`` (None for a value
+        without a step), ``name`` and ``value``.
 
         Raises:
             FileNotFoundError: the run was deleted from disk.
@@ -372,8 +374,8 @@ class Run:
     def to_pandas(self) -> Any:
         """Return the metrics as a pandas DataFrame.
 
-        ``time`` is a datetime (UTC). A value that was logged without a step has as its step the
-        number of values of that name that its rank had logged before, as in :meth:`plot`.
+        ``time`` is a datetime (UTC). A value that was logged without a step gets a step, as in
+        :meth:`plot`: the number of earlier values of the same name from the same rank.
 
         Raises:
             ImportError: pandas is not installed.
@@ -395,14 +397,14 @@ class Run:
         """Draw metrics over their steps with matplotlib, a line per rank.
 
         Args:
-            *names: the metrics; all, if none is given.
+            *names: names of the metrics; without names, all metrics are drawn.
 
         Returns:
-            A list of axes, one for each metric, in the order of ``names``. Without names, it is the
+            A list of axes, one for each metric, in the order of ``names``; without names, in the
             order in which the metrics were first logged.
 
         Raises:
-            ConfigError: no metric has that name.
+            ConfigError: no metric has one of the names.
             ImportError: matplotlib is not installed.
 
         Example:
@@ -413,13 +415,13 @@ class Run:
     def stacks(self, rank: int | None = None) -> str:
         """Return where the Python code of each rank is now, as text.
 
-        It works while a rank hangs in a collective or holds the interpreter's lock.
+        It works even if a rank hangs in a collective or holds the interpreter's lock.
 
         Args:
-            rank: the rank; None for all.
+            rank: the rank; None for all ranks.
 
         Raises:
-            IndexError: there is no such rank.
+            IndexError: the run has no such rank.
 
         Example:
             >>> stacks = run.stacks()
@@ -431,8 +433,9 @@ class Run:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the function, with all that it uses, as a script for torchrun.
 
-        Functions and classes of cells are copied as source, as they are now in the notebook. Other
-        values are written as literals or pickled, 1 MB at most: load data inside the function.
+        Functions and classes of cells are copied as source, in their present state in the notebook.
+        Other values are written as literals or pickled, 1 MB at most: load data inside the
+        function.
 
         Args:
             path: where to write the script; a leading ``~`` is expanded.
@@ -466,13 +469,13 @@ class Run:
         """Draw the panel of this run again, in the current cell; or show what one rank displayed.
 
         While a run goes on, its panel shows the figures and other rich output of one rank only,
-        mostly rank 0. With ``rank``, this method shows those of any rank.
+        mostly rank 0. With ``rank``, this method shows the rich output of that rank.
 
         Args:
             rank: the rank whose rich output is shown; None shows the panel.
 
         Raises:
-            IndexError: there is no such rank.
+            IndexError: the run has no such rank.
 
         Example:
             >>> run.show()
@@ -504,7 +507,7 @@ def raise_error(run: Run) -> None:
 
 
 def results_now(run: Run) -> list[Any]:
-    """Return each rank's result without waiting; None if it is missing or cannot be unpickled."""
+    """Return each rank's result without waiting; None if missing or impossible to unpickle."""
     return [_result_or_none(run._results, rank) for rank in range(len(run))]
 
 

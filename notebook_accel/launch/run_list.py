@@ -76,7 +76,7 @@ _lock = threading.RLock()
 
 
 def add(run: Run) -> None:
-    """Add a run that begins to the list, and drop the oldest ones from it.
+    """Add a run that begins to the list, and drop the oldest runs if the list is too long.
 
     The list does not keep the run's results alive.
     """
@@ -89,7 +89,7 @@ def add(run: Run) -> None:
 def _newest() -> list[_ListedRun]:
     """Return the newest 50 runs of the list, and those older runs that must not be dropped.
 
-    An older run is kept while it goes on, and while the list keeps its rescued training state.
+    An older run must stay as long as it goes on, or the list keeps its rescued training state.
     """
     old = [
         known
@@ -100,11 +100,11 @@ def _newest() -> list[_ListedRun]:
 
 
 def keep(run: Run) -> None:
-    """Keep the handle of a run whose launch raises an error, with its results, alive in the list.
+    """Keep a run's handle, with its results, alive in the list, since its launch raises an error.
 
-    Such a launch returns no handle. The list keeps the newest three of these handles, and apart
-    from them the newest three of runs with a rescued training state, so that later failures do not
-    push these out.
+    Such a launch returns no handle. The list keeps the newest three handles of runs with a rescued
+    training state, and the newest three of other runs: failures without a rescued state do not push
+    out those with one.
     """
     with held(), _lock:
         for index, known in enumerate(_known):
@@ -125,12 +125,12 @@ def discard(run: Run) -> None:
 
 
 def expression(run_id: str) -> str:
-    """Return Python code, to be shown in a message, that gets the run by its id at any time."""
+    """Return Python code for messages that gets the run by its id, in any process at any time."""
     return f"import notebook_accel; notebook_accel.find_run({run_id!r})"
 
 
 def expression_now(run_id: str) -> str:
-    """Return Python code that gets the run: ``last_run()`` if it is newest, else ``find_run``."""
+    """Return Python code that gets the run, by ``last_run()`` if no newer run is in the list."""
     is_newest = bool(_known) and _known[-1].run.id == run_id
     return "import notebook_accel; notebook_accel.last_run()" if is_newest else expression(run_id)
 
@@ -141,7 +141,7 @@ def expression_to_attach(run_id: str) -> str:
 
 
 def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """Return the run of this id: one of this process, or one on disk that another has launched.
+    """Return the run of this id: from the list, or from disk if another process launched it.
 
     It is the function behind ``notebook_accel.find_run``.
 
@@ -150,7 +150,7 @@ def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
         view: makes the view of a run that another process launched.
 
     Raises:
-        NotebookAccelError: there is no such run.
+        NotebookAccelError: no run has this id.
     """
     here = next((run for run in runs() if run.id == run_id), None)
     return here or read_run(run_id, view=view)
@@ -164,7 +164,7 @@ def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
         view: makes the view of the run.
 
     Raises:
-        NotebookAccelError: there is no such folder, or its state cannot be read.
+        NotebookAccelError: no run has this id, or its state cannot be read.
     """
     on_disk = {folder.id: folder for folder in run_folders()}
     found = _read_run(on_disk[run_id], view) if run_id in on_disk else None
@@ -177,10 +177,10 @@ def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
 
 
 def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) -> list[Run]:
-    """Return the runs of this process, the oldest first (``notebook_accel.runs``).
+    """Return the runs in the list, the oldest first, for ``notebook_accel.runs``.
 
     Args:
-        everywhere: whether to add the runs that other processes have left on disk.
+        everywhere: whether to add the runs on disk that the list does not have.
         view: makes the view of a run that another process launched.
     """
     handles = [(known.handle(), known.run) for known in _newest()]
@@ -196,10 +196,10 @@ def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) 
 
 
 class PastCall(Call):
-    """A call that another process launched, as the run's folder on disk describes it.
+    """The call of a run that another process launched, described by the run's folder on disk.
 
-    It may still go on. Only the process that launched it can wait for it; ``stop`` and ``kill`` ask
-    that process to end the run, by a file in the folder.
+    The run may still go on. Only the process that launched it can wait for it. ``stop`` and
+    ``kill`` write a file into the folder, which asks that process to end the run.
     """
 
     def __init__(self, new: NewCall) -> None:
@@ -235,9 +235,9 @@ class PastCall(Call):
 
 
 def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
-    """Return the run that another process has left in a folder; None if its state cannot be read.
+    """Return the run that a folder on disk describes; None if its state cannot be read.
 
-    A run whose process is gone, and that has not ended, counts as failed.
+    A run that has not ended, and whose kernel or keeper is gone, counts as failed.
 
     Args:
         folder: the run's folder.

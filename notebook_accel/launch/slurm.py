@@ -3,7 +3,7 @@
 ``srun --ntasks-per-node=1 COMMAND`` starts the command once on each node of the job. From the
 variables that ``srun`` sets for the command, ``slurm_step`` reads all that a launch over these
 nodes needs. A notebook, however, runs on one node of its job. Its launch uses ``OtherNodes`` to
-start a command on other nodes, by which they join the launch.
+start a command on each other node, which makes the node join the launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_RANGE = re.compile(r"\[(\w+)[^\]]*\]")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmStep:
-    """A step of a Slurm job with one task on each of several nodes, as one of the tasks sees it.
+    """A step of a Slurm job with one task on each of several nodes; this process is one of them.
 
     Attributes:
         num_nodes: number of nodes of the step, 2 or more.
@@ -78,7 +78,7 @@ class OtherNodes:
     """A command that ``srun`` runs on other nodes of this process's Slurm job.
 
     Attributes:
-        said: what ``srun`` wrote to stderr; None while it runs.
+        said: what ``srun`` wrote to stderr; None while ``srun`` runs.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class OtherNodes:
         """Start the command.
 
         Args:
-            command: the command line, which runs once on each node.
+            command: the command line, which runs once on each of the other nodes.
             num_nodes: number of other nodes.
             variables: environment variables of the command, in addition to those of this process.
         """
@@ -122,11 +122,12 @@ class OtherNodes:
 def has_other_nodes(environment: Mapping[str, str], num_nodes: int) -> bool:
     """Return whether a launch can use ``num_nodes`` other nodes of this process's Slurm job.
 
-    It needs so many other nodes in the job, and the command ``srun``. False outside of a job.
+    The job must have at least that number of nodes besides the node of this process, and the
+    command ``srun`` must exist. The result is False if this process belongs to no job.
 
     Args:
         environment: the environment variables of this process, with those that Slurm has set.
-        num_nodes: number of nodes, without this one.
+        num_nodes: number of nodes, not counting the node of this process.
     """
     is_on_node = "SLURMD_NODENAME" in environment and shutil.which("srun") is not None
     return is_on_node and int(environment.get("SLURM_JOB_NUM_NODES", "1")) > num_nodes

@@ -1,22 +1,22 @@
 """The messages that the processes of a run exchange, and the version of this protocol.
 
-A rank talks with the agent of its machine (the process that started it), the agent with the kernel,
-and the kernel with the template (the process from which agents are forked). Some messages are
+A rank talks with the agent of its machine (the process that started the rank), the agent talks with
+the kernel, and the kernel with the template (the process that forks agents). Some messages are
 about the rank processes (``Launch``, ``RankReady``, ``Shutdown``, ``RankEnded``). Others are about
 one call of a function on ranks that are ready (``BeginCall``, ``CallStarted``, ``Returned`` or
 ``Raised``). Each call has a number, which is on every message about it; a receiver drops a message
 that comes too late, about an older call.
 
-In the kernel (``control/``) a message from an agent passes four functions, each of which takes from
-it what it needs:
+In the kernel (``control/``) a message from an agent passes four functions, each of which uses some
+of its fields:
 
     pool.py _take -> state.py apply_to_processes     what it changes of the rank processes
                   -> pool.py _pass_between_agents    what the other agents must know of it
                   -> call.py take                    results, metrics and stacks of the call
                        -> state.py apply             what it changes of the call, as views draw it
 
-Ranks send messages of the classes with ``from_rank``, mostly through launch/rank.py, and end a call
-with ``Returned`` or ``Raised``. The agent passes all these messages on to the kernel.
+Ranks send messages of the classes with ``from_rank``, mostly through launch/rank.py, and report the
+end of a call with ``Returned`` or ``Raised``. The agent passes these messages on to the kernel.
 
 The bytes of a connection are decoded into the types below and nothing else (transport/channel.py):
 no message is unpickled. The user's values (arguments, results, exceptions) pass as opaque bytes;
@@ -97,13 +97,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         run: id of the run that started the rank processes; for ranks of a session the id of the
             session, whatever call the message is about.
-        call: number of the call that the message is about, from 1 on; 0 if it is about processes.
+        call: number of the call that the message is about, from 1 on; 0 for a message about the
+            rank processes.
         process: pid of the sender.
-        rank: the rank that the message is about, None for a whole machine.
+        rank: the rank that the message is about; None for a message about a whole machine.
         monotonic: the sender's ``time.monotonic()``, seconds.
         wall: the sender's ``time.time()``, seconds.
-        from_rank: whether a rank may send messages of this class at any time. Its agent drops all
-            others but ``Returned`` and ``Raised``, which a rank may send during a call.
+        from_rank: whether a rank may send messages of this class at any time. During a call it may
+            also send ``Returned`` or ``Raised``; its agent drops messages of other classes.
     """
 
     from_rank: ClassVar[bool] = False
@@ -117,7 +118,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
-    """A pickled value as a message carries it, inline or in a memory segment sent along.
+    """A pickled value in the form that messages carry: inline, or in a memory segment sent along.
 
     ``transport/segment.py`` converts values to packets and back.
 
@@ -140,8 +141,8 @@ class RankReady(Message, frozen=True, kw_only=True):
     Attributes:
         pid: pid of the rank's process, if the agent did not start it itself (ranks on TPUs); else
             0.
-        host: number of the rank into whose file this process writes its stacks: on TPUs, where
-            ranks are threads, the first rank of the process. None stands for this rank.
+        host: the rank into whose file the process writes its stacks: on TPUs, where ranks are
+            threads, the first rank of the process. None stands for the rank that sends this.
     """
 
     from_rank: ClassVar[bool] = True
@@ -163,7 +164,7 @@ class Metric(Message, frozen=True, kw_only=True):
 
     Attributes:
         values: the values by the names of the metrics.
-        step: the step that they belong to; None if none was given.
+        step: the step that the values belong to; None for no step.
     """
 
     from_rank: ClassVar[bool] = True
@@ -205,8 +206,8 @@ class Displayed(Message, frozen=True, kw_only=True):
     Attributes:
         data: the output by MIME type; binary data in base64, as in Jupyter.
         display_id: id by which the rank may replace the output later; "" if it may not.
-        replaces: whether it replaces the call's output of the same id. If there is none, it is
-            shown as new output.
+        replaces: whether it replaces the call's output of the same id. If the call has no output of
+            that id, it is shown as new output.
     """
 
     from_rank: ClassVar[bool] = True
@@ -217,7 +218,7 @@ class Displayed(Message, frozen=True, kw_only=True):
 
 
 class Notice(Message, frozen=True, kw_only=True):
-    """One line for the user, shown once even if several ranks send it."""
+    """A line for the user; a line with the same text is shown only once in a call."""
 
     from_rank: ClassVar[bool] = True
 
@@ -231,8 +232,8 @@ class Returned(Message, frozen=True, kw_only=True):
 
     Attributes:
         value: what the function returned, pickled.
-        is_none: whether that was None.
-        made_group: whether the rank made a process group in this call, or was in one before.
+        is_none: whether the function returned None.
+        made_group: whether the rank was in a process group at any time in this call.
         lost_group: whether the rank's connections to the other ranks were cut during the call, so
             that its process group cannot be used any more.
     """
@@ -248,17 +249,18 @@ class Raised(Message, frozen=True, kw_only=True):
 
     Attributes:
         kind: "exception", "exit" (SystemExit), "interrupted" (KeyboardInterrupt), "stopped"
-            (RunStopped) or "lost peer" (an error of torch since another rank has ended).
+            (RunStopped) or "lost peer" (torch raised an error because another rank has ended).
         type_name: name of the exception's class.
         text: ``str(exception)``.
         traceback: the formatted traceback, with the cells' own names and lines.
-        exitcode: exit code of the process, if this was its last call.
+        exitcode: the exit code that the process has if this is its last call.
         pickled: the pickled exception; None if it could not be pickled.
         rescued: this rank's part of the training state, if the call was stopped or interrupted.
         made_group: as in :class:`Returned`.
-        ended_by_agent: whether its agent had interrupted it because another rank failed.
+        ended_by_agent: whether the agent had interrupted the rank because another rank failed.
         after_interrupt: whether the agent had already sent SIGINT, SIGTERM or SIGKILL when the
-            rank raised, by the clock of its machine. The agent sets this and ``ended_by_agent``.
+            rank raised the exception, by the clock of its machine. The agent sets this attribute
+            and ``ended_by_agent``.
     """
 
     kind: str
@@ -279,7 +281,7 @@ class Raised(Message, frozen=True, kw_only=True):
 class AgentReady(Message, frozen=True, kw_only=True):
     """From an agent: it has started its rank processes; ``pids`` maps each rank to its pid.
 
-    It is sent again if a rank moves to another process.
+    The agent sends it again if a rank moves to another process.
     """
 
     pids: dict[int, int]
@@ -296,17 +298,17 @@ class Alive(Message, frozen=True, kw_only=True):
 class PortReserved(Message, frozen=True, kw_only=True):
     """From the agent with rank 0, if there are several agents: the MASTER_PORT of a new call.
 
-    The kernel sends a call to this agent first. Once it has the port that the agent has reserved,
-    it sends the call, with the port, to the other agents.
+    The kernel sends a call to this agent first. The agent reserves a port and sends this message;
+    then the kernel sends the call, with the port, to the other agents.
     """
 
     port: int
 
 
 class LogOpened(Message, frozen=True, kw_only=True):
-    """From an agent on another machine: a rank's output follows, as the byte stream of this number.
+    """From an agent on another machine: it will send a rank's output as the stream ``stream``.
 
-    The bytes are sent in :class:`Data` messages.
+    The bytes of the output follow in :class:`Data` messages.
     """
 
     stream: int
@@ -315,20 +317,20 @@ class LogOpened(Message, frozen=True, kw_only=True):
 class RankFailed(Message, frozen=True, kw_only=True):
     """From an agent: one of its ranks failed in the call.
 
-    The kernel passes it on to the other agents, which then end the call on their ranks, too.
+    The kernel passes the message on to the other agents, which then end the call on their ranks.
     """
 
 
 class StopPointReached(Message, frozen=True, kw_only=True):
     """From an agent, in answer to ``Stop``: how far its ranks have come in their training loops.
 
-    From all answers the kernel chooses a later count, at which all ranks leave (:class:`LeaveAt`);
-    transport/scoreboard.py explains it.
+    From the answers of all agents the kernel chooses a later batch or read, at which all ranks
+    leave (:class:`LeaveAt`); transport/scoreboard.py explains how.
 
     Attributes:
-        batches, reads: the highest number of a batch, and of a read of ``should_stop``, at which a
-            rank went on with its loop; numbers count from 1 in each call.
-        reads_should_stop: whether a rank has read ``should_stop`` at all.
+        batches: number of the last batch at which any rank went on with its loop, from 1 on.
+        reads: number of the last read of ``should_stop`` at which any rank went on, from 1 on.
+        reads_should_stop: whether any rank has read ``should_stop`` in the call.
     """
 
     batches: int
@@ -339,8 +341,8 @@ class StopPointReached(Message, frozen=True, kw_only=True):
 class Metrics(Message, frozen=True, kw_only=True):
     """From an agent: values that its ranks logged, in the order of arrival at the agent.
 
-    Ranks may log thousands of times a second. If each value were a message of its own, it would
-    cost the agent a write, and the kernel a turn of its thread.
+    Ranks may log thousands of times a second. A message for each value would cost the agent a write
+    per value, and the kernel a turn of its thread.
     """
 
     metrics: tuple[Metric, ...]
@@ -351,9 +353,9 @@ class Output(Message, frozen=True, kw_only=True):
 
     Attributes:
         text: the newest part of the new output.
-        skipped: number of lines before ``text``, which are in the rank's log file only.
-        start, end: offsets in the log file, in bytes, between which all of the new output is,
-            including the skipped lines.
+        skipped: number of lines of the new output before ``text``; only the rank's log file has
+            them.
+        start, end: offsets in bytes of the new output, with the skipped lines, in the log file.
     """
 
     text: str
@@ -368,12 +370,12 @@ class Sample(Message, frozen=True, kw_only=True):
     Attributes:
         batches, total_batches, pass_start, steps: what the rank has counted, as explained by
             ``RankState`` (control/state.py).
-        memory, device_memory: memory that its process uses, and that is used on its device, in
-            bytes; None if unknown.
+        memory, device_memory: bytes of memory that the rank's process uses, and bytes that are used
+            on the rank's device; None if unknown.
         cpu: use of the CPU in percent of one core; None if unknown.
-        device_use: use of its device in percent of the time; None if unknown.
-        device: name of its device; "" if unknown.
-        is_suspended: whether SIGSTOP or a debugger has stopped its process.
+        device_use: percentage of the time in which the device was busy; None if unknown.
+        device: name of the rank's device; "" if unknown.
+        is_suspended: whether SIGSTOP or a debugger has stopped the rank's process.
     """
 
     batches: int = 0
@@ -392,8 +394,9 @@ class RankEnded(Message, frozen=True, kw_only=True):
     """From an agent: a rank's process ended and was reaped.
 
     Attributes:
-        exitcode, signal: its exit code, or the signal that killed it; the other one is None.
-        ended_by_agent: whether its agent had sent it SIGTERM or SIGKILL.
+        exitcode: exit code of the process; None if a signal killed it.
+        signal: number of the signal that killed the process; None if no signal did.
+        ended_by_agent: whether the agent had sent the process SIGTERM or SIGKILL.
         after_interrupt: whether the agent had already sent the call's ranks SIGINT, SIGTERM or
             SIGKILL when the process ended.
     """
@@ -407,9 +410,9 @@ class RankEnded(Message, frozen=True, kw_only=True):
 class Stacks(Message, frozen=True, kw_only=True):
     """Answer to ``DumpStacks``: stack traces as text.
 
-    An agent sends one answer per rank, with the traces of the rank's threads as faulthandler writes
-    them. The keeper of a detached run sends a single answer about all ranks that were asked for;
-    its ``monotonic`` is that of the request.
+    An agent sends one answer per rank: the traces of the rank's threads, in the format of
+    faulthandler. The keeper of a detached run sends a single answer for the whole request, with
+    the ``monotonic`` of the request.
     """
 
     text: str
@@ -425,7 +428,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         rank: its number among all ranks of the run.
         local_rank: its number among the ranks of its agent.
         environment: variables of this rank alone, which override those of all ranks.
-        device: index of its accelerator among those that the rank sees; None for its local rank.
+        device: index of its accelerator among those that the rank sees; None if that is
+            ``local_rank``.
     """
 
     rank: int
@@ -444,10 +448,9 @@ class Launch(Message, frozen=True, kw_only=True):
         directory: current directory of the ranks.
         path: ``sys.path`` of the ranks.
         log_dir: folder of the ranks' log files. None if the agent's machine does not see the
-            kernel's files: the agent then keeps logs in a folder of its own, and sends their bytes.
-        num_threads: what each rank gives to ``torch.set_num_threads``.
-        start_method: how the agent makes rank processes: "fork", or another key of the table in
-            agent.py.
+            kernel's files: the agent then writes logs to a folder of its own, and sends the bytes.
+        num_threads: number of threads that each rank gives to ``torch.set_num_threads``.
+        start_method: how the agent makes rank processes: "fork", or "xla" for ranks on TPUs.
         notebook: pickled state of the notebook other than its variables, such as random generators
             (payload/notebook_state.py).
     """
@@ -471,14 +474,15 @@ class BeginCall(Message, frozen=True, kw_only=True):
 
     Attributes:
         payload: the function and its arguments, pickled.
-        grace: seconds that a rank gets to end the call after a ``Stop``, and again after a
-            KeyboardInterrupt, before the agent takes a harder step.
+        grace: seconds that a rank gets to end the call after a ``Stop`` before it is interrupted,
+            and again after a KeyboardInterrupt before the agent takes a harder step.
         last: whether the rank processes end after the call, as after a ``Shutdown``.
         keeps_error: whether the rank keeps the exception that the call raises, for a debugger.
         by_value: whether the notebook's classes and functions in a result are pickled with their
             code, for a kernel that lacks them.
         group_generation: number of earlier calls in which a rank did not return, or was cut off
-            from the others. If it has grown, each rank destroys its process group before the call.
+            from other ranks. If the number has grown since the previous call, each rank destroys
+            its process group before this call.
         master_port: the ranks' MASTER_PORT; 0 if the agent of rank 0 is to fill in a port that it
             has reserved.
     """
@@ -495,7 +499,7 @@ class BeginCall(Message, frozen=True, kw_only=True):
 class MasterSocket(Message, frozen=True, kw_only=True):
     """From an agent to rank 0: the socket bound to MASTER_PORT, on which the rank serves stores.
 
-    The socket comes along as a file descriptor. It is sent before the first call with this port.
+    The socket comes along as a file descriptor, before the first call with this port.
     """
 
 
@@ -507,25 +511,25 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Request to an agent or keeper: end the call, with all ranks leaving it at the same step.
+    """Request to an agent or keeper: end the call, with all ranks leaving it at the same batch.
 
-    Ranks that are still in the call after ``grace`` seconds (None: those of the call), or after
-    one second without progress, are interrupted. If all ranks have left their loop or have read
-    ``should_stop``, none is interrupted until somebody asks again.
+    Ranks that are still in the call after ``grace`` seconds (None stands for the ``grace`` of the
+    call), or after one second without progress, are interrupted. Once all ranks have left their
+    loop or have read ``should_stop``, no rank is interrupted before a second ``Stop``.
     """
 
     grace: float | None = None
 
 
 class LeaveAt(Message, frozen=True, kw_only=True):
-    """From the kernel to all agents, once all have answered a ``Stop``: where the ranks leave.
+    """From the kernel to all agents, after all have answered a ``Stop``: where the ranks leave.
 
     Batches and reads are counted from 1 in each call.
 
     Attributes:
-        batches: each rank leaves when it asks for the batch of this number; None if the ranks leave
-            at a read of ``should_stop`` instead.
-        reads: ``should_stop`` becomes True at the read of this number.
+        batches: number of the batch at which each rank leaves when it asks for that batch; None if
+            the ranks leave at a read of ``should_stop`` instead.
+        reads: number of the read at which ``should_stop`` becomes True.
     """
 
     batches: int | None
@@ -535,8 +539,8 @@ class LeaveAt(Message, frozen=True, kw_only=True):
 class CallEnded(Message, frozen=True, kw_only=True):
     """From the kernel to all agents: every rank on every machine has ended its part of the call.
 
-    A rank that returns earlier keeps its connections open until then, five seconds at most,
-    since other ranks may still read from them.
+    A rank that returns earlier keeps its connections open until this message comes, five seconds
+    at most, since other ranks may still read from them.
     """
 
 
@@ -545,7 +549,7 @@ class Interrupt(Message, frozen=True, kw_only=True):
 
 
 class Terminate(Message, frozen=True, kw_only=True):
-    """Request to an agent: send SIGTERM to the rank processes in the call or shutting down."""
+    """Request to an agent: SIGTERM the rank processes that are in the call or shutting down."""
 
 
 class Kill(Message, frozen=True, kw_only=True):
@@ -583,7 +587,7 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
 
     Attributes:
         state: the ``RunState``, encoded by msgpack.
-        timeout: seconds after which the run is ended; None for never.
+        timeout: seconds after which the run is ended; None for no limit.
         timed_out: whether the timeout has ended the run.
         rescued_as: Python code that gets the training state of a stopped run; "" if none was kept.
     """
@@ -607,22 +611,22 @@ class ForkAgent(Message, frozen=True, kw_only=True):
     A descriptor comes along: the agent's end of the channel between kernel and agent.
 
     Attributes:
-        secret: a random secret; the agent and the kernel first prove to each other over the channel
-            that they know the secret.
+        secret: a random secret. The agent and the kernel first prove to each other, over the
+            channel, that they know it.
     """
 
     secret: bytes
 
 
 class Forked(Message, frozen=True, kw_only=True):
-    """Answer to :class:`ForkAgent`: the agent's pid, or in ``error`` why none was forked."""
+    """Answer to :class:`ForkAgent`: the agent's pid, or in ``error`` why no agent was forked."""
 
     pid: int = 0
     error: str = ""
 
 
 class AgentExited(Message, frozen=True, kw_only=True):
-    """From the template: an agent's process ended; ``exitcode`` is negative for a signal."""
+    """From the template: an agent's process ended; ``exitcode`` is -9 if signal 9 killed it."""
 
     pid: int
     exitcode: int
@@ -642,7 +646,8 @@ class Devices(Message, frozen=True, kw_only=True):
         names: name of each accelerator.
         memory: total memory of each accelerator in bytes, 0 if unknown; empty if all are unknown.
         versions: versions of torch and of the accelerators' library, by name.
-        problem: why torch can use no accelerator, such as an old driver; "" if torch does not say.
+        problem: why torch can use no accelerator, such as an old driver; "" if torch gives no
+            reason.
         error: why the accelerators could not be counted; "" if they were.
     """
 
@@ -660,8 +665,8 @@ class Devices(Message, frozen=True, kw_only=True):
 class StreamOpened(Message, frozen=True, kw_only=True):
     """Announces a stream of bytes to another machine, to which no file descriptor can be sent.
 
-    The stream carries the bytes of a memory segment, in place of a descriptor that goes with a
-    later message, or those of a growing log file.
+    The stream carries the bytes of a memory segment, whose descriptor a later message would bring
+    on one machine, or the bytes of a growing log file.
 
     Attributes:
         stream: number of the stream among those of the sender.
@@ -697,10 +702,10 @@ class MachineJoined(Message, frozen=True, kw_only=True):
         host: name of the machine.
         python, torch: their versions. Python's must be that of the notebook, since functions travel
             as bytecode.
-        environment: variables of the process that joins.
-        directory: current directory of that process.
-        path: ``sys.path`` of that process.
-        num_cores: number of cores that the process may use.
+        environment: environment variables of the process on the machine that joins.
+        directory: current directory of this process.
+        path: ``sys.path`` of this process.
+        num_cores: number of cores that this process may use.
         interface: the network interface by which the machine reaches the notebook; "" if unknown.
         devices: names of its accelerators.
         num_ranks: number of ranks that the machine is to have; 0 if the notebook decides.
@@ -735,15 +740,15 @@ class StartMachineAgent(Message, frozen=True, kw_only=True):
 
 
 class EndMachineAgent(Message, frozen=True, kw_only=True):
-    """Request to a machine that joined: end its agent, and wait for the next request."""
+    """Request to a machine that joined: end its agent; the machine then awaits more requests."""
 
 
 class MachineAgentStarted(Message, frozen=True, kw_only=True):
     """Answer to ``StartMachineAgent``: an agent was started, or could not be.
 
     Attributes:
-        directory: the directory in which its ranks will start.
-        error: why there is no agent; "" if there is one.
+        directory: the directory in which the agent's ranks will start.
+        error: why no agent was started; "" if one was.
     """
 
     directory: str = ""
@@ -754,8 +759,8 @@ class MachineAgentEnded(Message, frozen=True, kw_only=True):
     """From a machine that joined: its agent has ended.
 
     Attributes:
-        how: the end of a sentence about it, such as "(pid 7) was killed by SIGKILL".
-        traceback: of the exception that ended the agent; "" without one.
+        how: the end of a sentence about the agent, such as "(pid 7) was killed by SIGKILL".
+        traceback: traceback of the exception that ended the agent; "" if no exception did.
     """
 
     how: str

@@ -1,5 +1,5 @@
 """The notebook's user interface: launcher, magics, live panels and summaries.
 
-No other package imports ipywidgets. IPython is imported here too, and elsewhere only in a rank that
-displays something.
+No other package of ``notebook_accel`` imports ipywidgets. IPython is imported here too; otherwise
+only ranks that display something import it.
 """

@@ -1,4 +1,4 @@
-"""Turn terminal text with ANSI colours into HTML that reads on light and on dark pages.
+"""Turn terminal text with ANSI colours into HTML that is readable on light and dark pages.
 
 Programs colour their output by escape sequences: ``ESC [ 31 m`` is red, ``ESC [ 0 m`` ends all
 styles. Colours are mid tones in inline styles, since a saved notebook keeps no style sheet. The 16
@@ -49,7 +49,7 @@ _CODES: dict[int, dict[str, str | None]] = {
 
 
 def ansi_to_markup(text: str) -> Markup:
-    """Return ``text`` as escaped HTML, its ANSI colours as spans and without other sequences."""
+    """Return ``text`` as escaped HTML: ANSI styles become spans, other sequences are dropped."""
     if "\x1b" not in text:
         return escape(text)
     parts: list[Markup] = []
@@ -67,7 +67,8 @@ def ansi_to_markup(text: str) -> Markup:
 def _change(style: dict[str, str | None], codes: Sequence[int]) -> None:
     """Update ``style``, the CSS properties in force, by the codes of one escape sequence.
 
-    Unknown codes change nothing.
+    Unknown codes change nothing. The codes 38 and 48 (colours beyond the 16) end the sequence: all
+    codes after them are ignored.
     """
     for code in codes:
         if code == 0:

@@ -1,14 +1,14 @@
 """Write the cells that a ``%%accelerate`` session has run as a script for torchrun.
 
     In[1]  import torch                    the script imports torch: In[4] uses it
-    In[4]  %%accelerate                    every cell that the session has run, in order
+    In[4]  %%accelerate                    each cell that all ranks have run to its end
            model = torch.nn.Linear(2, 1)
     In[5]  %%accelerate --write train.py
            model(torch.ones(2))            the cell itself, last
 
-Variables of the notebook that these cells use are written as ``run.export`` writes them: imports
-and the source of functions and classes, other values as literals or pickled, all as the notebook
-has them now.
+Variables of the notebook that these cells use are written as ``run.export`` writes them: modules
+as imports, functions and classes as source, other values as literals or pickled. Each variable has
+the value that the notebook has now.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _provided(needed: Collection[str], mixed_precision: str | None) -> str:
 def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
     """Return a cell's source without IPython magics and without ``from __future__`` imports.
 
-    The script has the future imports at its head, where Python wants them. A source that cannot be
-    parsed is returned unchanged: compiling the script reports the error.
+    The script has the future imports at its head, where Python requires them. A source that cannot
+    be parsed is returned unchanged: compiling the script reports the error.
 
     Args:
         number: execution number of the cell, for errors.

@@ -244,8 +244,8 @@ def render_charts(
         shown: the curves, by the names of their metrics.
         is_log: use a logarithmic scale for each curve whose values are all above zero.
         smoothing: weight of the exponential moving mean, from 0 (values as logged) to below 1.
-        num_places: the least number of places for charts. Empty ones fill up the last page, so that
-            all pages are equally high.
+        num_places: the least number of places for charts. Empty places fill up the last page,
+            so that all pages are equally high.
     """
     limit = min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, len(shown)))
     num_stripes = min(_STRIPES, _MAX_STRIPES // max(1, len(shown)))

@@ -1,4 +1,4 @@
-"""How a click on a widget gets through to a kernel while a cell blocks it.
+"""How a click on a widget reaches a kernel that is blocked by a running cell.
 
 The browser page sends a click as a message on the kernel's shell channel, which handles nothing
 else while a cell runs. The way around that differs between versions of ipykernel. Each way is one
@@ -77,18 +77,18 @@ class BlockedShell:
         self._control_comms: set[str] = set()
 
     def let_through(self, comm: Any) -> None:
-        """From now on, also answer messages of ``comm``, a widget's channel to its pages.
+        """Between ``start`` and ``stop``, also answer messages of ``comm``, a widget's channel.
 
-        They are handled in the thread of the shell channel.
+        The messages are handled in the thread of the shell channel.
         """
         self._clickable.add(comm)
 
     def start(self, waiting: object) -> None:
-        """Begin to answer messages of pages, until every caller of ``start`` has called ``stop``.
+        """Answer messages of pages from now on, until every caller has called ``stop``.
 
         Args:
-            waiting: identifies the caller, one of several that may wait for runs at a time; each
-                passes the same object to ``stop``. A second ``start`` with it does nothing.
+            waiting: identifies the caller, since several may wait for runs at a time. Each caller
+                passes its object to ``stop`` later. A second ``start`` with it does nothing.
         """
         with self._lock:
             if waiting in self._waiting:
@@ -99,7 +99,7 @@ class BlockedShell:
             self._waiting.add(waiting)
 
     def stop(self, waiting: object) -> None:
-        """End what ``start(waiting)`` began; once no caller is left, ipykernel takes over again."""
+        """Forget the caller ``waiting``; after the last one, ipykernel handles messages again."""
         with self._lock:
             if waiting not in self._waiting:
                 return
@@ -175,7 +175,7 @@ def _asks_for_state(content: Any) -> bool:
 
 @contextlib.contextmanager
 def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
-    """In the block, messages that the kernel sends from this context are replies to ``request``.
+    """Make messages that the kernel sends from this context, in the block, replies to ``request``.
 
     Only a context variable is set for that. The kernel's ``set_parent`` would also make ``request``
     the parent of output from every thread that the user started.
@@ -225,10 +225,13 @@ class ClicksAfterTheCell:
         return True
 
     def let_through(self, widget: Any) -> None:
-        """Let clicks on ``widget`` through while a cell runs; called before the widget is shown."""
+        """Let clicks on ``widget`` through while a cell runs, if this way can.
+
+        Called before the widget is shown.
+        """
 
     def keep_order(self, widgets: Iterable[Any]) -> None:
-        """Have messages to these widgets handled in the order in which the page sends them.
+        """Have messages to ``widgets`` handled in the order in which the page sends them.
 
         For a form, where a click on Save must be handled after the text that was typed before it.
         Called before a page shows the widgets.
@@ -237,7 +240,7 @@ class ClicksAfterTheCell:
     def pump(self) -> None:
         """Handle the clicks that have come.
 
-        A cell's thread calls this repeatedly as it waits for a run.
+        A cell's thread calls this repeatedly while it waits for a run.
         """
 
     def stop_pumping(self) -> None:
@@ -252,8 +255,8 @@ class ClicksBySubshell(ClicksAfterTheCell):
 
     Since 7.4 the kernel passes each message of a widget on to the thread that last used the widget,
     unless an attribute of its comm allows any subshell (``let_any_subshell_answer``). Some pages
-    know no subshells and send clicks to the main shell. Those are answered by
-    :class:`BlockedShell`, only while the cell waits for a run.
+    know no subshells and send clicks to the main shell. :class:`BlockedShell` answers such clicks,
+    but only while the cell waits for a run.
     """
 
     advice = ""

@@ -53,11 +53,11 @@ class Dashboard(View):
 
     Args:
         clicks: gets clicks through to the kernel while a cell runs.
-        waits: whether the cell waits for the run. Where it does not, the displays of ranks (figures
-            and the like) stand in the panel and below the summary, since nothing can be added to
-            the output of a cell that has ended.
-        is_cell: whether the run is a ``%%accelerate`` cell. A cell that ends before it has a panel
-            gets one line and its output, as any other cell, instead of a summary.
+        waits: whether the cell waits for the run. If False, the displays of ranks (figures and the
+            like) are shown in the panel and below the summary, since nothing can be added to the
+            output of a cell that has ended.
+        is_cell: whether the run is a ``%%accelerate`` cell. If it ends before the panel is made,
+            one line and the ranks' output are shown instead of a summary.
         slot: where the panel is shown; None for the output of the cell that opens the view.
     """
 
@@ -213,10 +213,10 @@ class Dashboard(View):
                 self._slot.send_again()
 
     def draw(self) -> None:
-        """Draw the panel if the state has changed or a second has passed.
+        """Draw the panel if the state has changed since the last drawing, or after a second.
 
-        The first call after the run has lasted long enough makes the panel. Any thread may call
-        this often: it draws at most five times a second.
+        If the run has no panel yet, make it once the run has lasted long enough. Any thread may
+        call this often: it draws at most five times a second.
         """
         with self._lock:
             now = time.monotonic()

@@ -43,13 +43,13 @@ _held: HeldLaunch | None = None
 
 @dataclass(frozen=True)
 class HeldLaunch:
-    """The ranks of a launch that failed, kept alive for ``%accelerate debug``.
+    """The ranks of a failed launch, which are kept alive for ``%accelerate debug``.
 
     Attributes:
         session: the ranks, which still answer calls.
         name: name of the run.
-        rank_at_fault: the rank whose error ended the launch; None where it ended for another
-            reason.
+        rank_at_fault: the rank whose error ended the launch; None where the launch
+            ended for another reason.
     """
 
     session: Session
@@ -81,12 +81,12 @@ def end_held_launch() -> bool:
 
 
 def launch_for_debugger(request: LaunchRequest) -> Run:
-    """Launch a run, wait for its end, and hold its ranks if one of them raised.
+    """Launch a run and wait for its end; if a rank raised and a person can debug, hold the ranks.
 
-    Otherwise it does the same as :func:`notebook_accel.launch.launcher.launch`.
+    In all else it does the same as :func:`notebook_accel.launch.launcher.launch`.
 
     Returns:
-        The run, if no rank failed.
+        The run, which has ended.
 
     Raises:
         ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as ``launch`` does.

@@ -29,8 +29,8 @@ def widget_view(widget: Any, text: str) -> dict[str, Any]:
 def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
     """Start a daemon thread that may change widgets and slots, and return it.
 
-    It runs ``act`` in a copy of the caller's context, since ipykernel 7.0 knows only from the
-    context to which cell or click the thread's messages belong.
+    The thread runs ``act`` in a copy of the caller's context. The context alone tells ipykernel 7.0
+    to which cell or click the messages of a thread belong.
     """
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(act,), name=name, daemon=True)
@@ -61,8 +61,8 @@ class DisplaySlot:
 
         Args:
             bundle: the new contents.
-            is_to_place: whether to put a slot that is in no output yet into that of the running
-                cell. If False, such a slot only keeps ``bundle`` until :meth:`place` is called.
+            is_to_place: whether to add the slot to the output of the running cell if it is in no
+                output yet. If False, it then only keeps ``bundle`` until :meth:`place` is called.
         """
         with self._lock:
             self._bundle = bundle
@@ -72,14 +72,14 @@ class DisplaySlot:
                 self.place()
 
     def clear(self) -> None:
-        """Show nothing in the slot; places it, as :meth:`show` does, if it is in no output yet."""
+        """Show nothing in the slot; place it first, as :meth:`show` does, if it is in no output."""
         self.show(_NOTHING)
 
     def place(self) -> None:
         """Add the slot to the output of the running cell, even if other cells have it already.
 
-        All of them show the same contents, now and later. Only the running cell's thread may call
-        this.
+        All these cells show the same contents, now and later. Only the running cell's thread may
+        call this.
         """
         with self._lock:
             self.is_placed = True

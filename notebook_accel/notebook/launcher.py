@@ -114,9 +114,9 @@ def notebook_launcher(
             r returned.
         args: its positional arguments.
         num_processes: number of ranks on each machine. None: one for each visible accelerator, 1 on
-            a machine without.
+            a machine without accelerators.
         mixed_precision: "no", "bf16", "fp16" or "fp8", for each ``Accelerator`` that the function
-            makes without an own ``mixed_precision``.
+            makes without giving it ``mixed_precision``.
         use_port: MASTER_PORT of the ranks; None takes a free one. A session in which a call has
             failed takes a free one in any case. With several machines, the port of machine 0 at
             which the others join.
@@ -149,7 +149,7 @@ def notebook_launcher(
             then the variables of those ranks.
         debug: check that all ranks give matching arguments to the collectives of ``Accelerator``.
             If a rank fails while the cell waits, all ranks are kept, so that ``%accelerate
-            debug`` can look into its frames. They end with the next launch, or with
+            debug`` can look into its frames. The ranks end with the next launch, or with
             ``%accelerate stop``. Torch's own mode (TORCH_DISTRIBUTED_DEBUG=DETAIL) is not turned
             on: it kills ranks that train by DDP on CPUs.
         join_token: token of the launch that this machine joins (``node_rank``). It is valid
@@ -157,8 +157,8 @@ def notebook_launcher(
         block: wait for the end of the run. False returns at once; ``run.wait()`` or ``run[0]``
             wait.
         detach: with ``block=False``, the run continues when the kernel ends or restarts, until the
-            function returns or you stop it. ``attach(run.id)`` in any later kernel returns its
-            handle. A result whose class the notebook defines comes with a copy of that class.
+            function returns or you stop it. ``attach(run.id)`` in any later kernel returns the
+            run's handle. A result whose class the notebook defines comes with a copy of that class.
         view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets", "text"
             or "none".
         timeout: seconds after which the run is ended; None for no limit.

@@ -52,7 +52,7 @@ __all__ = ["LivePanel", "PanelWidgets"]
 
 
 class PanelWidgets:
-    """Makes the widgets of one panel, which share a layout and a style per class; closes them all.
+    """Makes and closes the widgets of one panel; all of one class share a layout and a style.
 
     A layout and a style for each widget would be two more messages to make it, two to close it, and
     two more models for a reloaded page: half of all that such a page loads before it shows the
@@ -232,14 +232,14 @@ class LivePanel:
         return self._log.chosen
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last call to the log, without drawing them."""
+        """Add the lines that ranks printed since the last ``read`` to the log; do not draw them."""
         self._log.read(state)
 
     def draw(self, state: RunState, details: Details) -> bool:
         """Update the widgets; return True if a part of the log is still to be sent.
 
-        Only changes are sent to the page. In a long run each call sends two messages, for the ranks
-        and for a block of the log, and once a second two more, for the title and the charts.
+        Only changes are sent to the page. In a long run each drawing sends two messages, for the
+        ranks and for a block of the log, and once a second two more, for the title and the charts.
 
         Args:
             state: the run's state.
@@ -262,8 +262,8 @@ class LivePanel:
     def draw_displays(self, state: RunState) -> None:
         """Update the displays (figures and the like) of the first rank that runs the call.
 
-        Called only for a run in the background. If a cell waits for the run, the displays are
-        outputs of that cell instead.
+        Called only for a run in the background. The displays of any other run are outputs of the
+        cell that launched it.
         """
         displays = first_asked(state).displays
         now = time.monotonic()
@@ -286,7 +286,7 @@ class LivePanel:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
     def _draw_note(self, state: RunState) -> None:
-        """Show the log folder or stacks below the ranks, if a click or a hang asks for them."""
+        """Below the ranks, show the log folder or stacks after a click, or stacks of a new hang."""
         if self._is_folder_asked:
             self._is_folder_asked = False
             path = copyable("code", str(self._run.log_dir))

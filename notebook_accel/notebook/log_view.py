@@ -3,7 +3,7 @@
     state --> LogWindow.read --> blocks --> LogWindow.next_block --> one widget per block
 
 A block that is full never changes again. So a selection in the page stays, a reader who scrolled up
-keeps the place, and a message holds new lines only. When lines come faster than they can be sent,
+stays there, and a message holds new lines only. When lines come faster than they can be sent,
 the newest block and older unsent blocks take turns; an ellipsis marks lines that were skipped.
 
 The log uses only core widgets and CSS. The box lays its content out from the bottom up
@@ -94,7 +94,8 @@ class LogWindow:
     Args:
         ranks: the ranks whose lines are shown. If there are several, each line is labelled with its
             rank.
-        words: text to search for, in upper or lower case; only lines that contain it are shown.
+        words: text to search for, regardless of case; only lines that contain it are shown. ""
+            for all lines.
     """
 
     def __init__(self, ranks: Sequence[int], words: str = "") -> None:
@@ -111,7 +112,7 @@ class LogWindow:
         self._open_lines: dict[int, _Timed] = {}
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last call, then drop surplus old blocks."""
+        """Add the lines that ranks printed since the last ``read``; drop surplus old blocks."""
         news = {
             number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
         }
@@ -253,10 +254,11 @@ class LogWindow:
 def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
     """Return a rank's newest finished lines as (second, text) pairs.
 
+    The second is the wall-clock time at which the line came; None where that is unknown.
+
     Args:
         lines: the newest finished lines.
-        rank: the state of that rank, which has the wall-clock seconds in which its lines came. The
-            second is None for a line whose time is not known.
+        rank: the state of the rank, which has these times.
     """
     first = rank.num_lines - len(lines)
     seconds: list[int | None] = []
@@ -283,7 +285,7 @@ def _markup_bytes(line: str) -> int:
 
 
 def _cut(line: str) -> str:
-    """Return the line; one of more than ``_LINE_BYTES`` is cut to that and loses its colours."""
+    """Return ``line``; if it has more than ``_LINE_BYTES``, cut it and drop its colours."""
     if len(line) * _COLOUR_BYTES <= _LINE_BYTES or _markup_bytes(line) <= _LINE_BYTES:
         return line
     return shorten(plain_text(line), _LINE_BYTES)
@@ -371,7 +373,7 @@ class LogView:
         return None if self._filter.value == _ALL_RANKS else self._filter.value
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last call, without drawing them."""
+        """Add the lines that ranks printed since the last ``read``; do not draw them."""
         self._all_ranks.read(state)
         if self._window is not self._all_ranks:
             self._window.read(state)
@@ -456,7 +458,8 @@ class LogView:
     def _add_widgets(self, number: int) -> None:
         """Add ``number`` widgets for blocks to the box.
 
-        All at once, since each change of the box sends its whole list of widgets to the page.
+        All are added at once, since each change of the box sends its whole list of widgets to the
+        page.
         """
         added = [self._widgets.make(ipywidgets.HTML) for _ in range(number)]
         self._blocks.children = [*self._blocks.children, *added]

@@ -202,7 +202,7 @@ class AccelerateMagics(Magics):
             %accelerate stop             end them
             %accelerate status           state of each rank, and the names of their variables
             %accelerate pull a,b         copy variables of rank 0 into the notebook; --rank 1
-                                         copies those of rank 1, --each-rank lists of all ranks'
+                                         copies those of rank 1, --each-rank lists of all values
             %accelerate push x,y         copy variables of the notebook to all ranks
             %accelerate logs [RANK]      what the ranks, or one of them, have printed
             %accelerate stacks [RANK]    which line the ranks, or one of them, execute now
@@ -272,7 +272,7 @@ class AccelerateMagics(Magics):
             running.end()
 
     def _write(self, cell: str, number: int, path: str, running: NotebookSession) -> None:
-        """Write the cells that the session has run to their end, and then this cell, as one script.
+        """Write the cells that all ranks have run to their end, and then ``cell``, as one script.
 
         Args:
             cell: source of the cell, without its magic's line.
@@ -402,7 +402,7 @@ class AccelerateMagics(Magics):
 @_MIXED_PRECISION
 @_CONFIG
 def _start_options() -> None:
-    """Carry the options of ``%accelerate start`` and ``restart`` in the attribute ``parser``."""
+    """Declare the options of ``%accelerate start`` and ``restart``; decorators add ``parser``."""
 
 
 @magic_arguments("%accelerate pull")
@@ -410,7 +410,7 @@ def _start_options() -> None:
 @argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
 @argument("--each-rank", "--each_rank", action="store_true", help="a list with each rank's value")
 def _pull_options() -> None:
-    """Carry the options of ``%accelerate pull`` in the attribute ``parser``."""
+    """Declare the options of ``%accelerate pull``; decorators add ``parser``."""
 
 
 _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
@@ -444,7 +444,7 @@ def _session_names() -> frozenset[str]:
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """Return the options ``num_processes`` and ``mixed_precision`` by name; None if left out."""
+    """Return the options ``num_processes`` and ``mixed_precision`` by name; None where left out."""
     return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
 
 

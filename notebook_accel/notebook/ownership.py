@@ -49,9 +49,9 @@ class Push:
 
 @dataclass(frozen=True)
 class _AgreedName:
-    """The notebook's object under a name at the last push, pull, or assignment by the session.
+    """The notebook's object under a name at the newest push, pull, or assignment by the session.
 
-    Comparing with it shows whether the notebook has changed the variable since.
+    A comparison with the present object shows whether the notebook has changed the variable since.
 
     Attributes:
         key: ``id`` of that object; None where the notebook had no such variable.
@@ -68,7 +68,7 @@ class _AgreedName:
 class Ownership:
     """Records which side assigned each variable last: the notebook or its session.
 
-    The notebook's side of a session keeps one, tells it of each assignment, push and pull
+    A ``NotebookSession`` has an ``Ownership``, tells it of each assignment, push and pull
     (``note_*``), and asks it what to push with the next call (``plan_push``).
 
     Args:
@@ -104,7 +104,7 @@ class Ownership:
         self._keys_at_call = self._keys()
 
     def note_assigned(self, names: Iterable[str]) -> None:
-        """Record the names that a plain cell of the notebook, which has ended, has assigned."""
+        """Record the names that a plain cell of the notebook has assigned; called at its end."""
         for name in names:
             agreed = self._known.get(name) if name in self._agreed_in_cell else None
             # It was pushed or pulled after the cell had assigned it: what the ranks have made of
@@ -114,7 +114,7 @@ class Ownership:
         self._agreed_in_cell.clear()
 
     def note_session_assigned(self, names: Iterable[str]) -> None:
-        """Record the names that the newest call, which has ended, has assigned on the ranks."""
+        """Record the names that the newest call has assigned on the ranks; called after its end."""
         for name in names:
             # One that the notebook has assigned since that call was sent is the notebook's.
             if self._anew.get(name) != self._num_calls:
@@ -140,7 +140,7 @@ class Ownership:
             self._anew[name] = self._num_calls
 
     def keep_only(self, names: Sequence[frozenset[str]]) -> None:
-        """Forget names that no rank has any more, and note which names only some ranks have.
+        """Forget names that no rank has any more, and record which names only some ranks have.
 
         Args:
             names: one set per rank: all names that the rank has now.

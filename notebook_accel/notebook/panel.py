@@ -74,7 +74,7 @@ class Details:
         last_hang: the text about the newest hang, also after the hang is over; "" if there was
             none.
         picked: the rank whose output is shown in the log; None for all ranks.
-        stopping: seconds since the run was asked to stop; None if it was not.
+        stopping: seconds since the run was asked to stop; None before.
         grace: seconds that ranks have after Stop until they are interrupted.
     """
 
@@ -156,7 +156,7 @@ def fold_of_stacks(
         title: the line that stays visible when the stacks are folded.
         stacks: (ranks, stack) pairs; ranks as a text such as "rank 2" or "ranks 0-3".
         is_open: whether the stacks are unfolded at first.
-        max_bytes: about how many bytes of the stacks are shown; each is cut to its share.
+        max_bytes: about how many bytes are shown in all; each stack is cut to an equal share.
         style: inline CSS of the stacks; None for none.
     """
     share = max(500, max_bytes // max(1, min(len(stacks), _MAX_STACKS)))
@@ -358,7 +358,10 @@ def _step_of(rank: RankState) -> str:
 
 
 def _taken(rank: RankState) -> str | None:
-    """Return a tooltip with the memory of the rank's device and process; None if one is unknown."""
+    """Return a tooltip on the memory of the rank's device and process; None if one is unknown.
+
+    The tooltip also names the CPU use of the rank, if known.
+    """
     if rank.device_memory is None or rank.memory is None:
         return None
     used = f"device {wording.memory(rank.device_memory)}"
@@ -395,7 +398,7 @@ def _warnings(state: RunState, details: Details) -> Markup:
 
 
 def _hang(state: RunState, details: Details) -> Markup:
-    """Return a sentence about the current hang, or else the last one, as HTML; "" for none."""
+    """Return a sentence about the current hang, or else the newest one, as HTML; "" for none."""
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
         return element("div", shorten(hang_line(state), 800), class_=kind)

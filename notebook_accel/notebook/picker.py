@@ -108,7 +108,7 @@ class Row:
         self.widget.value = self._write(value)
 
     def say(self, text: str | None, kind: str = "na-wrong") -> None:
-        """Show a message beside the field; None shows the description of the setting again.
+        """Show a message beside the input; None shows the description of the setting again.
 
         Args:
             text: the message.
@@ -219,8 +219,8 @@ def devices_line(machine: Machine | None) -> Markup:
     """Return the machine's devices, cores and memory as HTML.
 
     Args:
-        machine: what was found; None while the devices are still being counted, which gives a line
-            that says so.
+        machine: what was found; None while the devices are still being counted: the line then says
+            so.
     """
     if machine is None:
         return element("div", "Looking for devices …", class_="na-devices na-about", role="status")
@@ -563,7 +563,7 @@ class ConfigPicker:
         return {name: value for name, value in values.items() if value is not None}
 
     def _row_of(self, error: Exception) -> Row | None:
-        """Return the row of the setting that an error's message begins with; None without one."""
+        """Return the row of the setting that an error's message begins with; None without a row."""
         found = re.match(r"(\w+(?:\['\w+'\])?)[= ]", str(error))
         return None if found is None else self._rows.get(found[1])
 
@@ -643,7 +643,7 @@ class ConfigPicker:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the run that was launched from the form is still running."""
+        """Whether the newest run that was launched from the form is still running."""
         return self.run is not None and not call_of(self.run).ended.is_set()
 
     def _refresh_functions(self) -> None:
@@ -670,7 +670,7 @@ def config_picker(
             or the path of a YAML file. None takes the defaults.
 
     Returns:
-        The form. ``form.config`` has its settings, ``form.run`` the last run that it launched.
+        The form. ``form.config`` has its settings, ``form.run`` is the newest run that it launched.
 
     Raises:
         ConfigError: ``config`` is invalid.

@@ -1,13 +1,13 @@
 """What ranks display (figures, HTML and the like): as outputs of a cell, or as one piece of HTML.
 
     the cell waits for the run   each display is an output of its own     RankDisplays
-    run.show()                   the same, in the cell that runs then     RankDisplays
-    run.show(rank)               the same, of any rank                    show_displays
+    run.show()                   the same, in the cell that calls it      RankDisplays
+    run.show(rank)               the same, with displays of that rank     show_displays
     the cell does not wait       HTML in the panel, then in the summary   render_displays
     a cell's last expression     the value of each rank, equal ones once  show_values
 
 Ranks mostly display the same. So only the displays of the first rank that runs the call are shown;
-``run.show(rank)`` shows those of another one.
+``run.show(rank)`` shows those of another rank.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def render_displays(state: RunState) -> Markup:
 
 
 def other_displays(state: RunState) -> str:
-    """Return a line that names the ranks whose displays differ from those shown; "" for none."""
+    """Return a line that names the ranks that displayed other things than shown; "" for none."""
     shown = _contents(first_asked(state))
     others = [rank.rank for rank in state.ranks if _contents(rank) not in ([], shown)]
     if not others:

@@ -39,7 +39,7 @@ _MAX_LABEL = 60
 
 
 class RunTable(list[T]):
-    """A list that a notebook shows as a table of runs, in the state that they have at that time.
+    """A list that a notebook shows as a table of runs, with the state of each run at that moment.
 
     ``runs()`` returns one that holds the runs, ``compare()`` one that holds matplotlib's axes.
 

@@ -144,7 +144,7 @@ class SessionHints:
 
 
 class StartingLine(View):
-    """The view of a session's start: one line that says that it starts, then how long it took."""
+    """The view of a session's start: a line that says that it starts, then how long that took."""
 
     def __init__(self) -> None:
         self._slot = DisplaySlot()
@@ -209,8 +209,8 @@ class NotebookSession:
         session: the ranks themselves, as the package ``launch`` handles them.
         names: the names of the variables that any rank has.
         cells: source of each cell that all ranks have run to its end, by its execution number.
-        left_out: why other cells cannot be in a script of the session, by their execution numbers.
-        rank_at_fault: the rank that failed in the newest failed call; None if none did.
+        left_out: for each other cell, by its execution number, why a script must leave it out.
+        rank_at_fault: the rank that failed in the newest failed call; None if no rank did.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class NotebookSession:
             LaunchError: a value cannot be pickled, or a rank has ended.
             NotebookAccelError: a name to pull does not exist.
             WorkerError, RunStopped: as :func:`notebook_launcher`. If a ``breakpoint()`` ended the
-                cell, the debugger opens first, and the error is raised when the person has left it.
+                cell, the debugger opens first; the error is raised once the person has left it.
         """
         self._check_ranks(options.ranks or ())
         self._await_turn()
@@ -447,7 +447,9 @@ class NotebookSession:
         assigned: frozenset[str],
         slot: DisplaySlot | None,
     ) -> None:
-        """Finish a cell whose run has ended: record assignments, show values, pull names.
+        """Record the assignments of a cell whose run has ended, and show values.
+
+        If the cell has not failed, also pull the names that it asked for.
 
         Args:
             run: the run of the cell.
@@ -477,7 +479,7 @@ class NotebookSession:
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
         """Record the variables of the ranks, and their new assignments, from the answers to a call.
 
-        Does nothing unless all ranks have answered.
+        If a rank has not answered, nothing is recorded.
 
         Args:
             outcomes: one per rank; None for a rank that did not return.
@@ -534,7 +536,7 @@ class NotebookSession:
                 slot.clear()
 
     def _await_turn(self) -> None:
-        """Wait until the ranks are free, and record how the last call has ended.
+        """Wait until the ranks are free, and record how the newest call has ended.
 
         If that call failed, the ranks are also asked which variables they have now.
 
@@ -740,7 +742,7 @@ def current_session() -> NotebookSession | None:
     """Return the session of this kernel; None before one is started and after it was ended.
 
     A session whose ranks have died is still returned, until the person ends or restarts it: a new
-    session in its place would lack the variables of the old one, without anybody being told.
+    session in its place would lack the variables of the old one, and nobody would be told.
     """
     return _session
 
@@ -784,8 +786,8 @@ def restart_session(
     The arguments are those of :func:`start_session`.
 
     Raises:
-        ConfigError: the ranks cannot be started with these settings. Where that is known in
-            advance, the old session goes on.
+        ConfigError: the ranks cannot be started with these settings. If this is found
+            before the old session is ended, the old one goes on.
         LaunchError: the ranks could not be started; the old session has ended.
     """
     check_ranks(config)
@@ -798,7 +800,7 @@ def session_for(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> NotebookSession:
-    """Return the session of this kernel; it is started if there is none.
+    """Return the session of this kernel; start one if there is none.
 
     Args:
         shell: the notebook's IPython shell.

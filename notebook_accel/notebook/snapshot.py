@@ -1,9 +1,9 @@
 """The summary of a run that a saved notebook keeps: a pure function of the run's state and metrics.
 
-It is read where no code runs: JupyterLab without a kernel and untrusted, nbconvert, GitHub. Their
-sanitisers drop inline SVG, style sheets, CSS variables and ids, and some drop style attributes as
-well. So the summary consists of plain tables, ``<details>`` and images, readable without any style.
-Its styles are inline, in tones that read on light and dark pages.
+It is read where no code runs: in JupyterLab with an untrusted notebook and no kernel, in nbconvert,
+on GitHub. Their sanitisers drop inline SVG, style sheets, CSS variables and ids, and some drop
+style attributes as well. So the summary consists of plain tables, ``<details>`` and images,
+readable without any style. Its styles are inline, in tones for light and dark pages.
 """
 
 from __future__ import annotations
@@ -332,13 +332,13 @@ def _plot(name: str, points: Sequence[Point]) -> list[Markup]:
 def _output(state: RunState, style: str, room: int) -> Markup:
     """Return the output of the ranks as HTML, one block for all ranks that printed the same.
 
-    The first block is open, and so are short ones within a limit; the others are folded.
+    The first block is open, and so are further short ones up to a limit; the others are folded.
 
     Args:
         state: the run's state.
         style: inline CSS of the text.
-        room: bytes that all blocks may take together. If that is too little for so many blocks, a
-            line says where the output is.
+        room: bytes that all blocks may take together. If that is too little for their
+            number, one line says where the output is.
     """
     alike = _printed_alike(state, _MAX_LINES)
     share = room // (len(alike) + 1) - _BLOCK_BYTES
@@ -413,11 +413,11 @@ def _block(
     """Return a block of output as HTML: a title, a fold with earlier lines, and the last lines.
 
     Args:
-        lines: the last lines, which are open.
+        lines: the last lines, which stand outside of the fold.
         total: number of all lines that were printed; the title says if some are not shown.
         label: names the ranks that printed them, such as "ranks 0-1"; "" if there is one rank only.
         style: inline CSS of the text.
-        earlier: lines before ``lines``, shown in a fold; none for no fold.
+        earlier: lines before ``lines``, shown in a fold; empty for no fold.
     """
     title = label
     if len(lines) < total:

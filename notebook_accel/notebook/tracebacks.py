@@ -3,7 +3,7 @@
 The sources of the notebook's cells are sent to the ranks with each launch, so that tracebacks can
 quote them. IPython asks an exception for ``_render_traceback_`` and shows the lines that it returns
 in place of a traceback. ``NotebookAccelError`` has that method. A ``KeyboardInterrupt`` or
-``TimeoutError`` of a run is given one here.
+``TimeoutError`` of a run is given that method here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_CHARACTERS = 1_000_000
 def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
     """Return the sources of the cells that ``shell`` has run, newest first; [] if it is None.
 
-    Of a long session only the newest cells, of a million characters in all, are returned.
+    Of a long session only the newest cells are returned, with a million characters in all.
     """
     if shell is None:
         return []

@@ -192,10 +192,10 @@ class _Reader:
         self._code(compile(module, "", "exec", flags, dont_inherit=True), own)
 
     def _code(self, code: types.CodeType, own: set[str], local: set[str] | None = None) -> None:
-        """Follow the instructions of compiled code in their order, and note the names in them.
+        """Follow the instructions of compiled code in their order, and record the names in them.
 
         Args:
-            code: of a statement, or of a function, a class or a comprehension in it.
+            code: the code of a statement, or of a function, class or comprehension in a statement.
             own: the global names that are certainly assigned so far; updated by code that runs in
                 the cell's scope.
             local: names that a class or function has assigned in its own scope so far; None for
@@ -233,7 +233,7 @@ def _dotted(node: ast.AST) -> set[str]:
 
 
 def _exported(name: str | None) -> set[str]:
-    """Return the names that ``from NAME import *`` assigns; none if NAME is not imported yet."""
+    """Return the names that ``from NAME import *`` assigns; empty if NAME is not imported yet."""
     module = sys.modules.get(name or "")
     known = {} if module is None else vars(module)
     return set(known.get("__all__", [each for each in known if not each.startswith("_")]))

@@ -37,10 +37,10 @@ class Transcript(PlainView):
     For notebooks that a program executes (nbconvert, papermill), and for ``view="text"``.
 
     Args:
-        waits: whether the cell waits for the run. Where it does not, nothing can be added to its
-            output once it has ended. So the summary gets a slot in that output from the start, and
-            holds the ranks' output and displays as well. A cell that calls ``run.wait()`` meanwhile
-            prints the progress of the run and its notices.
+        waits: whether the cell waits for the run. If False, nothing can be added to the cell's
+            output once the cell has ended. So the summary gets a slot in that output from the
+            start, and holds the ranks' output and displays as well. A cell that calls
+            ``run.wait()`` meanwhile prints the progress of the run and its notices.
         is_cell: whether the run is a ``%%accelerate`` cell. If it ends at once, one line is its
             summary.
     """
@@ -96,8 +96,8 @@ class CellDashboard(Dashboard):
     """A :class:`Dashboard` for Colab, whose pages draw nothing that is sent while no cell runs.
 
     No thread of its own draws the panel: the thread of a cell that waits for the run does, and adds
-    the panel to the output of that cell. A run in the background is one line, which says what to
-    type to see it, until a cell waits for it or shows it.
+    the panel to the output of that cell. A run in the background is shown as one line, which says
+    what to type to see more, until a cell waits for the run or shows it.
     """
 
     # The number of the newest cell that shows the run.
@@ -186,7 +186,7 @@ def dashboard_in(
 
 
 def choose_view(name: str, *, waits: bool = True, is_cell: bool = False) -> View:
-    """Return the view of that name, made for the kernel or terminal in which this code runs.
+    """Return the view called ``name``, made for the kernel or terminal in which this code runs.
 
     Args:
         name: "auto", "widgets", "text" or "none", as ``notebook_launcher(view=...)`` takes it.
@@ -194,7 +194,7 @@ def choose_view(name: str, *, waits: bool = True, is_cell: bool = False) -> View
         is_cell: whether the run is a ``%%accelerate`` cell.
 
     Raises:
-        ConfigError: there is no such view, or it cannot be shown here.
+        ConfigError: no view has this name, or the view cannot be shown here.
     """
     if not isinstance(name, str) or name not in VIEWS:
         raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")

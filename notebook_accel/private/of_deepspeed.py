@@ -10,18 +10,19 @@ __all__ = ["forget_groups", "has_stepped_copy"]
 def has_stepped_copy(weight: Any) -> bool:
     """Return whether DeepSpeed's optimizer steps a float32 copy of a weight.
 
-    It looks for ``_z3_optimizer`` and ``_hp_mapping``, and returns the same on all ranks, even on
-    those that step no part of the weight. Without these names, the float32 copies would be missed:
+    The result is the same on all ranks, even on those that step no part of the weight. This uses
+    ``_z3_optimizer`` and ``_hp_mapping``. Without these names, the float32 copies would be missed:
     the next step would overwrite loaded weights, and saved weights would have only 16 bits.
     """
     return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
 
 
 def forget_groups(library: Any) -> None:
-    """Make DeepSpeed drop its process groups (``_release_process_group_references``).
+    """Make DeepSpeed drop its process groups.
 
-    Called in a rank before a training, if an earlier one used a process group that is gone. Without
-    this, the second training of a session would use the old groups and fail.
+    A rank calls this before a training if an earlier training used a process group that is gone.
+    This uses ``_release_process_group_references``. Without that name, the second training of a
+    session would use the old groups and fail.
 
     Args:
         library: the module ``deepspeed``.

@@ -11,10 +11,11 @@ __all__ = ["let_any_subshell_answer", "parent_variable", "publish_status"]
 
 
 def publish_status(kernel: Any, status: str, request: Any) -> None:
-    """Send a status for a request to the notebook's pages (``Kernel._publish_status``).
+    """Send a status for a request to the notebook's pages.
 
-    After a click, a page waits for the status "idle" before it sends the next click. Without this
-    function, a click while a cell runs raises an error, and the page holds back further clicks.
+    After a click, a page waits for the status "idle" before it sends the next click. This uses
+    ``Kernel._publish_status``. Without that name, a click while a cell runs would raise an error,
+    and the page would hold back further clicks.
 
     Args:
         kernel: the ipykernel.
@@ -25,19 +26,20 @@ def publish_status(kernel: Any, status: str, request: Any) -> None:
 
 
 def parent_variable(kernel: Any) -> ContextVar[Any] | None:
-    """Return the context variable that holds the request being answered (``Kernel._shell_parent``).
+    """Return the context variable that holds the request being answered.
 
-    None if this ipykernel has no such variable: a page that is reloaded while a cell runs then does
-    not show its widgets until the cell has ended.
+    This uses ``Kernel._shell_parent``. Return None if this ipykernel has no such variable: a page
+    that is reloaded while a cell runs then does not show its widgets until the cell has ended.
     """
     found: ContextVar[Any] | None = getattr(kernel, "_shell_parent", None)
     return found
 
 
 def let_any_subshell_answer(comm: Any) -> None:
-    """Let any subshell handle a comm's messages (``_reply_subshell_for``, since ipykernel 7.4).
+    """Let any subshell of the kernel handle a comm's messages.
 
-    Without this, clicks go to the shell that runs the cell, and wait until the cell has ended.
+    This uses ``_reply_subshell_for``, which exists since ipykernel 7.4. If it were ignored, clicks
+    would go to the shell that runs the cell, and wait until the cell has ended.
     """
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = None

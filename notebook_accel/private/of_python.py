@@ -19,53 +19,58 @@ __all__ = [
 
 
 def join_threads() -> None:
-    """Wait for this process's threads as Python does at its exit (``threading._shutdown``).
+    """Wait for this process's threads, as Python does at its exit.
 
-    A rank is a forked child, which leaves without Python's usual exit. Without this call, it would
-    end before the threads that its function started, and their work would be lost.
+    A rank is a forked child, which ends without Python's usual exit. This uses
+    ``threading._shutdown``. Without that name, a rank would end before the threads that its
+    function started, and their work would be lost.
     """
     threading._shutdown()  # type: ignore[attr-defined]
 
 
 def forget_exit_functions() -> None:
-    """Forget the ``atexit`` functions that were registered before a fork (``atexit._clear``).
+    """Forget the ``atexit`` functions that were registered before a fork.
 
-    A process calls this just after it was forked. Otherwise it would run, at its exit, the
-    functions that its parent registered for itself.
+    A process calls this just after it was forked. This uses ``atexit._clear``. Without that name,
+    the process would run, at its exit, the functions that its parent registered for itself.
     """
     atexit._clear()
 
 
 def run_exit_functions() -> None:
-    """Call the functions registered with ``atexit`` now (``atexit._run_exitfuncs``).
+    """Call now the functions registered with ``atexit``.
 
-    A process that multiprocessing forked, such as a rank, ends without calling them.
+    This uses ``atexit._run_exitfuncs``. Without that name, they would never be called in a rank: a
+    process that multiprocessing forked ends without calling them.
     """
     atexit._run_exitfuncs()
 
 
 def run_finalizers() -> None:
-    """Make multiprocessing's pools and managers end their workers (``util._run_finalizers``).
+    """Make multiprocessing's pools and managers end their workers.
 
-    A rank calls this before it ends its remaining children by a signal. Without it, a worker that
-    gets SIGTERM while it holds a lock would make its pool wait for ever.
+    A rank calls this before it ends its remaining children by a signal. This uses
+    ``util._run_finalizers``. Without that name, a pool would wait for ever if a worker got SIGTERM
+    while it held a lock.
     """
     util._run_finalizers(0)  # type: ignore[attr-defined]
 
 
 def end_multiprocessing() -> None:
-    """Join this process's children and flush its queues (``multiprocessing.util._exit_function``).
+    """Join this process's children and flush its queues.
 
-    Without it, the last items that a rank put into a queue may not arrive.
+    This uses ``multiprocessing.util._exit_function``. Without that name, the last items that a rank
+    put into a queue might not arrive.
     """
     util._exit_function()  # type: ignore[attr-defined]
 
 
 def process_settings() -> dict[str, Any]:
-    """Return multiprocessing's settings of this process, to be changed (``Process._config``).
+    """Return multiprocessing's settings of this process, which the caller changes.
 
-    The caller sets the folder for temporary files and the prefix of semaphore names. Without these,
-    semaphores and sockets of killed workers cannot be found, and stay until the machine restarts.
+    This uses ``Process._config``. The caller sets the folder for temporary files and the prefix of
+    semaphore names. Otherwise semaphores and sockets of killed workers could not be found, and
+    would stay until the machine restarts.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     return config

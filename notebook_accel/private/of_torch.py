@@ -51,7 +51,7 @@ __all__ = [
 
 
 def is_to_replace(environment: Mapping[str, str]) -> bool:
-    """Return whether ranks may replace functions of torch, as the functions below do.
+    """Return whether ranks may replace functions of torch by the functions ``replace_*`` below.
 
     They may unless the variable ``NOTEBOOK_ACCEL_TORCH_FIXES`` is "0" in ``environment``.
     """
@@ -61,13 +61,14 @@ def is_to_replace(environment: Mapping[str, str]) -> bool:
 def replace_stash(wrap: Callable[[Any], Any]) -> bool:
     """Replace ``torch._C._stash_obj_in_tls(key, object)``, which each backward calls.
 
-    Without this, a rank on the CPU that drops its model after its process group may hang.
+    Without the replacement, a rank on the CPU that drops its model after its process group may
+    hang.
 
     Args:
         wrap: takes torch's function and returns the replacement.
 
     Returns:
-        whether it was replaced; False if this torch lacks the name.
+        whether the function was replaced; False if this torch lacks the name.
     """
     return _replace(sys.modules["torch"]._C, "_stash_obj_in_tls", wrap)
 
@@ -75,15 +76,16 @@ def replace_stash(wrap: Callable[[Any], Any]) -> bool:
 def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
     """Replace ``_new_process_group_helper``, which makes each process group and its store.
 
-    Without this, a rank that waits in a collective cannot be freed, since the sockets of its group
-    are not known. A rank that destroys a group right after it was made may also break the group of
-    a rank that is still connecting.
+    Without the replacement, the sockets of a group are not known, so that a rank that waits in a
+    collective cannot be freed. A rank that destroys a group right after it was made may also break
+    the group of a rank that is still connecting.
 
     Args:
         wrap: takes torch's function and returns the replacement.
 
     Returns:
-        whether it was replaced; False if this torch lacks the name, or has other parameters.
+        whether the function was replaced; False if this torch lacks the name, or has other
+        parameters.
     """
     module = sys.modules["torch.distributed.distributed_c10d"]
     return _replace(module, "_new_process_group_helper", wrap, ("group_size", "group_rank"))
@@ -92,14 +94,15 @@ def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
 def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
     """Replace ``_create_c10d_store``, which makes the store of a group that meets at MASTER_ADDR.
 
-    Without this, a function that destroys its group and makes another may fail or hang: a rank can
-    connect to the first group's server, which is about to close.
+    Without the replacement, a function that destroys its group and makes another may fail or hang:
+    a rank can connect to the first group's server, which is about to close.
 
     Args:
         wrap: takes torch's function and returns the replacement.
 
     Returns:
-        whether it was replaced; False if this torch lacks the name, or has other parameters.
+        whether the function was replaced; False if this torch lacks the name, or has other
+        parameters.
     """
     module = sys.modules["torch.distributed.rendezvous"]
     expected = ("hostname", "port", "rank", "world_size", "timeout")
@@ -109,7 +112,8 @@ def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
 def replace_store_parameters(wrap: Callable[[Any], Any], expected: tuple[str, ...]) -> bool:
     """Replace ``TCPStore.__init__``.
 
-    Without this, a store that a function opens at MASTER_PORT listens on all network interfaces.
+    Without the replacement, a store that a function opens at MASTER_PORT listens on all network
+    interfaces.
 
     Args:
         wrap: takes torch's method and returns the replacement.
@@ -117,7 +121,7 @@ def replace_store_parameters(wrap: Callable[[Any], Any], expected: tuple[str, ..
             replacement passes them by position.
 
     Returns:
-        whether it was replaced; False if this torch has other parameters.
+        whether the method was replaced; False if this torch has other parameters.
     """
     store = sys.modules["torch.distributed"].TCPStore
     # It is made in C++: its text says what it takes.
@@ -142,10 +146,10 @@ def _replace(
 
 
 def forget_half_made_groups() -> bool:
-    """Reset torch's count of process groups (``_world.group_count``) to 0 if no group is open.
+    """Reset torch's count of process groups to 0 if no group is open.
 
-    Torch names groups by this count. If one rank failed to make a group, the counts differ, and the
-    ranks would wait for each other under different names for ever.
+    Torch names groups by this count (``_world.group_count``). If one rank failed to make a group,
+    the counts differ. The ranks would then wait for ever, each for a group of another name.
 
     Returns:
         False if this torch has no such count; else True.
@@ -164,18 +168,18 @@ def forget_half_made_groups() -> bool:
 def backends_of_groups() -> list[str]:
     """Return the backends of all process groups of this rank, such as "cuda:nccl".
 
-    They are the values of ``_world.pg_backend_config``. Without them, a group of NCCL would be
-    closed like one of gloo, and its rank might never end.
+    This uses ``_world.pg_backend_config``. Without that name, the list is empty: a group of NCCL is
+    closed like one of gloo, and its rank may never end.
     """
     world: Any = getattr(sys.modules["torch.distributed.distributed_c10d"], "_world", None)
     return [str(config) for config in getattr(world, "pg_backend_config", {}).values()]
 
 
 def abort_groups() -> Callable[[], None] | None:
-    """Return the function that aborts all NCCL process groups (``_abort_process_group``).
+    """Return torch's function that aborts all NCCL process groups, ``_abort_process_group``.
 
-    None if torch has no such function. Without it, a rank that waits for others on its GPU can be
-    ended by SIGTERM only.
+    Return None if torch has no such function. Only SIGTERM can then end a rank that waits for other
+    ranks on its GPU.
     """
     module = sys.modules.get("torch.distributed.distributed_c10d")
     abort: Callable[[], None] | None = getattr(module, "_abort_process_group", None)
@@ -183,29 +187,30 @@ def abort_groups() -> Callable[[], None] | None:
 
 
 def default_store() -> Any:
-    """Return the key-value store of this rank's default process group (``_get_default_store``).
+    """Return the key-value store of this rank's default process group.
 
-    The group may have been made by any launcher, such as torchrun. Without the store, ranks cannot
-    coordinate a save, or exchange objects through it.
+    The group may have been made by any launcher, such as torchrun. This uses
+    ``_get_default_store``. Without that name, ranks could not coordinate a save, or exchange
+    objects through the store.
     """
     return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one dimension, called ``name``, with all ranks of ``mesh`` (``_flatten``).
+    """Return a mesh of one dimension, called ``name``, with all ranks of ``mesh``.
 
-    Without it, a device mesh lacks the dimensions "dp", "dp_cp" and "dp_shard_cp", over which
-    scripts average a loss.
+    This uses ``DeviceMesh._flatten``. Without that name, a device mesh would lack the dimensions
+    "dp", "dp_cp" and "dp_shard_cp", over which scripts average a loss.
     """
     flat: DeviceMesh = mesh._flatten(name)
     return flat
 
 
 def set_rotate_method(exchange: str) -> None:
-    """Choose how torch's ring attention exchanges keys and values (module ``_attention``).
+    """Choose how torch's ring attention exchanges keys and values: "allgather" or "alltoall".
 
-    Without this, context parallelism on GPUs would use torch's default, whatever
-    ``cp_comm_strategy`` says.
+    This uses the private module ``_attention``. Without that module, context parallelism on GPUs
+    would use torch's default, whatever ``cp_comm_strategy`` says.
     """
     from torch.distributed.tensor.experimental import _attention
 
@@ -218,8 +223,8 @@ def set_rotate_method(exchange: str) -> None:
 def fsdp_parameters(module: Any) -> Iterator[Any]:
     """Return FSDP2's internal objects for the weights of a module, one for each weight.
 
-    They are in ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``. Without them,
-    gradients that a script clears during gradient accumulation come back at the next step.
+    This uses ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``. Without these names,
+    gradients that a script clears during gradient accumulation would come back at the next step.
 
     Args:
         module: a module on which ``fully_shard`` was called.
@@ -234,8 +239,8 @@ def fsdp_parameters(module: Any) -> Iterator[Any]:
 def whole_gradient(held: Any) -> Any:
     """Return the unsharded weight, with its gradient, of an item of :func:`fsdp_parameters`.
 
-    None before the first forward. Without ``_unsharded_param``, gradients that a script clears
-    during gradient accumulation come back at the next step.
+    Return None before the first forward. This uses ``_unsharded_param``. Without that name,
+    gradients that a script clears during gradient accumulation would come back at the next step.
     """
     return getattr(held, "_unsharded_param", None)
 
@@ -243,21 +248,21 @@ def whole_gradient(held: Any) -> Any:
 def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
     """Return a DTensor like ``spread`` whose local shard is ``local``, on any device.
 
-    It uses ``DTensor._spec``. Without this, sharded weights on GPUs could not be moved to the CPU
-    to be saved in the background.
+    This uses ``DTensor._spec``. Without that name, sharded weights on GPUs could not be moved to
+    the CPU to be saved in the background.
 
     Args:
         spread: the DTensor.
-        local: a copy of its local shard, maybe on another device than the mesh of ``spread``.
+        local: a copy of that DTensor's local shard; it may be on another device than ``spread``.
     """
     part: torch.Tensor = type(spread)(local, spread._spec, requires_grad=False)
     return part
 
 
 def part_of_file(stored: Mapping[str, Any]) -> Any:
-    """Return torch's record of where a shard lies in a checkpoint's files (``_StorageInfo``).
+    """Return torch's record of where a shard lies in a checkpoint's files.
 
-    Without it, no sharded checkpoint can be written.
+    This uses ``_StorageInfo``. Without that name, no sharded checkpoint could be written.
 
     Args:
         stored: the fields of the record, by name.
@@ -275,8 +280,8 @@ def unscale_by(
 ) -> None:
     """Replace the method ``_unscale_grads_`` of a subclass of GradScaler.
 
-    Without this, fp16 training raises an error where an optimizer has both sharded and plain
-    weights, and ranks may skip different steps.
+    Without the replacement, fp16 training raises an error if an optimizer has both sharded and
+    plain weights, and ranks may skip different steps.
 
     Args:
         scaler: the class.
@@ -297,10 +302,10 @@ def unscale_by(
 
 
 def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
-    """Return whether a scaler skipped the optimizer's last step because of an overflow.
+    """Return whether a scaler skipped the optimizer's newest step because of an overflow.
 
-    It reads ``GradScaler._found_inf_per_device``. Without it, ``step_was_skipped`` would never be
-    true, and learning rate schedules would advance on skipped steps.
+    This uses ``GradScaler._found_inf_per_device``. Without that name, ``step_was_skipped`` would
+    never be true, and learning rate schedules would advance on skipped steps.
     """
     found = scaler._found_inf_per_device(optimizer)
     return any(bool(value.item()) for value in found.values())
@@ -310,10 +315,10 @@ def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
 
 
 def own_children(copied: Module) -> dict[str, Any]:
-    """Give a shallow copy of a module its own dict of children (``_modules``), and return the dict.
+    """Give a shallow copy of a module its own dict of children, and return the dict.
 
-    A child can then be replaced in the copy alone. Without this, the repeated blocks of a model
-    could not be compiled one by one.
+    A child can then be replaced in the copy alone. This uses ``Module._modules``. Without that
+    name, the repeated blocks of a model could not be compiled one by one.
     """
     children = vars(copied)["_modules"] = dict(copied._modules)
     return children
@@ -323,6 +328,7 @@ def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
     """Remove ``_modules`` and ``_parameters`` from attributes of a module; return their items.
 
     Errors about values that cannot be pickled then say ``model.x``, not ``model._modules['x']``.
+    For an object that is no module, return an empty dictionary.
 
     Args:
         attributes: copy of the attributes of a module or any other object, changed in place.
@@ -334,10 +340,10 @@ def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def original_module(module: Module) -> Module:
-    """Return the module that was given to ``torch.compile`` (``_orig_mod``), or ``module`` itself.
+    """Return the module that was given to ``torch.compile``, or ``module`` if it is not compiled.
 
-    Without this, the names of a compiled model's weights would begin with "_orig_mod", in
-    checkpoints too.
+    This uses ``_orig_mod``. Without that name, the names of a compiled model's weights would begin
+    with "_orig_mod", in checkpoints too.
     """
     inner: Module = getattr(module, "_orig_mod", module)
     return inner
@@ -346,7 +352,8 @@ def original_module(module: Module) -> Module:
 def set_original_module(compiled: Module, module: Module) -> None:
     """Set ``_orig_mod`` of a module whose blocks were compiled one by one.
 
-    :func:`original_module` then returns ``module`` for it, as for one that torch.compile made.
+    :func:`original_module` then returns ``module`` for ``compiled``, as for a module that
+    torch.compile made.
     """
     compiled.__dict__["_orig_mod"] = module
 
@@ -354,9 +361,9 @@ def set_original_module(compiled: Module, module: Module) -> None:
 def join_flags(wrapped: Module) -> dict[str, Any]:
     """Return the attributes that DDP sets for a ``join`` block, by name.
 
-    These are ``_join_config`` and ``_divide_by_initial_world_size``. They are copied when a model
-    is wrapped in DDP anew inside ``join_uneven_inputs``. Without them, the new wrapper would not
-    take part in the block, and the other ranks would wait for this one.
+    These are ``_join_config`` and ``_divide_by_initial_world_size``. They are copied if a model is
+    wrapped in DDP anew inside ``join_uneven_inputs``. Without these names, the new wrapper would
+    not take part in the block, and the other ranks would wait for this one.
     """
     names = ("_join_config", "_divide_by_initial_world_size")
     return {name: vars(wrapped)[name] for name in names if name in vars(wrapped)}
@@ -366,10 +373,11 @@ def join_flags(wrapped: Module) -> dict[str, Any]:
 
 
 def count_of_changes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place (``Tensor._version``).
+    """Return how often a tensor was changed in place.
 
-    Without it, a mix of scaled and unscaled gradients would not be refused. A notebook variable
-    whose tensor was changed in place would also not be sent to the session again.
+    This uses ``Tensor._version``. Without that name, a mix of scaled and unscaled gradients would
+    not be refused, and a notebook variable whose tensor was changed in place would not be sent to
+    the session again.
 
     Raises:
         RuntimeError: the tensor was made in inference mode, and has no such count.
@@ -378,30 +386,36 @@ def count_of_changes(tensor: torch.Tensor) -> int:
 
 
 def untyped_storage(typed: Any) -> Any:
-    """Return the untyped storage of a TypedStorage (``_untyped_storage``).
+    """Return the untyped storage of a TypedStorage.
 
-    The public ``untyped()`` warns. Without this, no tensor can be sent between notebook and ranks.
+    This uses ``_untyped_storage``, since the public ``untyped()`` warns. Without that name, no
+    tensor could be sent between notebook and ranks.
     """
     return typed._untyped_storage
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Return whether ``torch.compile`` made a function (``_torchdynamo_orig_callable``).
+    """Return whether ``torch.compile`` made a function.
 
-    Without this, compiled functions of the notebook could not be sent to the ranks.
+    This uses ``_torchdynamo_orig_callable``. Without that name, compiled functions of the notebook
+    could not be sent to the ranks.
     """
     return "_torchdynamo_orig_callable" in vars(function)
 
 
 def original_function(compiled: Any) -> Any:
-    """Return the function that was given to ``torch.compile`` (``_torchdynamo_orig_callable``)."""
+    """Return the function from which ``torch.compile`` made ``compiled``.
+
+    This uses ``_torchdynamo_orig_callable``. Without that name, compiled functions of the notebook
+    could not be sent to the ranks.
+    """
     return vars(compiled)["_torchdynamo_orig_callable"]
 
 
 def loadable_names() -> dict[str, Any]:
     """Return the classes and functions that ``torch.load(weights_only=True)`` allows, by full name.
 
-    They are from ``_get_allowed_globals``. Without them, even a checkpoint that contains only
+    This uses ``_get_allowed_globals``. Without that name, even a checkpoint that contains only
     tensors could be read only if the user says that the file is trusted.
     """
     from torch import _weights_only_unpickler

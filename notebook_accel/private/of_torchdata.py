@@ -8,9 +8,10 @@ __all__ = ["num_read"]
 
 
 def num_read(reader: Any) -> int:
-    """Return how many batches a data loader's iterator has given (``_num_yielded``); 0 if unknown.
+    """Return how many batches a data loader's iterator has given; 0 if unknown.
 
     For the iterator of a StatefulDataLoader that continues from a restored state, the batches
-    before that state count, too. Without this, ``skip_first_batches`` would skip them twice.
+    before that state count, too. This uses ``_num_yielded``. Without that name,
+    ``skip_first_batches`` would skip those batches twice.
     """
     return getattr(reader, "_num_yielded", 0)

@@ -186,8 +186,9 @@ class Accelerator(ProcessInfo):
             parallelism_config: number of ranks for each kind of parallelism.
             rng_types: random states that ranks copy from rank 0 when an epoch of a prepared loader
                 begins: "torch", a device type such as "cuda", or "generator", which draws the order
-                of the samples. "generator" is copied along with any other name, and alone if this
-                is None. An empty list copies nothing: then give all ranks the same seed.
+                of the samples. "generator" is copied along with any other name, and alone if
+                ``rng_types`` is None. An empty list copies nothing: then give all ranks the same
+                seed.
             log_with: trackers that ``log`` writes to, besides the live panel: a name such as
                 "tensorboard" (``LoggerType`` has all), "all", a ``GeneralTracker``, or a list.
             project_dir: folder for numbered checkpoints and for files of trackers.
@@ -282,7 +283,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether a prepared optimizer steps during the backward pass (``lomo_backward``)."""
+        """Whether any prepared optimizer steps during the backward pass, as LOMO does."""
         return any(hasattr(one.optimizer, "fused_backward") for one in self._prepared.optimizers)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -388,11 +389,11 @@ class Accelerator(ProcessInfo):
         return self._prepared.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Return a scheduler whose ``step`` has an effect only if its optimizer stepped.
+        """Return a scheduler whose ``step`` by default acts only after a step of its optimizer.
 
-        With ``step_scheduler_with_optimizer=False`` every call has an effect. On N ranks the
-        schedule advances by N per optimizer step (by 1 with ``split_batches``), since its length is
-        counted in batches of the unprepared loader, and N ranks use N of these at a time.
+        With ``step_scheduler_with_optimizer=False`` every call acts. By default the schedule
+        advances by N per optimizer step on N ranks (by 1 with ``split_batches``), since its length
+        is counted in batches of the unprepared loader, and N ranks use N of these at a time.
 
         Args:
             scheduler: a scheduler whose optimizer was prepared before.
@@ -569,7 +570,7 @@ class Accelerator(ProcessInfo):
     def verify_device_map(self, model: Module) -> bool:
         """Return whether a ``device_map`` of Transformers spreads a model over several devices.
 
-        It is also True if only a submodule was loaded with such a ``device_map``.
+        The result is True as well if only a submodule was loaded with such a ``device_map``.
 
         Args:
             model: the model.
@@ -621,9 +622,9 @@ class Accelerator(ProcessInfo):
     def accumulate(self, *models: Module | Sequence[Module]) -> Window:
         """Return a context manager for one batch of gradient accumulation.
 
-        ``gradient_accumulation_steps`` such blocks form one accumulation window. Only in its last
-        block do ranks exchange gradients and prepared optimizers step. The last batch of a loader
-        ends a window early.
+        ``gradient_accumulation_steps`` consecutive blocks form one accumulation window; by default,
+        the final batch of a loader ends a window early. Only in the last block of a window do the
+        ranks exchange gradients, and only there do prepared optimizers step.
 
         Args:
             *models: the prepared models that the block trains, or lists of them.
@@ -655,9 +656,9 @@ class Accelerator(ProcessInfo):
 
     @staticmethod
     def trigger_sync_in_backward(model: Module) -> AbstractContextManager[Any]:
-        """Return a context manager in which backward exchanges gradients after ``no_sync``.
+        """Return a context manager in which backward exchanges gradients between the ranks.
 
-        It is for a backward whose forward ran inside a ``no_sync`` block.
+        Use it for a backward whose forward ran inside a ``no_sync`` block.
 
         Args:
             model: a model that this rank's newest ``Accelerator`` prepared.
@@ -920,7 +921,7 @@ class Accelerator(ProcessInfo):
         """Return a context manager in which the ranks may have different numbers of batches.
 
         All ranks enter the block. A rank that runs out of batches takes part in the gradient
-        exchanges of the other ranks until they have finished, so that they do not hang. With one
+        exchanges of the other ranks until these have finished, so that they do not hang. With one
         rank the block does nothing.
 
         Args:
@@ -947,9 +948,9 @@ class Accelerator(ProcessInfo):
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Return whether any rank called ``set_trigger`` since the last check; all ranks call it.
+        """Return whether any rank called ``set_trigger`` since the previous ``check_trigger``.
 
-        All ranks get the same answer.
+        All ranks call it, and get the same answer.
 
         Example:
             >>> if loss.isnan():
@@ -1083,12 +1084,12 @@ class Accelerator(ProcessInfo):
         ``end_training`` and the end of a launched function wait for that thread, and raise if it
         failed.
 
-        A checkpoint saved between two optimizer steps of gradient accumulation holds the position
-        after the last step, and no gradients. A resumed training goes back to that position with
-        its counters (``Start``, ``accelerator.step``, progress bars), repeats the batches since
+        A checkpoint saved while gradients accumulate holds the position right after the previous
+        optimizer step, and no gradients. A resumed training goes back to that position with its
+        counters (``Start``, ``accelerator.step``, progress bars), repeats the batches since
         then, and logs their metrics again. Repeated batches draw the same random numbers from torch
-        as before, but others from Python's ``random`` and numpy, unless they are the first of their
-        epoch.
+        as before. From Python's ``random`` and numpy they draw other numbers, except if they are
+        the first batches of their epoch.
 
         Args:
             output_dir: the folder, replaced in one step if it exists. None takes the next number in
@@ -1119,9 +1120,9 @@ class Accelerator(ProcessInfo):
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint of the last ``save_state(async_save=True)`` is complete.
+        """Wait until the checkpoint of the newest ``save_state(async_save=True)`` is complete.
 
-        Return at once if none is being written.
+        Return at once if no checkpoint is being written.
 
         Raises:
             NotebookAccelError: the checkpoint could not be written.
@@ -1408,7 +1409,7 @@ class Accelerator(ProcessInfo):
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[Profiler]:
-        """Return a context manager that runs torch's profiler, which ``with ... as`` gives.
+        """Return a context manager that runs torch's profiler and gives it to ``with ... as``.
 
         Args:
             profile_handler: settings of this block. None: the ``ProfileKwargs`` among
@@ -1444,10 +1445,10 @@ class Accelerator(ProcessInfo):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16, else None; may be set.
+        """The loss scaler; None if losses are not scaled. May be set.
 
-        After ``accelerator.scaler = scaler``, losses are scaled by that object in any precision.
-        Setting None turns loss scaling off.
+        By default there is one with fp16 only. After ``accelerator.scaler = scaler``, that object
+        scales losses in any precision. Setting None turns loss scaling off.
         """
         return None if self._scaling is None else self._scaling.scaler
 
@@ -1461,7 +1462,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this batch is the last one before an optimizer step; may be set.
+        """Whether the current batch is the last one before an optimizer step; may be set.
 
         While it is False, gradients accumulate: ``step`` of a prepared optimizer does nothing.
         """
@@ -1483,12 +1484,12 @@ class Accelerator(ProcessInfo):
 
     @property
     def step(self) -> int:
-        """Number of ``accumulate`` blocks entered since the last batch of a loader; may be set.
+        """Number of ``accumulate`` blocks entered since a loader last ended; may be set.
 
         Prepared optimizers step whenever this number is a multiple of
-        ``gradient_accumulation_steps``, and at the last batch of a loader, which sets the number to
-        0. With ``GradientAccumulationPlugin(sync_with_dataloader=False)``, the last batch does
-        neither, and the number counts from the start of training.
+        ``gradient_accumulation_steps``, and at the final batch of a loader, which sets the number
+        to 0. With ``GradientAccumulationPlugin(sync_with_dataloader=False)``, the final batch has
+        no such effects, and the number counts from the start of training.
         """
         return self._accumulation.step
 
@@ -1498,7 +1499,7 @@ class Accelerator(ProcessInfo):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether any prepared optimizer skipped its last step: a gradient overflowed in fp16."""
+        """Whether a gradient overflow in fp16 made any prepared optimizer skip its newest step."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     # ---- what it was made with, to read and to set ----------------------------------------------
@@ -1781,7 +1782,7 @@ class Accelerator(ProcessInfo):
     def dispatch_batches(self) -> bool | None:
         """Whether rank 0 alone reads the data, and sends each rank its part.
 
-        None: True for iterable datasets whose batches are moved to the device, else False.
+        None means True for iterable datasets whose batches are moved to the device, else False.
         """
         return self._plan.loaders.dispatch_batches
 

@@ -88,8 +88,8 @@ class PartialState(ProcessInfo):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         """Make the process group if there are several ranks and no process group yet.
 
-        All ranks then make their ``PartialState`` together. The arguments have an effect only if it
-        is the first ``PartialState`` or ``Accelerator`` of this rank.
+        All ranks then make their ``PartialState`` together. The arguments have an effect only in
+        the first ``PartialState`` or ``Accelerator`` of this rank.
 
         Args:
             cpu: compute on the CPU even if there is an accelerator.
@@ -99,7 +99,7 @@ class PartialState(ProcessInfo):
 
     @property
     def backend(self) -> str | None:
-        """Backend of the process group for this rank's device, as "gloo"; None without a group."""
+        """The process group's backend for this device, such as "gloo"; None without a group."""
         return topology.topology().backend
 
     @property

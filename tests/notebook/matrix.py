@@ -2,7 +2,8 @@
 
 A cell that blocks, one in the background, Stop while the cell blocks, Interrupt, where output
 lands, and the order of queued cells; in real kernels, driven by the protocol as a page drives them.
-Not collected by `make test`, which tries the installed kernel and two others in the browser.
+Not collected by `make test`, which tries the installed kernel in the browser; `make test-long`
+tries two others there.
 """
 
 from __future__ import annotations

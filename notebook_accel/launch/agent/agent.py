@@ -106,7 +106,7 @@ def _fork_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankP
 
     Args:
         shared: the channel, files and memory that the agent shares with each rank; an iterator that
-            opens them when the rank's turn comes, so that earlier ranks do not inherit them.
+            opens them for one rank at a time, so that ranks forked before it do not inherit them.
         unneeded: the agent's own descriptors, which each rank inherits and closes.
 
     Returns:
@@ -176,8 +176,8 @@ class Agent:
         ranks: the agent's handles of all its ranks, living and ended.
         ended: the ranks whose process has ended and was not reaped yet.
         reaped: the pids of all processes reaped so far, ranks and their descendants.
-        may_pause: whether the event loop sleeps a few milliseconds before its next turn: ranks log
-            metrics very often, or the kernel reads too slowly.
+        may_pause: whether the event loop is to sleep a few milliseconds before its next turn,
+            because ranks log metrics very often or the kernel reads too slowly.
     """
 
     def __init__(self, channel: Channel, kernel: int, launch: wire.Launch) -> None:
@@ -294,10 +294,11 @@ class Agent:
             self._channel.flush(block=False)
 
     def _answer_stop(self, now: float) -> None:
-        """Answer the kernel's ``Stop``: send the furthest counts that ranks here have passed.
+        """Answer the kernel's ``Stop``: send the furthest points that ranks here have passed.
 
-        Does nothing while a rank has not shown yet whether it went on from its newest batch or read
-        of ``should_stop``, or waits there; after a second such a rank counts as having gone on.
+        Does nothing if no ``Stop`` is unanswered, or while it is unknown whether some rank has
+        passed its newest point (a batch, or a read of ``should_stop``) or waits at it. One second
+        after the ``Stop``, the agent takes that point for passed.
         """
         if self._stop_asked is None or now < self._stop_asked + FLAG_SECONDS:
             return
@@ -316,20 +317,23 @@ class Agent:
     def _idle(self, now: float) -> float:
         """Return the seconds since a rank last made progress, for the time limit of a polite stop.
 
-        0 if no limit is needed: each rank in the call reads ``should_stop`` or leaves by itself.
+        0 (no limit) if each rank in the call has read ``should_stop`` or left its loop.
         """
         asks = all(rank.row.reads or rank.row.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
 
     def _are_leaving(self) -> bool:
-        """Return whether each rank in the call knows of the stop and ends by itself."""
+        """Return whether the stop has reached each rank in the call, so that it ends by itself.
+
+        If no rank is in the call, all living ranks count instead.
+        """
         # With no rank in the call any more, the living processes count: a thread of the user's may
         # keep one of them for ever.
         ranks = self._in_call() or [rank for rank in self.ranks if rank.alive]
         return all(rank.row.leaving for rank in ranks)
 
     def _in_call(self) -> list[RankProcess]:
-        """Return the living ranks that have not yet returned from the current call or raised."""
+        """Return the living ranks whose part of the current call has not ended."""
         return [rank for rank in self.ranks if rank.alive and rank.is_in_call]
 
     # ---- what the kernel says --------------------------------------------------------------
@@ -415,9 +419,9 @@ class Agent:
     # ---- what ranks say --------------------------------------------------------------------
 
     def relay(self, rank: RankProcess) -> None:
-        """Forward a rank's messages to the kernel, unless thousands wait for the kernel to read.
+        """Forward a rank's messages to the kernel, unless thousands already wait for it to read.
 
-        In that case the messages stay in the rank's socket, and a rank that fills it has to wait.
+        In that case they stay in the rank's socket. A rank whose socket is full has to wait.
         """
         if self._channel.num_pending > _BUSY_PENDING:
             self.may_pause = True
@@ -486,9 +490,10 @@ class Agent:
             self._post_metrics()
 
     def _post_metrics(self) -> None:
-        """Forward the gathered metrics to the kernel in one message.
+        """Forward the gathered metrics to the kernel in one message, if there are any.
 
-        Called before the call ends, because the kernel drops metrics of a call that has ended.
+        Called ten times a second at most, and before a call ends, because the kernel drops metrics
+        of a call that has ended.
         """
         if self._metrics:
             metrics, self._metrics = tuple(self._metrics), []
@@ -505,9 +510,9 @@ class Agent:
         return message.from_rank and message.call in (0, self._call)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
-        """Act on a rank's message; return it as the kernel gets it, with the agent's fields set.
+        """Act on a rank's message; return the message to send to the kernel.
 
-        In ``Raised`` the agent sets ``after_interrupt`` and ``ended_by_agent``.
+        In ``Raised`` the agent sets the fields ``after_interrupt`` and ``ended_by_agent``.
         """
         if isinstance(message, wire.RankReady):
             self._note_process(rank, message)
@@ -548,7 +553,8 @@ class Agent:
     def _rank_failed(self) -> None:
         """Begin to end the call on the other ranks, since a rank of this agent failed.
 
-        If the run has other agents, the kernel is told (``RankFailed``), so that they do the same.
+        If the run has other agents, the kernel is told (``RankFailed``), so that those agents do
+        the same.
         """
         self._begin_settle_window()
         if self._has_others:
@@ -557,13 +563,17 @@ class Agent:
     def _begin_settle_window(self) -> None:
         """Begin the settle window: a short time after a rank failed, before the others are ended.
 
-        During the window they may fail by themselves, so that their own errors are reported
-        (``ending.py``).
+        A rank that fails by itself in this time gets its own error reported (``ending.py``). Does
+        nothing if a rank failed before, or the ranks were interrupted.
         """
         self._ending = self._ending.failed(now=time.monotonic())
 
     def _is_after_interrupt(self, when: float) -> bool:
-        """Return whether the agent had interrupted this call's ranks by ``when`` (monotonic s)."""
+        """Return whether the agent had begun to interrupt or end this call's ranks by ``when``.
+
+        Args:
+            when: a time, in monotonic seconds.
+        """
         return self._interrupted_at is not None and when >= self._interrupted_at
 
     def reap_ended(self) -> None:
@@ -595,9 +605,12 @@ class Agent:
     def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
         """Report the end of a reaped rank process to the kernel; if it is a failure, end the call.
 
+        An end that the agent has caused is no failure.
+
         Args:
             rank: the rank.
-            was_in_call: whether it ended before it had sent the result of its call: a failure.
+            was_in_call: whether the process ended before it had sent the result of its call, which
+                is a failure.
             exitcode: of the process; negative for a signal. Any value but 0 is a failure too,
                 unless the rank's function has returned, or all ranks have ended the call.
         """
@@ -622,11 +635,11 @@ class Agent:
     # ---- what goes out ---------------------------------------------------------------------
 
     def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
-        """Take one step of ending the call, such as SIGINT, unless it or a harder one was taken.
+        """Take one step of ending the call, unless it or a harder step was taken before.
 
         Args:
             stage: the step.
-            grace: seconds until the next, harder step; None keeps the call's.
+            grace: seconds until the next, harder step; None for the value that the call has.
         """
         before = self._ending
         self._ending = before.ask(stage, now=time.monotonic(), grace=grace)

@@ -5,20 +5,21 @@ No side effects here: an :class:`Ending` computes which stage is due; the agent 
     a launch     STOP -a-> INTERRUPT -grace-> TERMINATE -1 s-> KILL
     a session    STOP -a-> INTERRUPT -1 s-> DISCONNECT -grace-> TERMINATE -1 s-> KILL
 
-    a: grace, or 1 s without progress
+    a: grace, or less if no rank makes progress for 1 s
 
-A launch runs one call and its rank processes end; a session keeps them for more calls. ``grace`` is
-the number of seconds, set by the person, that ranks get to clean up before a harder stage.
+A launch runs one call, after which its rank processes end; a session keeps them for more calls.
+``grace`` is the number of seconds, set by the person, that ranks get to clean up before a harder
+stage.
 
 A person may ask for any stage at any time; each stage leads to the next by itself. One exception:
 once every rank in the call has left its training loop or has read ``should_stop``, STOP leads no
-further, and the ranks take as long as they need until the person asks again. Up to DISCONNECT the
-rank processes survive, and are ready for the next call; TERMINATE and KILL end them.
+further, and the ranks take as long as they need, unless the person asks for a harder stage. Up to
+DISCONNECT the rank processes survive, and are ready for the next call; TERMINATE and KILL end them.
 
 When a rank fails, the others first get a settle window. If all ranks make the same mistake, each
 reports its own error in that time, instead of being ended because of the first one. The window
-closes ``SETTLE_SECONDS`` after every rank has called the function, or after 2 seconds: on a machine
-with fewer processors than ranks, some may not have run at all.
+closes ``SETTLE_SECONDS`` after the failure, or after the last rank has called the function if that
+is later (with fewer processors than ranks, some begin late). It lasts 2 seconds at most.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ _MAX_SETTLE_SECONDS = 2.0
 class Stage(IntEnum):
     """The steps that end a call, in order; each is harder on the ranks than the one before.
 
-    NONE: nothing was done. STOP: the ranks were asked to leave their loops, all at the same step.
-    INTERRUPT: a KeyboardInterrupt is raised in each. DISCONNECT: ranks that have not seen it, since
-    they wait in a collective, shut down their connections to other ranks and abort their NCCL
-    groups, so that the collective fails. TERMINATE: SIGTERM. KILL: SIGKILL.
+    NONE: nothing is done. STOP: the ranks are asked to leave their loops, all at the same point
+    (``scoreboard.py``). INTERRUPT: a KeyboardInterrupt is raised in each rank. DISCONNECT: ranks
+    that wait in a collective, and so have not handled the interrupt, shut down their connections to
+    other ranks and abort their NCCL groups, so that the collective fails. TERMINATE: the rank
+    processes get SIGTERM. KILL: they get SIGKILL.
     """
 
     NONE = 0
@@ -82,8 +84,8 @@ class Ending:
         is_last: whether the rank processes end after this call anyway, so that a failure of one
             rank may end the others by SIGTERM.
         has_failed: whether a rank has failed, so that the call is ended on the other ranks.
-        settles_from: the earliest end of the settle window, in monotonic seconds; None while there
-            is no such window.
+        settles_from: the earliest end of the settle window, in monotonic seconds; None while no
+            window is open.
         due: when to enter ``next`` at the latest, in monotonic seconds; None for never.
         next: the stage to enter after ``stage``.
         term_seconds: seconds from SIGTERM to SIGKILL.
@@ -99,13 +101,14 @@ class Ending:
     term_seconds: float = _TERMINATE_SECONDS
 
     def ask(self, stage: Stage, *, now: float, grace: float | None = None) -> Ending:
-        """Return the state after a request for ``stage``, which is entered at once.
+        """Return the state after a request to enter ``stage`` now.
 
         Args:
-            stage: the stage. If it or a harder one was entered before, the state stays as it is;
-                also for STOP after a rank has failed, since the failure ends the call sooner.
+            stage: the stage. The state stays as it is if this stage or a harder one was entered
+                before, and for STOP also if a rank has failed, since the failure ends the call
+                sooner.
             now: monotonic seconds.
-            grace: new value of the attribute ``grace``, in seconds; None keeps the old one.
+            grace: new value of the attribute ``grace``, in seconds; None keeps the old value.
         """
         if stage <= self.stage or (stage == Stage.STOP and self.has_failed):
             # The failure ends the call sooner than a polite stop would.
@@ -154,7 +157,8 @@ class Ending:
     def begun(self, *, now: float) -> Ending:
         """Return the state after one more rank has called the function.
 
-        A settle window that is open starts anew, so that this rank gets as long as the others.
+        If a settle window is open, it starts anew, so that this rank gets as long as the others.
+        Its longest time stays the same.
         """
         return (
             self if self.settles_from is None else replace(self, settles_from=now + SETTLE_SECONDS)
@@ -168,10 +172,10 @@ class Ending:
         Args:
             now: monotonic seconds.
             idle: seconds since any rank last made progress.
-            leaving: whether every rank in the call has left its loop or has read ``should_stop``;
-                a polite stop then waits for them without limit.
-            all_settle: whether every rank in the call has called the function, and none is dying;
-                only then can the settle window end before its longest time.
+            leaving: whether every rank in the call has left its loop, or has read ``should_stop``
+                since the stop was asked; STOP then waits for the ranks without limit.
+            all_settle: whether every rank in the call has called the function, and no rank's
+                process is dying; only then can the settle window end before its 2 seconds are over.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:

@@ -36,11 +36,11 @@ class FileTail:
     """Follows a growing text file: each :meth:`read` returns the newest part of the added text.
 
     If the file was truncated, the next :meth:`read` starts at its beginning again, after a line
-    that says so. A file that has outgrown its old size again by then looks as if it was never
-    truncated.
+    that says so. If the file has grown beyond its old size again before that :meth:`read`, the
+    truncation is not noticed.
 
     Attributes:
-        start: offset in bytes at which the last :meth:`read` began, skipped lines included.
+        start: offset in bytes at which the newest :meth:`read` began, skipped lines included.
         position: offset in bytes at which the next :meth:`read` begins.
     """
 

@@ -2,7 +2,7 @@
 
 The agent measures it from outside. psutil reads the process. NVML (the package nvidia-ml-py) reads
 the device, without making a CUDA context on it; without NVML the device's values stay unknown. If a
-rank reports torch's own count of device memory, the agent shows that instead of NVML's.
+rank reports torch's own count of device memory, the agent reports this count instead of NVML's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Gauges:
         device_use: percent of the time in which the device computed, for any process.
         device: name of the device for a person; "" while unknown.
         is_suspended: whether SIGSTOP or a debugger has stopped the process.
-        nvidia: which NVIDIA device to read; None for no device, or once NVML has failed.
+        nvidia: CUDA's name of the NVIDIA device to read (an index or UUID); None for no device, or
+            once NVML has failed.
     """
 
     def __init__(

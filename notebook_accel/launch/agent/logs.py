@@ -4,9 +4,10 @@
                                     |
                                     +-- on another machine than the kernel: its bytes, as a stream
 
-The run's folder is on the kernel's machine. An agent there writes the files into that folder. An
-agent on another machine writes them into its own scratch folder, and sends their bytes to the
-kernel, which saves them in the run's folder. So the full output of each rank ends up there.
+The run's folder is on the kernel's machine. An agent on that machine writes the files into the
+folder. An agent on another machine writes them into its own scratch folder, and sends their bytes
+to the kernel, which saves them in the run's folder. So the full output of each rank ends up in the
+run's folder.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class RankLogs:
         return open_log(self._folder, rank)
 
     def end(self, rank: int) -> None:
-        """Note that a rank's process has ended, so that its file grows no more.
+        """Finish the output file of a rank whose process has ended.
 
-        Here this does nothing; the subclass for another machine ends its stream of bytes.
+        Here this does nothing; the subclass for another machine ends the file's stream of bytes.
         """
 
 
@@ -80,8 +81,8 @@ class _LogsSent(RankLogs):
 def rank_logs(launch: wire.Launch, channel: Channel) -> RankLogs:
     """Return the object that opens the output files of an agent's ranks.
 
-    The files lie in ``launch.log_dir``. If that is None, the kernel is on another machine, and the
-    files' bytes are sent to it over ``channel``.
+    If ``launch.log_dir`` is set, the files lie in that folder. If it is None, the kernel is on
+    another machine, and the files' bytes are sent to it over ``channel``.
 
     Raises:
         ProtocolError: ``launch.log_dir`` is None, but ``channel`` cannot send files as bytes.

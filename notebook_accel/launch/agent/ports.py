@@ -94,9 +94,10 @@ def _reserve(port: int, *, host: str = _LOOPBACK, shared: bool = False) -> socke
 
     Args:
         port: the port; 0 for any free one.
-        host: the address to bind; the loopback interface if no other machine connects.
+        host: the address to bind; by default the loopback interface, to which only this machine
+            connects.
         shared: whether other sockets may bind the port as well, such as that of a rank or child
-            that opens a store there itself.
+            that opens a store at the port itself.
     """
     holder = socket.socket()
     if port or shared:

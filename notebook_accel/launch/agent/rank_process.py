@@ -71,7 +71,7 @@ class Starter(Process, Protocol):
     """Interface of a process that the agent starts, whose children become the ranks (TPUs)."""
 
     def child(self, pid: int) -> Process:
-        """Return a handle of the child with this pid, with which to wait for its end."""
+        """Return a handle with which to wait for the end of the child with this pid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +141,17 @@ class RankProcess:
         is_in_call: whether the rank was sent a call and has not reported the end of that call yet.
         has_started: whether the rank has called the function of its newest call.
         has_returned: whether the function of its newest call has returned.
-        closed_at: when the agent found the connection closed by the rank, in monotonic seconds; 0
-            if it is broken for certain (invalid bytes came, or a result never did); None while it
-            is open.
+        closed_at: time at which the agent found the connection closed by the rank, in monotonic
+            seconds; 0 if the connection is broken for certain (invalid bytes came, or a result
+            never did); None while it is open.
     """
 
     def __init__(self, shared: Shared, process: Process) -> None:
-        """Take over a rank whose process has started; close the agent's copies of its descriptors.
+        """Take over a rank whose process has started; close descriptors that only the rank needs.
 
         Args:
-            shared: what was opened for the rank; its log and its end of the channel are closed.
+            shared: what was opened for the rank. The agent's copies of the log and of the rank's
+                end of the channel are closed.
             process: the started process.
         """
         assert process.pid is not None
@@ -226,7 +227,7 @@ class RankProcess:
             self.send(message, fds)
 
     def end_call(self, *, has_returned: bool) -> Iterator[wire.Message]:
-        """Note that the rank has ended its call; yield its remaining output and last counters.
+        """Record the end of the rank's call; yield the rank's remaining output and last counters.
 
         A generator: nothing happens until it is iterated.
 
@@ -239,7 +240,7 @@ class RankProcess:
         yield from self._new_sample(time.monotonic())
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send a message to the rank without blocking; does nothing if the channel is closed.
+        """Send a message to the rank without blocking; do nothing if the channel is closed.
 
         If the socket is full, the rest waits, and :meth:`observe` tries again.
         """
@@ -259,15 +260,16 @@ class RankProcess:
         """Whether the rank's connection is closed while its process was not reaped yet.
 
         The connections of a killed process close before it can be reaped, and other ranks may fail
-        because of that. So the agent waits for this process before it blames one of them.
+        because of that. So the agent waits until this process has ended before it blames another
+        rank.
         """
         return self.closed_at is not None and self.alive
 
     def is_broken(self, now: float) -> bool:
         """Whether the connection is lost for good, for a rank whose process still lives.
 
-        A closed connection mostly means that the process is ending, so it counts only after a
-        second.
+        A closed connection counts as lost only after a second, since it mostly means that the
+        process is ending.
 
         Args:
             now: monotonic seconds.
@@ -299,7 +301,7 @@ class RankProcess:
     def last_messages(self) -> Iterator[wire.Message]:
         """Yield the last messages about a rank whose process has ended: output and counters.
 
-        If its stacks were asked for and have not come, a text that says why takes their place.
+        If stack traces were asked for and have not come, a text that says why takes their place.
         """
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
@@ -347,7 +349,7 @@ class RankProcess:
         """Ask the rank's faulthandler, by a signal, for the stack traces of all its threads.
 
         The rank writes them to a file in memory; :meth:`observe` yields the text once it is
-        complete.
+        complete. Does nothing if the process has ended, or an earlier request is unanswered.
         """
         if self.alive and self._stacks_asked is None:
             os.ftruncate(self._stacks, 0)
@@ -378,10 +380,11 @@ class RankProcess:
         self._signal(signal.SIGINT)
 
     def wake_if_unseen(self, now: float) -> None:
-        """Signal the rank again if its main thread has not handled its SIGINT yet.
+        """Send another signal if the rank's main thread has not handled its SIGINT yet.
 
         If SIGINT comes just as the main thread begins to sleep, or the system gives it to another
-        thread, Python runs the handler only at the end of that sleep; a second signal ends it.
+        thread, Python runs the handler only at the end of that sleep. The other signal ends the
+        sleep; it is sent four times a second at most.
 
         Args:
             now: monotonic seconds.
@@ -394,7 +397,7 @@ class RankProcess:
     def disconnect(self) -> None:
         """Have the rank shut down its connections to other ranks, if it is stuck in a collective.
 
-        The rank decides that itself: it is stuck if its main thread has not handled its SIGINT.
+        The rank itself checks this: it is stuck if its main thread has not handled its SIGINT.
         """
         # Its thread that reads the eventfd may wake in the next call: this says which one is meant.
         self.row.disconnected_call = self._call

@@ -232,7 +232,7 @@ def _serve_failing(error: Exception) -> None:
 
 
 class _HostProcess(ForkProcess):
-    """The process class that the pool of ``xmp.spawn`` uses here; its threads are ranks.
+    """The class of the processes in the pool of ``xmp.spawn``, whose threads are the ranks.
 
     A thread of the leader waits for each such process, to write its exit code to the agent's pipe.
     """

@@ -41,7 +41,7 @@ class AgentEnd:
 
     @classmethod
     def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
-        """Return the end of an agent that is killed because the kernel's own code raised an error.
+        """Return the ``AgentEnd`` of an agent that is killed since the kernel's own code failed.
 
         Also logs ``error`` as a warning.
 
@@ -94,7 +94,7 @@ class AgentLink:
         """Send a message to the agent without blocking.
 
         What the socket cannot take now stays queued; the thread of the ``RankPool`` writes it
-        later. No error is raised if the agent is gone: that thread notices its end.
+        later. If the agent is gone, that thread notices it, and no error is raised here.
 
         Args:
             message: what is sent.
@@ -117,7 +117,7 @@ class AgentLink:
 
     @property
     def silence(self) -> str:
-        """Message for the user when no heartbeat of the agent has arrived for a while."""
+        """Message for the user when the agent has sent nothing for 20 seconds (``RankPool``)."""
         return (
             f"the helper process that watches {rank_list(self.rank_numbers)} says nothing: it may "
             "be stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "
@@ -129,7 +129,7 @@ class AgentLink:
 class LostAgent:
     """An agent (the helper process that watches the ranks of a machine) that ended too early.
 
-    Its process or its connection ended while some of its ranks still ran; these are lost with it.
+    Its process or its connection ended while some of its ranks still ran; those ranks are lost.
 
     Attributes:
         ranks: the numbers of all ranks of the agent.

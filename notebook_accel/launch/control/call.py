@@ -8,14 +8,14 @@
                              PastCall      of another kernel, read from its folder on disk
                                            (run_list.py)
 
-A call holds the newest state of what goes on, and the run's handle and the views read it from
-there. It is made from a :class:`NewCall`, which the launcher prepares before any rank is started.
+A call holds its newest state, which the run's handle and the views read. It is made from a
+:class:`NewCall`, which the launcher prepares before any rank is started.
 
-A :class:`RankCall` applies each message from the ranks to its state, keeps results until the user
-asks for them, writes metrics to disk, has the view draw at most five times a second, and decides at
-the end whether the call succeeded, failed or was stopped. The thread of its :class:`RankPool` hands
-it the messages, and calls ``tick`` several times a second; the methods that :class:`Call` defines
-may be called from any thread of the user's.
+A :class:`RankCall` applies each message from the ranks to its state, keeps the pickled results,
+writes metrics to disk, has the view draw at most five times a second, and decides at the end
+whether the call succeeded, failed or was stopped. The thread of its :class:`RankPool` hands it the
+messages, and calls ``tick`` several times a second; the methods that :class:`Call` defines may be
+called from any of the user's threads.
 
 A call ends in this order, in the pool's thread up to ``ended``::
 
@@ -205,7 +205,9 @@ class Call:
         return True
 
     def stop(self, grace: float | None = None) -> None:
-        """Ask all ranks to leave the call at the same step; returns at once.
+        """Ask all ranks to leave the call at the same batch or read of ``should_stop``.
+
+        Returns at once. If a stop was requested before, the ranks are interrupted.
 
         Args:
             grace: seconds until ranks that have not left are interrupted; None for
@@ -213,7 +215,12 @@ class Call:
         """
 
     def press(self, number: int) -> None:
-        """Act on the user's Ctrl-C number 1 (interrupt the ranks), 2 (SIGTERM) or 3 (SIGKILL)."""
+        """Act on the user's Ctrl-C: interrupt the ranks, or send them SIGTERM or SIGKILL.
+
+        Args:
+            number: how many times the user has pressed it: 1 interrupts, 2 sends SIGTERM (SIGKILL
+                if the run is detached), 3 or more SIGKILL.
+        """
 
     def kill(self) -> None:
         """Kill the ranks now."""
@@ -262,8 +269,8 @@ def labelled(rank: int, text: str) -> str:
 class RankCall(Call):
     """A call on the rank processes of a :class:`RankPool`.
 
-    The pool calls ``begin`` in the thread that launches, then from its own thread ``take``,
-    ``lose`` and ``tick``, and once, at the end, ``finish``. ``note_stop`` may come from any thread.
+    The pool calls ``begin`` in the thread that sends the call. In its own thread it calls ``take``,
+    ``lose`` and ``tick``, and ``finish`` at the end. ``note_stop`` may be called in any thread.
     """
 
     metrics: MetricStore
@@ -333,10 +340,10 @@ class RankCall(Call):
         return stacks_text(self._pool.stacks(rank), self._labels)
 
     def note_stop(self) -> bool:
-        """Mark the call as stopped by request; return False if the call has ended already.
+        """Record that the end of the call was requested; return False if the call has ended.
 
-        Once every rank's part of the call has ended, a stop only hurries the exit of the processes.
-        It no longer changes the outcome, except that it prevents a restart after a failure.
+        Once every rank's part of the call has ended, a request only hurries the exit of the
+        processes. It no longer changes the outcome, but prevents a restart after a failure.
         """
         with held(), self._state_lock:
             if self.state.has_ended:
@@ -433,10 +440,11 @@ class RankCall(Call):
     # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
     def begin(self, number: int) -> None:
-        """Set the call's number, and the pid and agent of each rank, just before the call is sent.
+        """Set the call's number, and copy the pid and agent of each rank from the pool.
 
         Args:
-            number: number of the call; 0 when called again because sending has failed.
+            number: number of the call. The pool calls this just before it sends the call, and again
+                with 0 (no number) if the call could not be sent.
         """
         self.number = number
         ranks = (
@@ -455,7 +463,7 @@ class RankCall(Call):
         return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Apply a message about the call to its state, and keep results and metrics.
+        """Apply a message about the call to the call's state, and keep results and metrics.
 
         Args:
             message: from a rank or its agent.
@@ -507,10 +515,10 @@ class RankCall(Call):
             self.state = state
 
     def tick(self) -> None:
-        """Check the timeout; and, at most five times a second, update the view and do other checks.
+        """Check the timeout and, at most five times a second, do all other regular work.
 
-        The other checks look for stop requests of other processes and for a hang, and metrics are
-        written to disk.
+        That is: obey stop requests of other processes, write metrics to disk, look for a hang, and
+        update the view if the state has changed.
         """
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
@@ -540,10 +548,10 @@ class RankCall(Call):
             self.stop(float(seconds) if seconds else None)
 
     def _time_out(self) -> None:
-        """End the call after its timeout: at first ask the ranks to stop.
+        """Take the next step to end the call after its timeout.
 
-        It is called again after each grace period while the call has not ended, and then uses a
-        harder means each time: an interrupt, SIGTERM, SIGKILL.
+        The steps are: ask the ranks to stop (left out if the user has asked before), interrupt
+        them, send SIGTERM, send SIGKILL. They are a grace period apart.
         """
         if not self._is_time_over:
             self._is_time_over = True
@@ -580,7 +588,7 @@ class RankCall(Call):
     def _begins_again(
         self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
     ) -> bool:
-        """Restart the ranks if the call failed and a restart is left; return whether this was done.
+        """Restart the ranks if the call failed and a restart is left; return whether they restart.
 
         Args:
             start_again: as in :meth:`restart_by`.
@@ -615,7 +623,7 @@ class RankCall(Call):
         self._context.run(self.view.update, self.state)
 
     def _renew(self, pool: RankPool) -> None:
-        """Switch to ``pool`` with restarted ranks: reset their states; drop results and hang."""
+        """Switch to ``pool``, the restarted ranks: reset their states, drop results and hang."""
         with self._state_lock:
             self._pool = pool
             assert self.results is not None, "the run has not ended"

@@ -40,7 +40,7 @@ class NotFinite:
     since: float | None = None
 
     def and_then(self, step: float, value: float) -> NotFinite:
-        """Return the counts after one more value of the curve."""
+        """Return a ``NotFinite`` that also covers the next value of the curve."""
         if math.isfinite(value):
             return self if self.since is None else NotFinite(self.count)
         return NotFinite(self.count + 1, step if self.since is None else self.since)

@@ -5,9 +5,9 @@ They are merged from four sources, and a later one wins:
     the notebook's environment, without variables that would mislead a rank
         <- what the settings ask for <- what the engine adds <- ``env=``
 
-Variables of a single rank, such as RANK, come on top (``wire.RankSpec``). If no source sets
-GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, they name the loopback interface, so that collectives of
-ranks on one machine do not use the network.
+Variables of a single rank, such as RANK, come on top (``wire.RankSpec``). By default
+GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the loopback interface, so that collectives of ranks
+on one machine do not use the network.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def rank_environment(
         config: the settings.
         of_engine: variables that the engine adds once it knows how many ranks there are, and on
             which devices.
-        base: variables of the machine of the ranks, if it is not the notebook's; None for
+        base: for ranks on another machine, the variables of that machine; None for
             :func:`kept_environment`.
 
     Raises:
@@ -153,7 +153,7 @@ def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | 
         environment: environment variables of the launch, in which the user may set
             OMP_NUM_THREADS.
         num_ranks: number of ranks on the machine.
-        cores: number of cores of that machine; None: those of this machine.
+        cores: number of cores of that machine; None if it is this machine (:func:`num_cores`).
     """
     # OpenMP takes a number for each level of nested regions; a rank's is the outermost.
     given = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

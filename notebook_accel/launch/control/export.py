@@ -3,9 +3,9 @@
 How each value that the function uses gets into the script:
 
     imported modules, functions and classes   imported
-    functions and classes of cells            copied as source, each after what it uses while its
-                                              own ``def`` or ``class`` statement runs
-    numbers, strings, lists of these          written as literals
+    functions and classes of cells            copied as source; each one after the globals that its
+                                              ``def`` or ``class`` statement reads
+    numbers, strings, containers of these     written as literals
     everything else                           pickled; all in one pickle, as text in the script
 
 The pickle refers to classes and functions that are copied as source by name, so that an unpickled
@@ -94,9 +94,9 @@ def script_of(
             submodules are looked up.
 
     Raises:
-        NotebookAccelError: the function is marked as one that no script can call; a value can
-            neither be written as source nor pickled, or is larger than 1 MB; or two different
-            values need the same name.
+        NotebookAccelError: the function is marked as one that no script can call (attribute
+            ``_notebook_accel_no_script``); a value can neither be written as source nor pickled,
+            or is larger than 1 MB; or two different values need the same name.
     """
     refusal = getattr(function, _NO_SCRIPT, None)
     if refusal is not None:
@@ -118,9 +118,9 @@ def _is_name(key: str) -> bool:
 
 
 class Script:
-    """A script in the making: collects imports, definitions and values, and writes them in order.
+    """Collects the imports, definitions and values of a script, and makes its text of them.
 
-    :meth:`value` and :meth:`define` collect, then :meth:`text` writes.
+    :meth:`value` and :meth:`define` collect, then :meth:`text` makes the text.
 
     Args:
         cells: texts of the notebook's cells, newest first.
@@ -280,7 +280,7 @@ class Script:
         return str(name)
 
     def _load(self, late: Sequence[str]) -> str:
-        """Return the lines of the script that unpickle its values and assign them to names.
+        """Return the script's lines that unpickle values and assign them to names; "" if none.
 
         Args:
             late: definitions that come after these lines, since they need pickled values. The
@@ -314,8 +314,9 @@ class Script:
     def _needed_at_once(self, name: str) -> set[str]:
         """Return the globals that a definition may read while its ``def`` or ``class`` runs.
 
-        These are its decorators, base classes and default values, all that the body of a class
-        reads, and all that these functions and classes read in turn, since they may be called.
+        These are the globals in decorators, base classes, default values and class bodies. If one
+        of them is itself copied as source, all globals that it reads are added, since it may be
+        called.
 
         Args:
             name: name of a function or class that is copied as source.
@@ -422,7 +423,7 @@ def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
 
 
 def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
-    """Yield the global names that a definition reads; a name may come twice.
+    """Yield the global names that a definition reads; a name may come more than once.
 
     Includes names that are read in nested functions, classes and comprehensions, and in decorators,
     base classes, default values and annotations.
@@ -454,7 +455,8 @@ def _globals_of(value: Any) -> Mapping[str, Any]:
 def _functions(value: Any) -> list[types.FunctionType]:
     """Return the Python functions behind a function or class, without decorators' wrappers.
 
-    For a function, the list has only that function; for a class, the methods that its body defines.
+    For a function this is the unwrapped function alone; for a class, the methods that the class
+    body defines.
     """
     if not isinstance(value, type):
         return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
@@ -519,17 +521,17 @@ def _checked_literal(label: str, value: Any) -> str:
 
 
 def _is_definition(value: Any) -> bool:
-    """Return whether the value is a class or function, as a ``class`` or ``def`` makes it.
+    """Return whether the value is a class or a Python function.
 
-    True also for a function that ``functools.lru_cache`` wraps.
+    True also for a lambda, and for a function that ``functools.lru_cache`` wraps.
     """
     return isinstance(value, (type, types.FunctionType, _Cached))
 
 
 def _is_public(value: Any) -> bool:
-    """Return whether a script can import the value: its module has it under its own name.
+    """Return whether a script can import the value by its own name from its module.
 
-    False for all that is defined in ``__main__``, and so in the notebook's cells.
+    False for everything defined in ``__main__``, and so in the notebook's cells.
     """
     try:
         module = sys.modules.get(getattr(value, "__module__", None) or "")

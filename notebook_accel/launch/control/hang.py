@@ -92,8 +92,9 @@ class Hang:
             where the others are.
         since: the last time at which any rank made progress (``RunState.now``: wall time, seconds).
         operations: the collective in which each waiting rank waits, by rank number.
-        elsewhere: the ranks that the waiting ones wait for, by number, each with its place ("at
-            Cell In[3], line 9"). Ranks that have ended or are suspended are not among them.
+        elsewhere: the ranks that the waiting ranks wait for, by number, each with its place ("at
+            Cell In[3], line 9"); without ranks that have ended or are suspended. If all ranks wait,
+            but at several places, the ranks that are not at the commonest place.
         stacks: pairs (ranks, stack as text), one for each group of ranks at the same place.
     """
 
@@ -148,6 +149,8 @@ def place_of_wait(traceback: str) -> str:
 
 def _own_index(frames: Sequence[Frame], labels: Mapping[str, str]) -> int:
     """Return the index of the innermost frame of the user's code, or else of the outermost frame.
+
+    The index is -1 if there are no frames.
 
     Args:
         frames: newest first.
@@ -215,7 +218,8 @@ def find_hang(
 
     Returns:
         The hang; None if no rank waits or is suspended. Also None if all ranks wait in the same
-        collective and have been silent for less than 30 seconds: that may be a slow network.
+        collective at the same line, and have been silent for less than 30 seconds: the network may
+        be slow.
     """
     held = suspended or {}
     waiting: dict[tuple[str, str], list[int]] = {}

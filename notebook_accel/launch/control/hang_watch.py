@@ -5,8 +5,9 @@
                     HangWatch --> the state, with quiet ranks and the hang filled in
 
 A healthy run is left alone: ranks are asked only once none of them has made a step or printed
-anything for 8 seconds, and then ever more rarely if no hang shows. A hang is reported once two
-dumps in a row agree, so that ranks which run many short collectives are not taken to hang.
+anything for 8 seconds. If their stacks show no hang, they are asked again at growing intervals, up
+to 60 seconds. A hang is reported once two dumps in a row agree, so that ranks which run many short
+collectives are not taken to hang.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class HangWatch:
         return now - max(self._moved.values()) >= _SILENT_SECONDS
 
     def _judge(self, state: RunState, alive: Sequence[RankState], now: float) -> RunState:
-        """Return the state with the hang that the newest dumps show, if the previous ones did too.
+        """Return the state with the hang of the newest dumps, if the previous dumps show it too.
+
+        Otherwise the state has no hang, or one that only names suspended ranks.
 
         Args:
             state: the newest state.

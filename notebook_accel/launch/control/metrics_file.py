@@ -1,7 +1,7 @@
 """The file with the metrics of a run: written while the run goes on, read completely or in samples.
 
-Each ``accelerator.log`` in a rank becomes a message ``wire.Metric``. In the kernel the call of the
-run appends its values to a :class:`MetricStore`; ``run.metrics`` and the plots read them from a
+Each ``accelerator.log`` in a rank becomes a message ``wire.Metric``. In the kernel the run appends
+the values in the message to a :class:`MetricStore`; ``run.metrics`` and the plots read them with a
 :class:`MetricReader`.
 """
 
@@ -89,9 +89,9 @@ class MetricTail(MetricReader):
         self._start: int | None = None
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Return the rows added since the last call; the first call returns those in the last 8 MB.
+        """Return the rows added since the previous call; [] if the file cannot be read.
 
-        Returns no rows if the file cannot be read.
+        The first call returns the rows in the last 8 MB of the file.
         """
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             if self._start is None:
@@ -182,7 +182,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def _encode(metrics: Sequence[wire.Metric]) -> bytes:
-    """Return one JSON line per value; all in one call, since thousands per second may come."""
+    """Return one JSON line per value, all by one encoder call: thousands a second may come."""
     return _ENCODER.encode_lines(
         [
             {

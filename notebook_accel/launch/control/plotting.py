@@ -81,7 +81,7 @@ def plot_together(
 ) -> list[Axes]:
     """Draw each metric of several runs in axes of its own; return the axes.
 
-    The axes have one line for each rank of each run; all lines of a run have the same colour.
+    Each of the axes has one line per rank and run; all lines of a run have the same colour.
 
     Args:
         runs: rows of ``run.metrics`` for each run, by the label of the run in the legend.
@@ -107,7 +107,9 @@ def plot_together(
 def _axes(
     known: Iterable[str], names: Sequence[str], *, of: str, caller: str
 ) -> list[tuple[str, Axes]]:
-    """Make one figure with empty axes for each metric to draw; return pairs (name, axes).
+    """Make one figure, with empty axes for each metric to draw; return pairs (name, axes).
+
+    If there is no metric to draw, no figure is made, and [] is returned.
 
     Args:
         known: names of the metrics that exist.

@@ -8,9 +8,9 @@ only connections to the agents. Its thread keeps the states of the rank processe
 about the running call to that call, and calls its ``tick`` several times a second. The thread ends
 when all rank processes have ended; those of a lost agent count as ended.
 
-Agents have no connection to each other, so the pool forwards between them: the MASTER_PORT of the
-process group, that a rank failed, the step at which all ranks leave a stopped call
-(several_agents.py), and that every rank's part of a call has ended.
+Agents have no connection to each other, so the pool tells them what they must know of each other:
+the MASTER_PORT of the process group, that a rank has failed, at which batch or ``should_stop`` read
+all ranks leave a stopped call (several_agents.py), and that every rank's part of a call has ended.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class RankPool:
     def __init__(
         self, links: Sequence[AgentLink], *, run: str, grace: float, log_dir: Path
     ) -> None:
-        """Make the pool of agents that run but have started no ranks yet.
+        """Make the pool; its agents run already, but have started no ranks.
 
-        Afterwards :meth:`send_launch` has each agent start its ranks, and :meth:`start` starts the
-        thread that listens to them.
+        The caller then has each agent start its ranks (:meth:`send_launch`), and starts the thread
+        that listens to the agents (:meth:`start`).
 
         Args:
             links: connections to the agents; the first agent has rank 0.
@@ -154,7 +154,7 @@ class RankPool:
         """Start the thread that listens to the agents.
 
         Raises:
-            LaunchError: the system starts no further thread; the ranks are ended.
+            LaunchError: the system allows no further thread; the ranks have been killed.
         """
         try:
             self._thread.start()
@@ -168,7 +168,7 @@ class RankPool:
             ) from error
 
     def await_agents(self) -> None:
-        """Wait until all agents have ended, for a few seconds at most for each.
+        """Wait until all agents have ended, but at most a few seconds for each.
 
         Called after all ranks have ended, and before they are restarted: an agent removes temporary
         files of the run when it ends, and must not remove those of the new ranks.
@@ -277,7 +277,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def _channels(self) -> Iterator[None]:
-        """Lock the channels within the block; messages that are sent in it go out at its end."""
+        """Lock the channels within the block; messages sent within the block go out at its end."""
         with self._lock:
             self._uses_channels = True
             try:
@@ -300,9 +300,10 @@ class RankPool:
             self._uses_channels = False
 
     def stop(self, *, call: int, grace: float | None) -> None:
-        """Ask all ranks to leave the call of this number at the same step; returns at once.
+        """Ask all ranks to leave the call of this number; returns at once.
 
-        Like :meth:`interrupt` and :meth:`terminate` it does nothing once that call has ended.
+        The ranks leave at the same batch or read of ``should_stop``. Does nothing once that call
+        has ended.
 
         Args:
             call: number of the call.
@@ -340,8 +341,8 @@ class RankPool:
     def kill(self, *, call: int = 0) -> None:
         """Have agents send SIGKILL to the ranks in the call of this number; with 0, to all ranks.
 
-        Does nothing if ``call`` is the number of a call that has ended. An agent that does not obey
-        within some seconds is killed itself, with its ranks.
+        Does nothing if ``call`` is the number of a call that has ended. If the ranks have not ended
+        3 seconds later, all agents are killed as well.
         """
         with held():
             with self._lock:
@@ -499,10 +500,10 @@ class RankPool:
     # ---- what agents must know of each other -----------------------------------------------
 
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
-        """Act on messages of one agent that the others must know.
+        """Act on a message of one agent if it concerns the other agents.
 
-        Once the MASTER_PORT is reserved, the call is sent on to the other agents; a failed rank is
-        announced to them; and an answer to a stop is counted (:meth:`_decide_stop`).
+        ``PortReserved``: send the queued call to the agents without rank 0. ``RankFailed``: forward
+        it to the others. ``StopPointReached``: store the answer (:meth:`_decide_stop`).
         """
         if isinstance(message, wire.PortReserved):
             # The call goes to the other agents, which had to wait for the port of its ranks.
@@ -522,16 +523,16 @@ class RankPool:
             self._for_others.drop()
 
     def _decide_stop(self, call: int) -> None:
-        """Tell all ranks at which step to leave, once every agent has answered a stop.
+        """Tell all agents where their ranks leave the call, once every agent has answered a stop.
 
-        Does nothing while an answer is missing.
+        That is a batch, or a read of ``should_stop``. Does nothing while an answer is missing.
         """
         leave = self._stop_answers.leave_point(link.rank_numbers for link in self._links)
         if leave is not None:
             self.send(wire.LeaveAt(run=self.run, call=call, **asdict(leave)))
 
     def _lose(self, link: AgentLink, end: AgentEnd) -> None:
-        """Drop an agent that is gone: mark its ranks as ended, and end the call on all others.
+        """Drop an agent that is gone: mark its ranks as ended, and end the call on all other ranks.
 
         If all ranks of the agent had ended before, no call is affected.
 
@@ -619,7 +620,7 @@ class RankPool:
         call.finish(tuple(self._lost))
 
     def _finish(self) -> None:
-        """Close the pool after all rank processes have ended, and finish their last call."""
+        """Close the pool after all rank processes have ended; finish the running call, if any."""
         # Somebody may be sending a last message.
         with self._channels():
             for link in self._links:

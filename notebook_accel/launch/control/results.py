@@ -25,8 +25,8 @@ class Results:
     """Store of the values that ranks returned, pickled until they are asked for.
 
     Args:
-        registry: the notebook's own objects. Where a result or an exception refers to one of them,
-            unpickling gives the same object again.
+        registry: classes and functions of the notebook that the call sent to the ranks. Where a
+            result or an exception refers to one of them, unpickling gives that very object.
 
     Attributes:
         raised: with ``engine="inline"``, whose rank is this process, the exception object that the
@@ -125,7 +125,7 @@ class Results:
             return self._rescued
 
     def exception(self, pickled: bytes | None) -> BaseException | None:
-        """Return the exception object that a rank raised; None if it cannot be unpickled.
+        """Return the exception that a rank raised; None if none was sent or unpickling it fails.
 
         Args:
             pickled: the exception as the rank sent it; None if the rank sent none. Not used for

@@ -1,7 +1,7 @@
 """The folder of a run on disk, with logs, metrics and state, and the removal of old run folders.
 
     runs folder/
-      .kernel-3f2a…            lock file of one kernel process, locked as long as it lives
+      .kernel-3f2a…            lock file of one kernel process, locked while that process lives
       20260131-120000-1a2b3c/  one run, readable by its owner alone
         .live                  name of the lock file of the kernel that still uses the run
         rank-0.log, …          all output of each rank, as its agent writes it (agent/logs.py)
@@ -159,8 +159,8 @@ class RunFolder:
     def remove_old(self) -> None:
         """Remove the folders of old runs, but not this one; takes at least 10 ms.
 
-        Runs that a live kernel uses are kept. Of all others the newest 49 are kept, which makes 50
-        with this one, and at most 2 GB. An error is ignored: a later launch tries again.
+        Runs that a live kernel uses are kept. Of all others the newest are kept: at most 49 (50
+        with this one), of at most 2 GB together. An error is ignored: a later launch tries again.
         """
         with contextlib.suppress(OSError):
             _remove_old(self.path.parent, beside=self)
@@ -193,7 +193,9 @@ class RunFolder:
             )
 
     def make_logs(self, world_size: int) -> None:
-        """Create empty log files for the ranks of a session, whose calls link to them.
+        """Create an empty log file for each rank in this folder of a session.
+
+        The folders of the session's calls link to these files (:meth:`link_logs`).
 
         Raises:
             LaunchError: the files cannot be created.
@@ -249,7 +251,8 @@ class RunFolder:
 
         Args:
             state: the first or the final state.
-            config: settings of the launch; ``env`` is left out, as it may hold secrets.
+            config: settings of the launch, or None to write none. Their ``env`` is not written,
+                since it may hold secrets.
 
         Returns:
             A message for the user if the files could not be written, else "".
@@ -475,9 +478,12 @@ def _let_go(mark: Path, pid: int) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a live process has this kernel's lock file locked.
+    """Return whether a live process has locked the lock file of some kernel.
 
     Also True if the lock cannot be tested, so that no run is removed while it is in use.
+
+    Args:
+        path: the lock file.
     """
     try:
         # NFS locks only what is open for writing.
@@ -491,7 +497,9 @@ def _is_locked(path: Path) -> bool:
 
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
-    """Remove old lock files, and all runs that no live kernel uses except the newest of them.
+    """Remove lock files of dead kernels older than a day, and old runs that no live kernel uses.
+
+    :meth:`RunFolder.remove_old` says which runs are kept.
 
     Args:
         root: folder of all runs.

@@ -1,13 +1,15 @@
 """State that the kernel needs to coordinate a run with several agents, one on each machine.
 
-The agent of rank 0 chooses the MASTER_PORT, so the other agents get each call only afterwards:
+The agent of rank 0 chooses the MASTER_PORT, so the other agents get a call only once it is known:
 
-    BeginCall, and messages after it --> agent of rank 0 --PortReserved--> kernel
-    BeginCall with that port, and the messages after it --> the other agents
+    BeginCall and later messages --> agent of rank 0 --PortReserved--> kernel
+    BeginCall with that port, and the later messages --> the other agents
 
-All ranks must leave a stopped call at the same step, so the kernel collects all agents' answers:
+All ranks must leave a stopped call at the same batch, or at the same read of ``should_stop``. Each
+agent answers a stop with the highest number of a batch and of a read that its ranks have passed;
+the ranks leave at the highest number of all answers + 1:
 
-    Stop --> all agents --StopPointReached--> kernel: the highest count + 1 --LeaveAt--> all agents
+    Stop --> all agents --StopPointReached--> kernel --LeaveAt--> all agents
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class StopAnswers:
         self._points: dict[tuple[int, ...], StopPoint] = {}
 
     def note(self, agent: tuple[int, ...], answer: wire.StopPointReached) -> None:
-        """Store an agent's answer: the last batch and ``should_stop`` read of its ranks."""
+        """Store an agent's answer: the furthest batch and ``should_stop`` read of its ranks."""
         self._points[agent] = StopPoint(
             batches=answer.batches, reads=answer.reads, reads_should_stop=answer.reads_should_stop
         )
@@ -105,8 +107,8 @@ class StopAnswers:
     def leave_point(self, agents: Iterable[tuple[int, ...]]) -> LeavePoint | None:
         """Return the batch (or read of ``should_stop``) at which all ranks leave the call.
 
-        Returns None while the answer of an agent is missing. When a point is
-        returned, the answers are discarded, so that the ranks are told only once.
+        Returns None while the answer of an agent is missing. When a point is returned, the answers
+        are discarded, so that the ranks are told only once.
 
         Args:
             agents: the agents that still run, each as the tuple of its ranks' numbers.

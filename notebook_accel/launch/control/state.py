@@ -135,16 +135,15 @@ class RankState:
 
     Attributes:
         rank: number of the rank.
-        is_asked: False for a rank of a session that this call is not meant for: such a rank gets
-            the call, but answers at once.
+        is_asked: False if the user left this rank of a session out of the call (a cell that runs on
+            some ranks only): the rank gets the call, but does not run the cell.
         pid: id of the rank's process; None before it is known.
         status: "starting", "running", "succeeded", "failed" or "stopped".
         bars: the rank's progress bars, in the order in which they were opened.
         batches: number of batches that the rank's prepared data loaders have yielded in this call.
-        total_batches: number of batches in one pass through the loader; None if unknown.
-        pass_start: value of ``batches`` at the start of the current pass through the loader, so
-            that ``batches - pass_start`` is the progress in the pass. Negative after a resume in
-            the middle of a pass.
+        total_batches: number of batches in the current pass through the loader; None if unknown.
+        pass_start: value of ``batches`` at the start of this pass, so that ``batches - pass_start``
+            is the progress in the pass. Negative after a resume in the middle of a pass.
         steps: number of steps that the rank's prepared optimizers have made in this call.
         memory, device_memory: memory in use, in bytes; None if unknown.
         cpu, device_use: CPU use in percent of one core, and use of the device in percent; None if
@@ -159,7 +158,7 @@ class RankState:
         rewound: whether the next output overwrites the last line, as after a carriage return.
         num_lines: number of complete lines of output so far, ``skipped_lines`` included.
         times: when lines came, as pairs (number of a line, from 0 on; second of the machine's wall
-            clock). Each pair is for that line and those after it, up to the line of the next pair.
+            clock). A pair holds for its line and the following ones, up to the next pair's line.
         skipped_lines: number of lines that were printed too fast to be sent to the kernel; only
             the log file has them.
         log_start, log_end: byte offsets in the rank's log file between which the output of this
@@ -302,7 +301,7 @@ class RunState:
         """Return the time in seconds, on the same clock as ``started``.
 
         It is ``started`` plus the seconds since then by the monotonic clock, so that durations stay
-        right even if the system clock is set. Without ``began`` it is the system clock's time.
+        right even if the system clock is set. If ``began`` is None, it is the system clock's time.
         """
         if self.began is None:
             return time.time()
@@ -584,10 +583,10 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
 def apply_to_processes(
     message: wire.Message, processes: tuple[ProcessState, ...]
 ) -> tuple[ProcessState, ...]:
-    """Return the states of the rank processes after a message; like :func:`apply`.
+    """Return the states of the rank processes after a message of a rank or agent.
 
     Args:
-        message: from a rank or an agent; most messages do not change a process.
+        message: the message; only AgentReady, RankReady and RankEnded change a state.
         processes: the states before the message, in the order of the ranks.
     """
     if isinstance(message, wire.AgentReady):

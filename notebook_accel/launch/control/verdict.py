@@ -72,7 +72,7 @@ def hint_lines(rank: RankState) -> list[str]:
 
 
 def _mismatch(rank: RankState) -> str:
-    """Return advice if ranks passed tensors of different shapes to one collective, else ""."""
+    """Return advice if ranks gave one collective tensors of different shapes or types, else ""."""
     said = rank.failure.text if rank.failure else "\n".join(rank.tail)
     if not _MISMATCH.search(said):
         return ""
@@ -123,7 +123,7 @@ class Verdict:
 
     Attributes:
         status: "succeeded", "failed" or "stopped".
-        failure: why the run failed; None unless it failed.
+        failure: why the run failed; None if it did not fail.
     """
 
     status: str
@@ -305,7 +305,7 @@ def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
     """Return lines that explain a lost connection between ranks; [] for other kinds of failure.
 
     The message of gloo or NCCL names only an address, and guesses that a rank crashed. Often a rank
-    has only returned earlier than the others. Also [] if only that message is known.
+    has only returned earlier than the others. Also [] if nothing beyond that message is known.
 
     Args:
         cause: the rank that lost its connection.
@@ -348,7 +348,7 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
 
 
 def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
-    """Return advice for a run that did not fail: one line per likely mistake, or [].
+    """Return advice at the end of a run, one line per likely mistake; [] if a rank did not return.
 
     Args:
         last: the state of the run at its end.
@@ -367,10 +367,10 @@ def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
 
 
 def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
-    """Return a line of advice if the ranks used models of the notebook and all returned None.
+    """Return one line of advice, in a list, if ranks used the notebook's models and returned None.
 
-    In that case the notebook's models are unchanged, since ranks train copies. Otherwise returns
-    [].
+    In that case the notebook's models are unchanged, since ranks train copies. [] if there are no
+    such models, or not all ranks returned None.
     """
     has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
     if not packed.models or not has_nothing:

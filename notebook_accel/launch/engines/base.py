@@ -5,7 +5,8 @@
     begin: LaunchRequest --------> a running Call: start ranks, call the function, end the ranks
 
 An agent is a helper process that starts and watches the ranks of one machine. An engine whose ranks
-have agents implements only ``plan_ranks`` and ``start_agents`` (``AgentEngine`` in local.py).
+are started by agents implements only ``plan_ranks`` and ``start_agents`` (``AgentEngine`` in
+local.py).
 
 An engine is given three records:
 
@@ -14,8 +15,8 @@ An engine is given three records:
     NewCall            what the launcher prepared for the call: folder, first state, view
 
 From a LaunchRequest and a RankPlan the engine makes the message ``wire.Launch``, which has an agent
-start rank processes; from a PackedCall the message ``wire.BeginCall``, which has the ranks call the
-function.
+start rank processes. A PackedCall becomes the message ``wire.BeginCall``, which has the ranks call
+the function.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class Engine(ABC):
     def warm_up(self, request: LaunchRequest) -> None:
         """Do the slow part of a start, such as waiting until torch is imported.
 
-        Called before the run exists, when an interrupt by the user leaves nothing behind.
+        Called before the run exists, so that an interrupt by the user leaves nothing behind. The
+        default does nothing.
 
         Raises:
             LaunchError: the template process, from which ranks are started, cannot be started.
@@ -157,7 +159,7 @@ class Engine(ABC):
     def begin(
         self, request: LaunchRequest, plan: RankPlan, packed: PackedCall | None, new: NewCall
     ) -> AbstractContextManager[Call]:
-        """Start ranks for one call, send the call, and yield it.
+        """Start ranks for one call, send the call to them, and yield the call.
 
         Within the block the launcher makes the run's handle and opens its view; no message from the
         ranks is handled before the block has ended.

@@ -79,7 +79,8 @@ class ElasticEngine(MachinesEngine):
 
     The other machines join with the command ``notebook-accel join``, which the launch shows to
     the user or, inside a Slurm job, has ``srun`` run on the other nodes. With ``num_nodes=1`` no
-    other machine is needed; the ranks can then be restarted, unlike with ``engine="local"``.
+    other machine is needed. Unlike with ``engine="local"``, failed ranks can be restarted
+    (``max_restarts``).
     """
 
     description = "engine='elastic', which finds its machines by `notebook-accel join`"
@@ -240,8 +241,8 @@ def join(
         address: ``HOST:PORT``, as the notebook shows it.
         token: the secret of the launch, as the notebook shows it.
         tell: called with each message for the user; None writes them to ``sys.stderr``.
-        num_ranks: number of ranks of this machine if the engine is "ray"; 0 with "elastic", whose
-            launch decides that.
+        num_ranks: number of ranks of this machine if the engine is "ray"; 0 if it is "elastic",
+            with which the notebook decides the number.
 
     Raises:
         ConfigError: the address or the token is malformed.

@@ -90,9 +90,11 @@ class InlineCall(Call):
     def run(self, request: LaunchRequest) -> None:
         """Call the request's function, keep its result or error, and update the state.
 
+        Every exception but KeyboardInterrupt is kept as the run's error, and not raised;
+        ``sys.exit(0)`` counts as returning None.
+
         Raises:
-            KeyboardInterrupt: the user interrupted. Every other exception is kept as the run's
-                error, and not raised.
+            KeyboardInterrupt: the user interrupted.
         """
         self._become("running", pid=os.getpid())
         try:

@@ -1,7 +1,7 @@
 """The base class of engines whose ranks are started by agents, and the local engine.
 
 An agent is the helper process that starts and watches the ranks of one machine. It is forked from
-the template, a clean process that has torch imported, and forks the ranks in turn::
+the template, a clean process that has torch imported; the agent itself then forks the ranks::
 
     AgentEngine.begin
         start_ranks: start_agents -> an AgentLink per agent -> RankPool, which sends wire.Launch
@@ -178,8 +178,8 @@ class LocalEngine(AgentEngine):
     """Engine with ranks on this machine, the default (``engine="local"``).
 
     Without ``num_processes`` it starts one rank for each accelerator or, if there is none, one rank
-    on the CPU. Ranks are forks of a clean process, not of the kernel, so that it does no harm if
-    the kernel has used CUDA or threads.
+    on the CPU. Ranks are forks of a clean process, not of the kernel, so it is harmless if the
+    kernel has used CUDA or threads.
     """
 
     description = "engine='local', whose ranks are on one machine"
@@ -235,7 +235,7 @@ def fork_agent(
         ranks: the ranks that the agent starts later.
         connection: makes a pair of connected sockets: this process keeps the first, the agent gets
             the second. If the template does not answer, a new template gets a new pair, since the
-            old one may have forked an agent with the first pair all the same.
+            old template may have forked an agent that uses the first pair.
         run: id of the run or session.
         sees_files: whether the agent may write into the run's folder (``AgentLink.sees_files``).
 

@@ -130,7 +130,7 @@ class JoinedMachine:
             self._note_end()
 
     def close_answers(self) -> None:
-        """Wake all that wait for this machine, after its connection has ended.
+        """Wake all threads and tasks that wait for this machine, after its connection has ended.
 
         Called in the connections' thread.
         """
@@ -153,7 +153,7 @@ class JoinedMachine:
             run: id of the run or session.
 
         Raises:
-            LaunchError: the machine started no agent, or its last one has not ended.
+            LaunchError: the machine started no agent, or its previous agent has not ended.
         """
         if not self._is_idle.wait(_END_SECONDS):
             raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
@@ -197,10 +197,10 @@ class JoinedMachine:
             self._link.close()
 
     def _note_end(self) -> None:
-        """Mark the machine as free for another agent, if the last agent's channel has closed.
+        """Free the machine for another agent, if the channel of the agent that ended has closed.
 
-        Called when the last agent has ended. A machine that is free and was let go (:meth:`let_go`)
-        is disconnected.
+        If the channel is still open, this is called again when it closes. A freed machine that was
+        let go (:meth:`let_go`) is disconnected.
         """
         if self._passing is not None and self._passing.done():
             self._is_idle.set()
@@ -392,8 +392,8 @@ class MachinesEngine(AgentEngine):
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         """Start the agents on the notebook's machine, and return the connections to them.
 
-        They are the first agents of the plan. The default returns [], for an engine that has no
-        ranks on this machine.
+        These agents are the first ones of the plan. The default starts none and returns [], for an
+        engine that has no ranks on this machine.
         """
         return []
 
@@ -476,7 +476,7 @@ def _fields_of_launch(
 
 
 def _set_by_cells() -> dict[str, str]:
-    """Return environment variables that this process has set or changed since it began.
+    """Return environment variables that were set or changed in this process since it started.
 
     The user's cells may have set them for the ranks, so ranks on other machines get them, too.
     """
@@ -504,7 +504,7 @@ def interface_of(address: str) -> str:
 
 
 def outward_address() -> str:
-    """Return the IP address from which this machine sends to the network, or else 127.0.0.1.
+    """Return the IP address from which this machine sends to the network; 127.0.0.1 without one.
 
     Only the system's routing table is asked: nothing is sent.
     """

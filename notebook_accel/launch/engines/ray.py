@@ -44,8 +44,8 @@ _POLL_SECONDS = 0.05
 class RayEngine(MachinesEngine):
     """Engine with ranks on the nodes of a Ray cluster (``engine="ray"``).
 
-    It uses the cluster that ray is connected to or, if there is none, the one that ``ray.init()``
-    finds or starts on this machine.
+    It uses the cluster that ray is connected to. If ray is connected to none, ``ray.init()`` finds
+    a cluster, or starts one on this machine.
     """
 
     description = "engine='ray', whose ranks are on the nodes of a Ray cluster"
@@ -91,8 +91,8 @@ class RayEngine(MachinesEngine):
         Args:
             ray: the module ray.
             node: Ray's id of the node.
-            num_ranks: number of ranks on the node; the actor reserves a CPU, and a GPU if the ranks
-                use GPUs, for each.
+            num_ranks: number of ranks on the node. For each rank the actor reserves one CPU and, if
+                the ranks use GPUs, one GPU.
             request: the user's settings.
             address: ``HOST:PORT`` at which the notebook listens for machines.
             token: the secret with which the node may join.

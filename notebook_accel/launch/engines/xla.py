@@ -27,7 +27,7 @@ __all__ = ["XlaEngine"]
 class XlaEngine(LocalEngine):
     """Engine with ranks on this machine's TPU, started by torch_xla (``engine="xla"``).
 
-    ``xmp.spawn`` starts one rank for each device or, with ``num_processes=1``, a single one.
+    ``xmp.spawn`` starts one rank for each device or, with ``num_processes=1``, a single rank.
     """
 
     description = "engine='xla', whose ranks are on this machine's TPU"
@@ -51,8 +51,8 @@ class XlaEngine(LocalEngine):
             environment: environment variables of the launch.
 
         Raises:
-            ConfigError: the settings ask for a number of ranks other than 1 and the number of
-                devices, or choose devices.
+            ConfigError: ``num_processes`` is neither 1 nor the number of devices, or ``devices`` is
+                set.
             LaunchError: torch_xla is not installed or cannot be used, or there is no TPU.
         """
         _check_library()

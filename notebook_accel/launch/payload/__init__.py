@@ -5,8 +5,8 @@
     unpack_result, unpack_exception <- Packed, bytes - pack_result, pack_exception
 
 The buffers of a :class:`Packed` are views of the memory of CPU tensors, not copies; only small
-views of large storages are copied, in results. Nothing here checks who sent a pickle: that was
-authenticated when the connection was made.
+views of large storages are copied, in results. Nothing here checks who sent a pickle: the sender
+was authenticated when the connection was made.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Packed:
 class Registry:
     """The notebook's classes, functions and type variables that a call sent to its ranks by value.
 
-    Where a result contains one of them, its pickle has only the index into :attr:`objects`.
-    :func:`unpack_result` replaces the index by the notebook's own object, so that a returned
-    instance has the notebook's class.
+    Where a result contains one of them, the pickle of the result has only the index into
+    :attr:`objects`. :func:`unpack_result` replaces the index by the notebook's own object, so that
+    a returned instance has the notebook's class.
 
     Attributes:
         objects: the classes, functions and type variables, in the order in which they were pickled.
@@ -177,8 +177,9 @@ def pack_call(
 def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> UnpackedCall:
     """Unpickle a function and its arguments, in a rank.
 
-    The first call of a process replaces its ``__main__`` by an empty one. Every call adds the
-    notebook's classes and functions to ``__main__``, and the cells' sources to ``linecache``.
+    The first call that a process unpacks replaces its ``__main__`` by an empty module. Every call
+    adds the notebook's classes and functions to ``__main__``, and the cells' sources to
+    ``linecache``.
 
     Args:
         packed: the packed call. Its buffers must be writable and private to this process, since the
@@ -211,7 +212,7 @@ def _dump(
     Args:
         make: makes the pickler, called as ``make(file, buffer_callback)``.
         value: returns the object to pickle, given the pickler. The object may contain a list that
-            the pickler fills as it goes.
+            the pickler fills while it pickles.
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
@@ -234,7 +235,7 @@ def _as_packed(
 def _open_pickle(
     packed: Packed,
 ) -> tuple[tuple[CellSource, ...], memoryview, tuple[memoryview, ...]]:
-    """Split packed buffers into the unpickled cell sources, the pickle, and its own buffers."""
+    """Split packed buffers into the cell sources, the pickle, and its out-of-band buffers."""
     sources, *buffers, body = packed.buffers
     return load(sources), body, tuple(buffers)
 
@@ -270,9 +271,9 @@ def _is_model(value: Any) -> bool:
 def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
     """Pickle the value that a rank returned.
 
-    Tensors are moved to the CPU and detached from their graph; a model is taken out of its wrapper,
-    such as DDP. For classes and functions that came from the notebook, only references to the
-    notebook's own are sent.
+    Tensors are moved to the CPU and detached from the autograd graph; a model is taken out of its
+    wrapper, such as DDP. For classes and functions that came from the notebook, only references to
+    the notebook's own are sent.
 
     Args:
         value: what the function returned.

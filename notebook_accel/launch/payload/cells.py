@@ -99,12 +99,12 @@ def fresh_main() -> None:
 def fill_main(objects: Iterable[Any]) -> None:
     """Assign the notebook's classes and functions to their names in this rank's ``__main__``.
 
-    Plain pickle, as in ``torch.save`` and DataLoader workers, looks them up there. A name that
-    already has a value keeps it, unless an earlier call assigned the value here and nobody has
-    changed it since.
+    Plain pickle, as in ``torch.save`` and DataLoader workers, looks them up there. A name that has
+    a value already keeps it if other code assigned the value. A value that an earlier call of this
+    function assigned is replaced.
 
     Args:
-        objects: the classes, functions and type variables that the call brought by value. Those of
+        objects: the classes, functions and type variables that the notebook sent by value. Those of
             other modules than ``__main__``, and nested ones, are skipped.
     """
     namespace = main_namespace()

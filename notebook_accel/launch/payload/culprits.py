@@ -83,7 +83,8 @@ def _find_culprit(
     Args:
         parts: the values to search, with their paths and users.
         make: makes the pickler to try, called as ``make(file, buffer_callback)``.
-        seen: values at fault that were searched already, by ``id``; it ends cycles.
+        seen: values at fault that were searched already, by ``id``, so that the search ends if a
+            value contains itself.
 
     Returns:
         the value; None if each of ``parts`` can be pickled alone.
@@ -158,7 +159,7 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a call by parameter name.
 
-    If the function's signature is unknown or does not fit them, positional arguments are called
+    If the function's signature is unknown or does not fit the arguments, positional ones are called
     ``args[0]`` and so on.
     """
     try:
@@ -227,8 +228,8 @@ def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> T
 def cause(error: BaseException) -> BaseException | None:
     """Return the exception that the user's error is raised ``from``: ``error`` or None.
 
-    It is ``error``, whose traceback helps, if the user's code or another library raised it. It is
-    None if one of the picklers raised it, whose frames would not help.
+    Return ``error`` if the user's code or another library raised it, since its traceback then helps
+    the user. Return None if a pickler raised it: its traceback would only show the pickler.
     """
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:

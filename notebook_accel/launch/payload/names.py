@@ -1,10 +1,11 @@
 """Looks at a notebook variable that a session may need: what it uses, and whether it has changed.
 
 A session is a group of ranks that stay alive between cells. Before a cell runs in the session, the
-notebook sends the variables that have changed. To find them, each is pickled into a hash, and the
-pickle is not stored. Arrays are compared by all of their bytes, which takes up to a second for each
-gigabyte. Large tensors are compared by torch's count of in-place changes, by their address, and, on
-the CPU, by a sample of their bytes, so that a large model costs little more than a small one.
+notebook sends the variables that have changed. To find these, each variable is pickled into a hash,
+and the pickle is not stored. Arrays are compared by all of their bytes, which takes up to a second
+for each gigabyte. Large tensors are compared by torch's count of in-place changes, by their
+address, and, on the CPU, by a sample of their bytes, so that a large model costs little more than a
+small one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class NameFacts:
     """Facts about a notebook variable: a digest of its value, the names it uses, its size.
 
     Attributes:
-        digest: hash of the value; if it differs from an earlier one, the value has changed.
+        digest: hash of the value; a hash that differs from an earlier one shows that the value has
+            changed.
         names: names of the globals that functions and classes in the value use, including names
             that the notebook does not define.
         num_bytes: size of the memory of the value's tensors and arrays.

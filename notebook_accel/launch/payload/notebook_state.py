@@ -60,12 +60,12 @@ class NotebookState:
         python: ``random.getstate()``.
         numpy: state of numpy's global generator, or an int to seed it with.
         torch_seed: ``torch.initial_seed()``, from which the generators of devices start.
-        torch_state: state of torch's generator on the CPU; None to start from ``torch_seed``, as
-            where the notebook has not imported torch.
+        torch_state: state of torch's generator on the CPU; None if the generator starts from
+            ``torch_seed``, for example since the notebook has not imported torch.
         torch_settings: the default dtype, deterministic algorithms and the like, by the names in
             :func:`_torch_settings`; empty if the notebook has not imported torch.
-        torch_flags: values of those settings in :data:`_FLAGS` that this torch has, by their path
-            below ``torch``.
+        torch_flags: values of those settings in :data:`_FLAGS` that the notebook's torch has, by
+            their path below ``torch``.
         loggers: arguments of :func:`_apply_logger` for each logger that differs from the defaults,
             the root logger first.
         disabled_level: level that was given to ``logging.disable``.
@@ -89,12 +89,12 @@ class NotebookState:
 def capture(seed: int | None = None) -> NotebookState:
     """Return the state of this process, without importing anything or changing any generator.
 
-    If this process has not imported numpy or torch, the state has a new random seed for its
-    generator, the same for all ranks.
+    If this process has not imported numpy or torch, the state has a new random seed for that
+    library's generator, the same for all ranks.
 
     Args:
         seed: gives the generator states that ``set_seed(seed)`` would lead to; None takes the
-            present ones.
+            present states.
     """
     torch: Any = sys.modules.get("torch")
     # A module that is being imported by another thread has not all of its names yet.
@@ -181,9 +181,9 @@ def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
 def _handler(handler: logging.Handler) -> _Handler | None:
     """Return a factory that remakes a logging handler in a rank, its level, and its formatter.
 
-    None if the handler cannot be sent: only a plain FileHandler, or a StreamHandler of stdout or
-    stderr, without filters and with a plain Formatter, can. The file of a FileHandler is switched
-    to append mode.
+    Return None for a handler that cannot be sent. Only a plain FileHandler, or a StreamHandler of
+    stdout or stderr, can be sent; it must have a plain Formatter and no filters. The open file of a
+    FileHandler is switched to append mode.
     """
     formatter = handler.formatter or logging.Formatter()
     if type(formatter) is not logging.Formatter or handler.filters:
@@ -203,8 +203,8 @@ def _handler(handler: logging.Handler) -> _Handler | None:
 def _append_from_now_on(handler: logging.FileHandler) -> None:
     """Switch a handler's open file to append mode, so that the notebook and ranks can share it.
 
-    Each rank appends to the file. In mode "w" this process would write on at its own position, over
-    the lines of the ranks.
+    Each rank appends to the file. If this process stayed in mode "w", it would write at its own
+    position, over the lines of the ranks.
     """
     stream: Any = handler.stream
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not opened yet, or closed

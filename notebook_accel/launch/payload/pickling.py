@@ -112,7 +112,7 @@ def rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> 
 def rebuild_compiled(compile_in: Callable[[Any], Any], function: Any) -> Any:
     """Apply ``torch.compile`` to a function again (used by unpickling).
 
-    ``compile_in`` is torch's context of the pickled function, which holds the backend and the
+    ``compile_in`` is the context that torch made for the function; it holds the backend and the
     options.
     """
     return compile_in(function)
@@ -153,7 +153,8 @@ def remake(value: Any) -> tuple[Any, ...] | None:
     """Return the reduce tuple of an object that cloudpickle would pickle wrongly or not at all.
 
     These are functions under ``lru_cache``, NewTypes and ParamSpecs that other processes cannot
-    import, and functions under ``torch.compile``. None leaves any other object to cloudpickle.
+    import, and functions under ``torch.compile``. For any other object return None: cloudpickle
+    pickles it.
     """
     reduce = _NAMED.get(type(value))
     if reduce is not None:
@@ -266,16 +267,17 @@ def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseE
 
 
 def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Set a learning rate scheduler's state, and mark its optimizer's ``step`` as torch expects.
+    """Set a learning rate scheduler's state, and wrap its optimizer's ``step`` as torch does.
 
-    Torch sets that mark as it makes a scheduler, and warns at the first step if it is missing. A
-    pickled optimizer has lost it, so a second scheduler, which does nothing, is made to set it.
+    A new scheduler replaces the ``step`` of its optimizer by a function that torch recognises.
+    Without that function, torch warns at the scheduler's first step. A pickled optimizer has lost
+    it, so a second scheduler, which changes no learning rate, is made to set it.
     """
     from torch.optim.lr_scheduler import LRScheduler
 
     class Marking(LRScheduler):
         def step(self, epoch: int | None = None) -> None:
-            """Leave the learning rate unchanged; torch calls this as it makes the scheduler."""
+            """Leave the learning rate unchanged; torch calls this while it makes the scheduler."""
 
     vars(scheduler).update(state)
     Marking(scheduler.optimizer)
@@ -411,8 +413,8 @@ def _goes_by_value(reduced: Any) -> bool:
 def _is_made_anew(value: Any, reduced: Any) -> bool:
     """Return whether a rank rebuilds ``value`` from its pickle instead of importing it.
 
-    That holds for a TypeVar of the notebook, and for other values with a tuple in ``reduced``. For
-    a class, which :func:`_goes_by_value` covers, it returns False.
+    Return True for a TypeVar of the notebook, and for other values if ``reduced`` is a tuple.
+    Return False for any class: callers check classes by :func:`_goes_by_value`.
     """
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
@@ -422,8 +424,7 @@ def _is_made_anew(value: Any, reduced: Any) -> bool:
 def _keep_slots(kind: type, reduced: tuple[Any, ...]) -> None:
     """Add a class's ``__slots__`` to its reduce tuple, from which cloudpickle leaves them out.
 
-    Rebuilt without its slots, the class could not take the state that pickles of its instances
-    have.
+    A class that is rebuilt without its slots cannot take the state in pickles of its instances.
     """
     arguments = reduced[1]
     slots = vars(kind).get("__slots__")
@@ -622,7 +623,7 @@ def load(data: Any, *, buffers: Sequence[Any] = (), objects: Sequence[Any] = ())
     Raises:
         RuntimeError: a class in the pickle raised SystemExit. It is converted, since reading a
             result must not end the process.
-        Exception: any other exception that its classes raise.
+        Exception: any other exception that a class in the pickle raises.
     """
     # Read by notebook_object, which pickle calls without arguments of ours.
     token = _objects.set(objects)

@@ -1,12 +1,13 @@
 """Protects work that a KeyboardInterrupt must not tear in the middle.
 
-Python raises a KeyboardInterrupt between any two steps of the main thread. In the middle of
-``threading.Condition`` (which ``Event.wait`` and ``Thread.start`` use) it leaves a lock locked for
-good, and every thread that waits for the lock hangs. In the middle of a message it leaves a
-connection whose other end cannot make sense of what follows. So work that must not be torn is done
-inside of :func:`held`, and the main thread waits for a :class:`Latch` instead of an ``Event``.
+Python raises a KeyboardInterrupt between any two steps of the main thread. Within a method of
+``threading.Condition`` (which ``Event.wait`` and ``Thread.start`` use), the interrupt may leave a
+lock locked for good, and every thread that waits for the lock hangs. While a message is sent, it
+may leave half a message, and the receiver cannot make sense of what follows. So work that must not
+be torn is done inside of :func:`held`, and the main thread waits for a :class:`Latch` instead of an
+``Event``.
 
-A press is one interrupt of the user; :func:`held` counts the presses that come in its block.
+A press is one interrupt by the user; :func:`held` counts the presses that come in its block.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _LOOK_SECONDS = 1.0
 
 
 class Presses:
-    """Holds in ``count`` how many interrupts have come in a block of :func:`held` so far."""
+    """A counter: ``count`` is how many interrupts a block of :func:`held` has had so far."""
 
     count = 0
 
 
 @contextmanager
 def held(*, patience: int | None = 1) -> Iterator[Presses]:
-    """Hold KeyboardInterrupts back within the block, count them, and raise one at its end if any.
+    """Hold KeyboardInterrupts back in the block; if any came, raise one at the end of the block.
 
-    It yields the counter. In other threads than the main one it does nothing, since Python
-    interrupts only the main thread.
+    It yields the counter of the interrupts. In threads other than the main thread nothing is held
+    back, since Python interrupts only the main thread.
 
     Args:
-        patience: how many interrupts are held back. One more is raised at once, so that the user
-            can end a block that hangs. None holds back all.
+        patience: how many interrupts are held back. Each further interrupt is raised at once, so
+            that the user can end a block that hangs. None holds back all.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -81,12 +82,12 @@ class _CountingHandler:
 def let_through() -> Iterator[None]:
     """Raise interrupts at once within this block, even inside of :func:`held`.
 
-    It is for blocks inside of :func:`held` that run the user's code, which the user may interrupt.
-    In other threads than the main one it does nothing, since Python interrupts only the main
+    It is for user code that is run inside of :func:`held`, since the user may interrupt that code.
+    In threads other than the main thread it does nothing, since Python interrupts only the main
     thread.
 
     Raises:
-        KeyboardInterrupt: an interrupt had been held back before this block.
+        KeyboardInterrupt: an interrupt was held back before this block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -110,9 +111,9 @@ def let_through() -> Iterator[None]:
 
 
 class Latch:
-    """An event that is set once; an interrupt at any point of ``wait`` leaves no lock locked.
+    """An event that is set once, for the main thread to wait for in place of a ``threading.Event``.
 
-    The main thread waits for it instead of a ``threading.Event``.
+    An interrupt at any point of :meth:`wait` makes no thread hang.
     """
 
     def __init__(self) -> None:
@@ -124,13 +125,13 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Set the latch and wake all waiters; later calls do nothing."""
+        """Set the latch and wake all threads that wait for it; later calls do nothing."""
         if not self._is_set:
             self._is_set = True
             self._lock.release()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until the latch is set, at most ``timeout`` seconds; return whether it is set."""
+        """Wait for the latch to be set, ``timeout`` seconds at most; return whether it is set."""
         deadline = time.monotonic() + timeout
         while not self._is_set and (left := deadline - time.monotonic()) > 0:
             # An interrupt between acquire and release leaves the lock taken: other waiters then see

@@ -1,8 +1,8 @@
 """The log file of each rank, which has all its output: its path, and how it is opened.
 
-A log file is in the folder of its run, which ``control/run_folder.py`` makes, lists and removes. On
-a machine that does not see that folder, it is in a folder of that machine's agent
-(``agent/logs.py``).
+A log file is in the folder of its run; ``control/run_folder.py`` makes, lists and removes these
+folders. On a machine that does not see the run's folder, the log file is in a folder of the
+machine's agent (``agent/logs.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def log_path(log_dir: str | Path, rank: int) -> Path:
 
 
 def open_log(log_dir: str | Path, rank: int) -> int:
-    """Return a descriptor for appending to a rank's log file, made if missing; caller closes it."""
+    """Return a descriptor for appending to a rank's log file; make the file if it is missing.
+
+    The caller closes the descriptor.
+    """
     # O_APPEND: all processes below the rank write to it, and none may overwrite another's lines.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     return os.open(log_path(log_dir, rank), flags, 0o600)

@@ -1,8 +1,8 @@
 """The limit of open files of a process: what a launch needs, and the error if the limit is too low.
 
-A launch raises the soft limit of the kernel, but not without bound: some programs that the user's
-code may start close every possible descriptor, one by one. An agent, the process that starts and
-watches ranks, raises its own limit as far as it may.
+A launch raises the soft limit of the kernel, but not to the hard limit: some programs that the
+user's code may start close every possible descriptor, one by one. An agent, the process that starts
+and watches ranks, raises its own soft limit to its hard limit.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def files_needed(world_size: int) -> int:
 
 
 def hard_limit() -> int | None:
-    """Return how many files a process of this user may open at most; None for no limit."""
+    """Return the hard limit of open files of this process; None for no limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_limit(most: int | None = None) -> None:
-    """Raise this process's soft limit of open files to ``most``, or to the hard limit if lower.
+    """Raise this process's soft limit of open files to ``most``, but not above the hard limit.
 
-    None stands for the hard limit. A higher soft limit is left as it is. If the system refuses, no
-    error is raised.
+    None stands for the hard limit. If the soft limit is higher than ``most`` already, it stays as
+    it is. If the system refuses, no error is raised.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_free = hard == resource.RLIM_INFINITY
@@ -65,7 +65,7 @@ def raise_limit(most: int | None = None) -> None:
 
 
 def too_many_files() -> LaunchError:
-    """Return the error for a kernel with too many open files; it names the limit and what to do."""
+    """Return an error for a kernel with too many open files, with the limit and what to do."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LaunchError(
         f"the notebook's kernel has too many files open: its limit is {soft} (ulimit -n). Close "
@@ -76,7 +76,7 @@ def too_many_files() -> LaunchError:
 
 @contextlib.contextmanager
 def naming_what_is_short() -> Iterator[None]:
-    """Turn an ``OSError`` of the block, which starts processes, into an error that says what to do.
+    """Turn an ``OSError`` of a block that starts processes into an error that says what to do.
 
     Raises:
         LaunchError: in place of an ``OSError`` of the block.
@@ -97,7 +97,7 @@ def check_open_files() -> None:
     """Raise this process's limit of open files, and check that a launch can still open its files.
 
     Raises:
-        LaunchError: it cannot: too many files are open, or the system is out of resources.
+        LaunchError: too many files are open, or the system is out of resources.
     """
     raise_limit(_FILES_OF_KERNEL)
     numbers: list[int] = []

@@ -50,12 +50,12 @@ def is_readable(
 ) -> bool:
     """Wait until a descriptor can be read or its other end was closed; return False on a time-out.
 
-    It uses poll(2), which works even if no more files can be opened: an epoll needs a descriptor.
+    It uses poll(2), which works even if no more files can be opened; epoll would open a descriptor.
 
     Args:
         source: a descriptor, or an object with ``fileno()``.
         seconds: how long to wait; 0 does not wait, None waits without a limit.
-        or_writable: whether to return True, too, once there is room to write.
+        or_writable: whether to return True also if there is room to write.
 
     Returns:
         True if there is something to read, the other end was closed, or (with ``or_writable``)
@@ -85,7 +85,7 @@ def _prctl(option: int, value: int) -> None:
 def die_with_parent(parent: int) -> None:
     """Have the system SIGKILL this process when the thread that forked it ends.
 
-    If that thread's process is gone already, this process kills itself at once.
+    If the parent process is gone already, this process kills itself at once.
 
     Args:
         parent: pid of the process that forked this one.
@@ -96,20 +96,23 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of each descendant whose own parent ends.
+    """Make this process the new parent of any descendant that loses its parent.
 
-    So descendants stay below this process, which can find and kill them.
+    So all descendants stay below this process, which can find and kill them.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def watch_exit(pid: int) -> int:
-    """Return a descriptor that becomes readable when the process ends; the caller closes it."""
+    """Return a descriptor that is readable once the process has ended; the caller closes it."""
     return os.pidfd_open(pid)
 
 
 def await_exit(pid: int, seconds: float) -> None:
-    """Wait until the process has ended, ``seconds`` at most; return at once if it was reaped."""
+    """Wait for the end of the process, ``seconds`` at most; do not wait if it cannot be watched.
+
+    A process cannot be watched if it was reaped already, or if no more files can be opened.
+    """
     with contextlib.suppress(OSError):  # it was reaped, or no descriptor is left to watch it by
         exit_fd = watch_exit(pid)
         try:
@@ -123,11 +126,11 @@ def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
     """Call ``act`` if ``exit_fd`` becomes readable during the block; a timer (SIGALRM) polls it.
 
     It must be used in the main thread. It is for a process that is busy in the block, for example
-    with imports, and that cannot wait in a second thread, since it forks.
+    with imports, and that cannot wait in a second thread, since the process forks.
 
     Args:
         exit_fd: a descriptor of :func:`watch_exit`, readable once the watched process has ended.
-        act: called at every poll from then on; it usually ends this process.
+        act: called at each poll that finds ``exit_fd`` readable; it usually ends this process.
     """
 
     def look(*_: object) -> None:
@@ -156,7 +159,7 @@ def describe_exit(exitcode: int | None, number: int | None = None) -> str:
 
     Args:
         exitcode: exit code of the process; as in ``subprocess``, -9 if signal 9 killed it.
-        number: the signal that killed it, if the caller has it apart from the exit code; else None.
+        number: the signal that killed the process, if ``exitcode`` does not have it; else None.
     """
     if number is None and exitcode is not None and exitcode < 0:
         number = -exitcode
@@ -178,16 +181,16 @@ def reset_signals() -> None:
 
 
 def line_buffer_c_output() -> None:
-    """Have C's stdout write each line at once, since a killed process loses what is buffered."""
+    """Have C's stdout write each line at once: a killed process loses what is in its buffer."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(ValueError):
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0)
 
 
 def has_children() -> bool:
-    """Return whether this process has any child, including dead ones that it has not waited for.
+    """Return whether this process has a child; dead children that were not waited for count.
 
-    It asks the system, which is fast; psutil reads all of /proc, 2 ms with 130 processes.
+    It makes one system call. psutil would read all of /proc, which takes 2 ms with 130 processes.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -205,12 +208,12 @@ def kill_tree(pids: Iterable[int]) -> None:
 
 
 def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
-    """SIGKILL all descendants of this process, except ``keep`` and the descendants of these.
+    """SIGKILL all descendants of this process, except those in ``keep`` and their descendants.
 
-    A child that changed its user (sudo) cannot be killed, and is left alone.
+    A process that runs as another user (sudo) cannot be killed, and is left alone.
 
     Args:
-        keep: pids of the processes that stay.
+        keep: pids of the processes that are not killed.
 
     Returns:
         The pids of the killed children of this process, which were reaped (waited for).
@@ -234,8 +237,8 @@ def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
 def _descendants(*, outside: Collection[int]) -> list[tuple[psutil.Process, int]]:
     """Return a pair (descendant, its parent's pid) for each process below this one.
 
-    It leaves out the processes whose pids are in ``outside``, and all below them. It lists the
-    machine's processes only once: to list them for each of 300 children took 4 s.
+    It leaves out the processes whose pids are in ``outside``, and all below these. It lists the
+    machine's processes only once: listing them once for each of 300 children took 4 s.
     """
     found: list[tuple[psutil.Process, int]] = []
     if not has_children():
@@ -259,7 +262,8 @@ def kill_leftovers(*, session: int, variable: tuple[str, str]) -> list[int]:
     could kill the descendants of its ranks.
 
     Args:
-        session: id of the session, which is the pid of the dead agent that led it.
+        session: id of the session: the pid of the agent that led it. While the agent lives, the
+            processes of the session are not killed.
         variable: name and value of the environment variable.
 
     Returns:
@@ -288,7 +292,7 @@ def _is_leftover(process: psutil.Process, session: int, variable: tuple[str, str
 
 
 def lives(pid: int) -> bool:
-    """Return whether the process exists and is no zombie (dead, and not yet waited for)."""
+    """Return whether the process exists, and is no zombie (a dead process not yet waited for)."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -296,7 +300,7 @@ def lives(pid: int) -> bool:
 
 
 def _kill_all(processes: Iterable[psutil.Process]) -> list[int]:
-    """SIGKILL the processes; return the pids of those that it may not kill (another user's)."""
+    """SIGKILL the processes; return the pids of those that could not be killed (another user's)."""
     refused = []
     for process in processes:
         try:
@@ -309,7 +313,7 @@ def _kill_all(processes: Iterable[psutil.Process]) -> list[int]:
 
 
 def supported() -> bool:
-    """Return whether this system can watch and end ranks: Linux with pidfd_open (5.3 or newer)."""
+    """Return whether this system can watch and end ranks: Linux 5.3 or newer with pidfd_open."""
     if sys.platform != "linux":
         return False
     try:

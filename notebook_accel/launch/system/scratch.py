@@ -3,12 +3,14 @@
 An agent is the process that starts the ranks of a run on one machine. A DataLoader worker of a rank
 hands its batches over through sockets in a temporary folder, semaphores and shared memory. A
 process that ends in order removes these files, but one that is killed does not. So all processes of
-an agent share one folder and one prefix for names, and the process that sees them end removes the
-remaining files: the agent, its template (which forked it), or the kernel. Each agent has a folder
-of its own, since a run may have several agents on one machine, which end one by one.
+an agent share one scratch folder and one prefix for names. The process that sees them end removes
+the remaining files: the agent, its template (the process that forked it), or the kernel. Each agent
+has a scratch folder of its own, since a run may have several agents on one machine, which end one
+by one.
 
-The folder is not in the run's folder, whose file system may not support sockets. Its name is as
-short as the one that Python would take, since the path of a socket may have about 100 bytes.
+The scratch folder is not in the run's folder, whose file system may not support sockets. Its name
+is as short as those of Python's own temporary folders, since the path of a socket may have about
+100 bytes at most.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _SHARED = Path("/dev/shm")
 
 
 def use(run: str) -> None:
-    """Give this process, an agent of ``run``, its own temporary folder and prefix of names.
+    """Give this process, an agent of ``run``, its own scratch folder and prefix for names.
 
     Processes that the agent forks inherit both.
     """
@@ -48,7 +50,7 @@ def use(run: str) -> None:
 
 
 def folder(run: str, agent: int) -> Path:
-    """Return the scratch folder of the agent of ``run`` with this pid."""
+    """Return the scratch folder of an agent of ``run``; ``agent`` is the agent's pid."""
     return Path(tempfile.gettempdir()) / _name(run, agent)
 
 
@@ -70,8 +72,8 @@ def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
 def _remove_tensors(pids: Collection[int]) -> None:
     """Remove tensors that dead processes have left in shared memory.
 
-    Torch gives a shared tensor a file name, with the pid of its process, for a moment only. A
-    process that is killed in that moment leaves the file behind.
+    When torch shares a tensor, a file with the pid of the process in its name exists for a moment.
+    A process that is killed in that moment leaves the file behind.
     """
     # A process that lives under this pid is a newer one, which has the number now.
     prefixes = tuple(f"torch_{pid}_" for pid in pids if not processes.lives(pid))

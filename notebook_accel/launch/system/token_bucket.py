@@ -11,8 +11,9 @@ class TokenBucket:
     """Limits a rate: each action takes tokens out of a bucket, which fills up again with time.
 
     Args:
-        capacity: how many tokens fit, and how many there are at first: the longest burst.
-        per_second: how many tokens come back each second: the lasting rate.
+        capacity: number of tokens in the full bucket, which is also the number at first; the
+            longest burst.
+        per_second: how many tokens come back each second; the lasting rate.
     """
 
     def __init__(self, capacity: int, per_second: float) -> None:
@@ -22,7 +23,7 @@ class TokenBucket:
         self._filled_at = time.monotonic()
 
     def available(self) -> int:
-        """Return the number of tokens now; 0 or less after more were taken than there were."""
+        """Return the number of tokens now; it is negative while more were taken than came back."""
         now = time.monotonic()
         gained = (now - self._filled_at) * self._per_second
         self._tokens = min(self._capacity, self._tokens + gained)
@@ -30,11 +31,11 @@ class TokenBucket:
         return int(self._tokens)
 
     def take(self, number: int = 1) -> None:
-        """Take tokens, even more than there are: their number is then negative for some time."""
+        """Take tokens, even more than there are: the number of tokens is then negative."""
         self._tokens -= number
 
     def try_take(self) -> bool:
-        """Take one token if there is one; return whether there was."""
+        """Take one token if there is one; return whether a token was taken."""
         if self.available() < 1:
             return False
         self.take()

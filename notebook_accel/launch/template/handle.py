@@ -1,7 +1,7 @@
 """The template: a clean process with torch already imported, from which agents are forked.
 
 An agent is the process that supervises a run's ranks on one machine. The template is started by
-exec in its own session, imports, and then only forks: it has no thread, no device, no OpenMP
+exec in its own session, imports torch, and then only forks: it has no thread, no device, no OpenMP
 region, no module of the user's. So a fork of it is safe, whatever the notebook's kernel has done,
 and takes milliseconds. This file is the kernel's side, ``process.py`` the template's::
 
@@ -15,8 +15,9 @@ and takes milliseconds. This file is the kernel's side, ``process.py`` the templ
               close: end of file ------------->  ends once its agents have
 
 Each request has a deadline. A template that does not answer in time, or whose answer is invalid, is
-killed, and a new template is asked (:func:`ask_template`); agents of the old one live on.
-There is one template at a time: a launch whose environment needs another one closes it.
+killed, and a new template is asked (:func:`ask_template`); agents of the killed template live on.
+There is one template at a time: a launch whose environment needs another template closes the
+current one.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ _BOOT = (
 
 
 class UnresponsiveTemplateError(LaunchError):
-    """Raised if the template did not answer in time, or sent nonsense; it was killed for that.
+    """Raised if the template did not answer in time, or sent nonsense; it has been killed.
 
     A second try starts a new template, which may answer (:func:`ask_template` does that).
     """
@@ -107,7 +108,7 @@ class UnresponsiveTemplateError(LaunchError):
 class Template:
     """The kernel's handle of a template process. Safe to use from several threads.
 
-    :func:`template` makes it; code that needs a fork or a count of devices asks it.
+    :func:`template` makes it. Code that needs an agent or a count of devices calls its methods.
 
     Attributes:
         pid: of the template process.
@@ -117,8 +118,8 @@ class Template:
         """Start the template process, without waiting until it has imported its modules.
 
         Args:
-            environment: of the process; only the variables for thread numbers and for loading
-                torch's device backends are set to other values.
+            environment: of the process; only the variables for the number of threads and for the
+                loading of torch's device backends are set to other values.
 
         Raises:
             LaunchError: the system cannot start one more process or open one more descriptor.
@@ -197,8 +198,8 @@ class Template:
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
         """Return the accelerators that a process with this environment sees.
 
-        The answer is kept. A later call returns it again if all variables whose names contain
-        VISIBLE (such as CUDA_VISIBLE_DEVICES) are the same.
+        The answer is cached. It holds for all environments in which the variables whose names
+        contain VISIBLE (such as CUDA_VISIBLE_DEVICES) are the same.
 
         Raises:
             LaunchError: the template died, or the accelerators could not be counted.
@@ -217,7 +218,7 @@ class Template:
         return self._devices[chosen]
 
     def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:
-        """Return the template's report that an agent has ended, with its exit code.
+        """Return the template's report that an agent has ended, with the agent's exit code.
 
         None if no report arrives within ``timeout`` seconds, or if the template itself is gone.
 
@@ -299,7 +300,8 @@ class Template:
 
         Raises:
             EOFError: the process has ended.
-            UnresponsiveTemplateError: nothing came within ``seconds``; the process was killed.
+            UnresponsiveTemplateError: the wait took longer than ``seconds``; the process was
+                killed.
         """
         deadline = time.monotonic() + seconds
         wants_to_write = isinstance(source, Channel) and source.num_pending > 0
@@ -364,7 +366,7 @@ class Template:
 
     @property
     def error_output(self) -> str:
-        """All that the template and its children wrote to standard error; "" once it is closed.
+        """All that the template and its children wrote to standard error; "" after :meth:`close`.
 
         Mostly tracebacks.
         """
@@ -389,7 +391,7 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
     """Return the template for launches with this environment; start one if none fits.
 
     A template fits if it runs and was started with the same values of all variables that Python,
-    torch and the C libraries read at import. Any other template is closed.
+    torch and the C libraries read at import. A template that does not fit is closed.
 
     Args:
         environment: of the launch; None for that of this process.
@@ -410,10 +412,10 @@ def ask_template(environment: Mapping[str, str], question: Callable[[Template], 
     """Return ``question(template)`` for the template of this environment.
 
     If the template does not answer in time, ``question`` is called once more, with a new template.
-    Meanwhile no other thread can close the template.
+    No other thread can close the template until this returns.
 
     Raises:
-        LaunchError: ``question`` raised it.
+        LaunchError: the template could not be started, or ``question`` raised the error.
         UnresponsiveTemplateError: the second template did not answer either.
     """
     with _asking:

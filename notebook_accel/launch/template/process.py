@@ -69,9 +69,11 @@ _FAILED, _END = "process {} failed\n", "\n== end of the traceback"
 
 
 def serve(fd: int, kernel_pid: int) -> None:
-    """Run the template process: import, then serve requests until the kernel is gone.
+    """Run the template process: import torch, then serve the kernel's requests.
 
-    It reads the connection's secret, 32 bytes, from standard input.
+    The connection's secret, 32 bytes, is read from standard input. This returns once the kernel has
+    closed the connection and all agents have ended. When the kernel's process ends, this kills all
+    agents and exits the process.
 
     Args:
         fd: socket to the kernel.
@@ -217,7 +219,7 @@ class Server:
             environment: of the child; it decides which accelerators are visible.
 
         Returns:
-            A ``Devices`` message; its ``error`` is set if the child died or took too long.
+            A ``Devices`` message; its ``error`` is set if the child failed, died or took too long.
 
         Raises:
             OSError: the child could not be forked.
@@ -268,12 +270,12 @@ def _end_child(pid: int) -> None:
 
 
 def traceback_of(pid: int, output: str) -> str:
-    """Return the traceback of the exception that ended a child of the template; "" for none.
+    """Return the traceback of the exception that ended a child; "" if no exception ended it.
 
     Called in the kernel.
 
     Args:
-        pid: of the child.
+        pid: of the child, which the template forked.
         output: all that the template and its children wrote to standard error.
     """
     _, found, text = output.rpartition(_FAILED.format(pid))

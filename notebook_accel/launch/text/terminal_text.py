@@ -1,11 +1,11 @@
 """Cleans the output of programs for terminals and pages.
 
-Control sequences are left out. Of a line that a program rewrites with carriage returns, such as a
-progress bar, the last state is kept.
+Control sequences are removed. If a program rewrites a line with carriage returns, as progress bars
+do, only the last text of the line is kept.
 
 Output comes in pieces that may end in the middle of a line. A :class:`Tail` holds the newest lines,
-and whether the last line is still incomplete; :func:`append_output` adds a piece. Of a line longer
-than :data:`MAX_LINE` characters a tail holds the start and the end.
+and whether the last line is still incomplete; :func:`append_output` adds a piece. A line longer
+than :data:`MAX_LINE` characters loses its middle.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def escaped(value: Any) -> Any:
     """Return a copy of plain data (strings, dicts, lists, numbers) with lone surrogates escaped.
 
     Python puts a lone surrogate for each byte of a file name or variable that is not UTF-8 (PEP
-    383). Such a text cannot be drawn, sent or written, so each surrogate becomes the text
-    ``\\udcff`` or similar. A tuple becomes a list.
+    383). A string with a surrogate cannot be drawn, sent or written, so each surrogate becomes the
+    text ``\\udcff`` or similar. A tuple becomes a list.
     """
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
@@ -67,7 +67,7 @@ def escaped(value: Any) -> Any:
 def plain_text(text: str) -> str:
     """Return ``text`` without escape sequences and control characters.
 
-    Tabs and newlines are kept, carriage returns are not.
+    Tabs and newlines are kept; carriage returns are removed.
     """
     if text.isprintable():
         # Nearly all text is printable, and to ask takes a tenth of the time of the two searches.
@@ -84,11 +84,11 @@ def one_line(text: str, limit: int) -> str:
 
 
 def as_shown(line: str) -> str:
-    """Return what a line shows last, if carriage returns have rewritten it.
+    """Return the last text of a line that carriage returns may have rewritten.
 
     ``"10%\\r20%\\r"`` gives ``"20%"``, the last part that is not empty. In a terminal, the end of
-    an earlier, longer part would stay visible behind a shorter one. No program means that, so such
-    an end is left out here.
+    an earlier, longer part would stay visible after a shorter part. No program intends that, so
+    earlier parts are left out here.
     """
     if "\r" not in line:
         return line
@@ -102,9 +102,9 @@ class Tail:
 
     Attributes:
         lines: the lines as a terminal would show them.
-        is_open: whether the last line has no end yet, so that further output continues it.
-        is_rewound: whether the open line ended with a carriage return, so that further output
-            replaces it.
+        is_open: whether the last line has no newline yet, so that further output continues it.
+        is_rewound: whether the last line is open and its output so far ends with a carriage return,
+            so that further output replaces it.
     """
 
     lines: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class Tail:
 
 
 def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
-    """Return ``tail`` with ``text`` added; only the last ``limit`` lines are kept."""
+    """Return a tail with ``text`` added to ``tail``; it holds the last ``limit`` lines only."""
     if not text:
         return tail
     lines, new = tail.lines, text.split("\n")
@@ -135,10 +135,10 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
 
 
 def _both_ends(line: str) -> str:
-    """Return a line; cut the middle out of one with over ``MAX_LINE`` characters.
+    """Return a line without its middle if it has more than ``MAX_LINE`` characters.
 
     A line that grows can be cut again and again: its start stays the same, and its end is always
-    that of the newest output.
+    the newest output.
     """
     if len(line) <= MAX_LINE:
         return line

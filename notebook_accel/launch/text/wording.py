@@ -33,16 +33,16 @@ def span(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count as text: ``1,240``, or ``0.50`` with two decimals if it is not whole."""
+    """Return a count as text: ``1,240``; a count that is not whole has two decimals: ``0.50``."""
     if not abs(value) < _MAX_WRITTEN_OUT:  # not a number, either
         return number(value)
     return f"{int(value):,}" if value == int(value) else f"{value:,.2f}"
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Return a measured value with ``digits`` significant digits.
+    """Return a measured value as text, with ``digits`` significant digits.
 
-    Whole numbers below a million are written with all their digits.
+    Whole numbers below a million have all their digits.
     """
     if not math.isfinite(value):
         return str(value)
@@ -55,17 +55,17 @@ def number(value: float, digits: int = 4) -> str:
 def memory(num_bytes: int) -> str:
     """Return bytes as text: ``412 MB``, ``1.2 GB``.
 
-    The units are decimal, as those in which disks and devices are sold.
+    The units are decimal: 1 MB is a million bytes.
     """
     megabytes = num_bytes / 1e6
     return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{megabytes / 1000:.1f} GB"
 
 
 def rate(per_second: float, unit: str) -> str:
-    """Return a rate as text: ``12.3 it/s``, or ``2.5 s/it`` if an item takes longer than a second.
+    """Return a rate as text: ``12.3 it/s``, or ``2.50 s/it`` if an item takes over a second.
 
     Args:
-        per_second: items per second; the result is "" if it is not above 0 or not finite.
+        per_second: items per second; the result is "" if they are not above 0, or not finite.
         unit: what an item is called, such as "it".
     """
     if per_second <= 0 or not math.isfinite(per_second):
@@ -92,7 +92,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 class _Arguments(reprlib.Repr):
-    """Makes short texts of arguments; of an object such as a model, only the type's name is shown.
+    """Makes short texts of arguments; an object such as a model becomes the name of its type.
 
     The ``repr`` of a model or a table may be long and slow.
     """
@@ -104,7 +104,7 @@ class _Arguments(reprlib.Repr):
 
 
 def arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the arguments of a call as text, as they are typed in code: ``0.1, Net, epochs=3``."""
+    """Return the arguments of a call as a short text, like in code: ``0.1, Net, epochs=3``."""
     text = _Arguments()
     named = [f"{name}={text.repr(value)}" for name, value in kwargs.items()]
     return ", ".join([*map(text.repr, args), *named])

@@ -9,7 +9,7 @@ authenticated each other: both know the run's secret (``handshake.py``), or run 
 
 A channel has no thread and no lock: code that shares one between threads must lock it. But it is
 safe against signal handlers that raise in the middle of a write: the frame is not torn, and the
-next write continues where this one stopped.
+next write continues where that one stopped.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class Channel:
     """Sends and receives messages with file descriptors over a connected unix socket.
 
     Attributes:
-        heard: time in monotonic seconds at which bytes last arrived; at first, that of creation.
+        heard: time in monotonic seconds at which bytes last arrived; at first, the time of
+            creation.
         closed: whether :meth:`close` was called.
     """
 
@@ -286,7 +287,7 @@ class Channel:
                 reads all that the peer has sent.
 
         Raises:
-            EOFError: the peer is gone, and all messages before that were returned.
+            EOFError: the peer is gone, and all messages that came from it were returned.
             ProtocolError: invalid bytes came, and all messages before them were returned.
         """
         messages = list(self._parse())

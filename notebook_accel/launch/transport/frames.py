@@ -28,7 +28,8 @@ Invariants:
 
 - A sender never sends more bytes of a stream than it has credit for, and reads them from the
   segment only when the socket has room. So a value of any size needs only a few frames of memory
-  besides one copy at each end, and a message posted meanwhile waits for only one frame.
+  besides one copy at each end, and a message posted meanwhile waits for only one frame of each
+  stream.
 - The receiver returns messages about the same rank in the order in which they were posted: a
   message behind an incomplete one waits. The same holds among messages about no rank. Only ``Kill``
   overtakes others.
@@ -107,7 +108,7 @@ class _ComingStream:
 
 @dataclass(kw_only=True)
 class _WaitingMessage:
-    """A received message that is not returned yet: it, or one before it, lacks bytes of a segment.
+    """A received message that is not returned yet: it or an earlier one lacks bytes of a segment.
 
     Attributes:
         message: the message.
@@ -160,7 +161,7 @@ class FramedChannel(Channel):
         """Offer a growing file to the peer; return the number of its stream.
 
         Once the peer has called :meth:`save` for the stream, each :meth:`flush` sends the bytes
-        that are new in the file. :meth:`end` marks the end.
+        that are new in the file. :meth:`end` ends the stream.
 
         Args:
             fd: readable descriptor of the file. It is duplicated, so the caller still owns it.
@@ -168,7 +169,7 @@ class FramedChannel(Channel):
         return self._open(os.dup(fd), size=None, credit=0)
 
     def end(self, stream: int) -> None:
-        """Note that a file given to :meth:`follow` grows no more: it ends at its present size.
+        """End the stream of a file given to :meth:`follow`, at the file's present size.
 
         Args:
             stream: the number that :meth:`follow` returned.

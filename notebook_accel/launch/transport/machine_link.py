@@ -11,8 +11,8 @@
 The person copies the token from the notebook to the other machine. It holds the fingerprint of the
 certificate and a secret, so that each end can authenticate the other; the notebook decodes no
 message before it has compared the secret. From then on both ends send a heartbeat every second. If
-no heartbeat arrives for some seconds, the connection is closed. TCP alone would not notice a broken
-link for a quarter of an hour.
+an end receives nothing for five seconds, it closes the connection. TCP alone would not notice a
+broken link for a quarter of an hour.
 
 One background thread with an event loop serves all connections of this process. The channels of a
 run (``frames.py``) do not know of the network: each uses a local socket, whose bytes this module
@@ -134,7 +134,8 @@ class Token:
 
     Attributes:
         secret: random bytes that the machine sends to be admitted.
-        fingerprint: SHA-256 of the notebook's TLS certificate, which the machine compares.
+        fingerprint: SHA-256 of the notebook's TLS certificate, by which the machine recognises the
+            notebook.
     """
 
     secret: bytes
@@ -150,8 +151,8 @@ class Token:
         """Parse a token from its text.
 
         Raises:
-            ConfigError: the text is no token. The message does not repeat the text, since it may
-                be a part of the secret.
+            ConfigError: the text is no token. The error's message does not repeat the text, which
+                may be a part of the secret.
         """
         try:
             data = base64.b64decode(text.strip(), altchars=b"-_", validate=True)
@@ -237,7 +238,7 @@ async def open_link(host: str, port: int, token: Token) -> MachineLink:
 
     Raises:
         LaunchError: the notebook's certificate is not the token's.
-        OSError: no process listens there, or it does not speak TLS.
+        OSError: no process listens at that port, or the process does not speak TLS.
         asyncio.TimeoutError: there was no connection within ten seconds.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -351,7 +352,10 @@ class MachineLink:
         return kind, data
 
     async def _beat(self) -> None:
-        """Send a heartbeat every second; abort the connection once the other end is silent."""
+        """Send a heartbeat every second; abort the connection after five seconds of silence.
+
+        Silence means that this end waits for bytes from the other end, and none arrive.
+        """
         num_missing = 0
         while num_missing < _MAX_MISSING:
             self._write(_BEAT)

@@ -1,4 +1,4 @@
-"""Counters of ranks in memory that the agent and its ranks share, and how all stop at one count.
+"""Counters in memory that the agent and its ranks share, and how all ranks stop at one point.
 
 Each rank writes its own row, the agent of its machine reads all of them. So counting a step costs a
 rank no system call, and the agent sees progress even while a rank holds the GIL.
@@ -22,8 +22,9 @@ Invariants:
 
 - A rank writes ``batches`` BEFORE it reads the flag by which the agent asks for a stop.
   ``FLAG_SECONDS`` after the agent has set the flag, each row shows one of three states: the rank
-  has passed its newest point; it waits there; or it is between the two writes. In the third state
-  ``passed`` returns None and the agent asks again. So no rank passes a point unseen.
+  has passed its newest point; it waits at that point; or it has not written yet which of the two.
+  In the third state ``passed`` returns None and the agent asks again, for a second at most; then it
+  takes the point for passed. So no rank passes a point unseen.
 - From then on no rank passes a point until ``leave_at`` is called. So the highest passed point
   stays correct, and no rank on any machine has passed the point after it.
 - All ranks come to the same points in the same order, so that one point is enough for all.
@@ -61,7 +62,7 @@ class StopPoint:
 
     Attributes:
         batches: the highest batch count at which any rank of the agent went on with its loop.
-        reads: the highest count of ``should_stop`` reads at which any of them went on.
+        reads: the highest count of ``should_stop`` reads at which any rank of the agent went on.
         reads_should_stop: whether any rank has read ``should_stop`` in this call.
     """
 
@@ -87,8 +88,8 @@ class LeavePoint:
 def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
     """Return where all ranks leave: right after the furthest point that any rank has passed.
 
-    Called in the kernel. If any rank has read ``should_stop``, all ranks leave at a read of it, and
-    no loop is ended at a batch, not even on ranks that have not read it yet.
+    Called in the kernel. If any rank has read ``should_stop``, all ranks leave at a read of it.
+    Then no loop is ended at a batch, not even on a rank that has not read ``should_stop``.
 
     Args:
         points: the answers of all agents.
@@ -107,10 +108,10 @@ class RankRow(ctypes.Structure):
     ended, ``call_over``. The rank writes all others.
 
     Attributes:
-        batches, steps, reads: how many batches the rank has been given (or is about to get),
-            optimizer steps it has made, and times it has read ``should_stop`` in this call.
+        batches, steps, reads: numbers, in this call, of batches that the rank has got or is about
+            to get, of its optimizer steps, and of its reads of ``should_stop``.
         total_batches: length of the current pass through the loader, in batches; 0 if unknown.
-        pass_start: value of ``batches`` before the first batch of this pass.
+        pass_start: value of ``batches`` before the first batch of the current pass.
         device_memory: bytes in use on the rank's device, as torch counts them; 0 if unknown.
         call_over: 1 once the rank's part of the call is over. The rank sets it when its function
             has ended, before it sends the result; the agent sets it when the process has ended.
@@ -123,7 +124,7 @@ class RankRow(ctypes.Structure):
             this call only after the signal came sees here that the call is interrupted.
         seen_interrupt: value of ``interrupted_call`` when the rank last handled a SIGINT.
         disconnected_call: number of the call in which the agent asked the rank to shut down its
-            connections to other ranks, if it is stuck in a collective.
+            connections to other ranks if stuck in a collective; 0 if it did not ask.
     """
 
     batches: int
@@ -191,7 +192,7 @@ class Scoreboard:
         self._view[_OTHERS_ENDED] = not self._has_others
 
     def note_others_ended(self) -> None:
-        """Note that the ranks of all other agents have ended their part of the call."""
+        """Record that the ranks of all other agents have ended their part of the call."""
         self._view[_OTHERS_ENDED] = 1
 
     def ask_stop(self) -> None:

@@ -162,7 +162,7 @@ def seal(buffers: Sequence[memoryview]) -> int:
 def create(size: int) -> int:
     """Create a memory segment of ``size`` zero bytes, to be filled and sealed by :func:`finish`.
 
-    The segment uses memory only as it is filled.
+    Only the part that has been filled uses memory.
 
     Returns:
         The segment's file descriptor, which the caller closes.

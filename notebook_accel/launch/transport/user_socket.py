@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """Yield a path to the folder's socket that is short enough, valid within the block.
+    """Yield a short path to the folder's socket, valid within the block.
 
     The system allows 107 bytes for a socket's path, and the folder's own path may be longer.
     """
@@ -63,8 +63,8 @@ def listen(folder: Path) -> socket.socket:
 def accept(listener: socket.socket) -> Channel | None:
     """Return a channel over the next waiting connection.
 
-    None if no connection waits (any more), or if a process of another user made it, in which case
-    it is closed. Called when ``listener`` is readable.
+    None if no connection waits, or if a process of another user made the connection, which is then
+    closed. Called when ``listener`` is readable.
     """
     try:
         sock, _ = listener.accept()

@@ -6,9 +6,9 @@ A view's methods are called in this order::
                               poll, poll, ... stop_waiting  -> print_end
                    -> launch_failed
 
-The methods of the second row are called by a thread that waits for the run, mostly that of the
-cell. It may wait several times, and ``stop_waiting`` ends each wait. All calls go through
-:class:`GuardedView`, so that an error in a view ends no training.
+The methods of the second row are called by a thread that waits for the run, mostly the thread of
+the cell. A thread may wait several times; ``stop_waiting`` is called at the end of each wait. All
+calls go through :class:`GuardedView`, so that an error in a view ends no training.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class View:
     """Shows one run to the user. This class shows nothing; subclasses override what they need.
 
     ``update`` and ``close`` are called by the thread that receives the ranks' messages
-    (control/pool.py), ``poll``, ``stop_waiting`` and ``print_end`` by a thread that waits for the
-    run, the others by the thread that launches the run or shows it again. An inline run, whose
-    function is called in the kernel itself, has no thread that receives messages, and calls no
-    ``update``.
+    (control/pool.py). ``poll``, ``stop_waiting`` and ``print_end`` are called by a thread that
+    waits for the run, the other methods by the thread that launches the run or shows it again. An
+    inline run, whose function is called in the kernel itself, has no thread that receives messages:
+    ``update`` is never called.
     """
 
     def launch_is_slow(self, name: str) -> None:
         """Show that a run of the function ``name`` will open in some seconds.
 
         It is called if the template, the process from which ranks are forked, has to start first:
-        the user should see that something goes on. ``open`` or ``launch_failed`` follows. A
-        ``Session`` calls no other method of the view that it was started with, since each of its
-        calls has a view of its own.
+        the user should see that something goes on. ``open`` or ``launch_failed`` follows. Of the
+        view with which a ``Session`` was started, no other method is called, since each call of the
+        session has a view of its own.
         """
 
     def waits_for_machines(self, text: str) -> None:
         """Show that other machines must join before a run can open, and by which command.
 
-        It is called again if the text changes. ``open`` or ``launch_failed`` follows.
+        It is called once more if the text changes. ``open`` or ``launch_failed`` follows.
 
         Args:
             text: the text to show, with the command.
         """
 
     def launch_failed(self) -> None:
-        """Remove what was shown of the launch: it has failed, and no run will open."""
+        """Remove what was shown of the launch, since the launch failed and no run will open."""
 
     def open(self, run: Run) -> None:
         """Show a run that has just been made; its rank processes may not be running yet."""
@@ -69,19 +69,19 @@ class View:
         """Show what is new; called twenty times a second by a thread that waits for the run."""
 
     def stop_waiting(self) -> None:
-        """Note that a thread no longer waits: the run has ended, or the wait was cut short."""
+        """Stop showing that a thread waits: the run has ended, or the wait was cut short."""
 
     def close(self, state: RunState) -> None:
         """Show how the run has ended, with this last state; called once."""
 
     def print_end(self) -> None:
-        """Print the end of the run, in the thread that has waited for it.
+        """Print the end of the run, in the thread that has waited for the run.
 
-        It is for text that must be printed by that thread, so that it appears in its cell.
+        It is for text that this thread must print, so that the text appears in the thread's cell.
         """
 
     def reopen(self, run: Run) -> None:
-        """Show the run once more, in the cell that runs now (``run.show()``)."""
+        """Show the run once more, in the cell that now calls ``run.show()``."""
 
     def show_displays(self, run: Run, rank: int) -> None:
         """Show the figures and other rich output that one rank displayed (``run.show(rank)``)."""

@@ -1,8 +1,8 @@
 """A view of a run as lines of text, for plain Python, output files, and notebooks run by programs.
 
 Only the thread that waits for the run prints. A line budget, which limits the lines per second,
-keeps a flood of output out of the cell: lines beyond it are only counted. The log files in the
-run's folder have all lines.
+keeps a flood of output out of the cell: lines beyond the budget wait, or are only counted. The log
+files in the run's folder have all lines.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["LineReader", "NewLines", "PlainView"]
 
 @dataclass(frozen=True)
 class NewLines:
-    """Lines that a rank has printed since the last read.
+    """Lines that a rank has printed since the previous read.
 
     Attributes:
-        lines: the newest of them; the run's state keeps a limited number.
-        num_missing: how many came before ``lines``, which only the rank's log file has.
+        lines: the newest of these lines; the run's state has a limited number.
+        num_missing: number of the lines before ``lines``; only the rank's log file has them.
     """
 
     lines: tuple[str, ...] = ()
     num_missing: int = 0
 
     def newest(self, number: int) -> NewLines:
-        """Return at most ``number`` of the lines, the newest; the others count as missing."""
+        """Return the newest ``number`` of the lines, or all; the other lines count as missing."""
         lines = self.lines[-number:]
         return NewLines(lines, self.num_missing + len(self.lines) - len(lines))
 
@@ -59,12 +59,12 @@ class LineReader:
         return has_open_line or rank.num_lines != self._num_read
 
     def read(self, rank: RankState, *, last: bool = False) -> NewLines:
-        """Return the lines since the last read.
+        """Return the lines since the previous read.
 
         Args:
             rank: the rank's newest state.
-            last: whether this is the last read, which also returns a line that has no end yet.
-                Other reads leave such a line for later.
+            last: whether this is the final read, which also returns a line without a newline at its
+                end. Earlier reads leave such a line for later.
         """
         if rank.num_lines < self._num_read:  # the rank was started again
             self._num_read = 0
@@ -96,14 +96,14 @@ class PlainView(View):
 
     Args:
         stream: where to print; None for ``sys.stdout``, looked up at each print.
-        burst: number of the ranks' lines that may be printed at once.
+        burst: number of lines of the ranks that may be printed at once.
         lines_per_second: number of further lines that may be printed each second on average; a
-            line that says how many were left out counts as one. Lines above this rate wait; if too
-            many wait, only the newest are printed. At the end each rank's last line is always
-            printed.
-        progress_seconds: time between two lines about a rank's progress.
-        is_cell: whether the run is a cell (``%%accelerate``): one that ends within a second gets
-            a summary of one line, without a table.
+            line that says how many lines were left out counts, too. Lines above this rate wait; if
+            too many wait, only the newest are printed. At the end of the run each rank's last line
+            is always printed.
+        progress_seconds: seconds between two lines about a rank's progress.
+        is_cell: whether the run is a cell (``%%accelerate``). If a cell ends within a second, its
+            summary is one line, without a table.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PlainView(View):
         self.write(summary_lines(run.state, now=run.state.now()))
 
     def show_displays(self, run: Run, rank: int) -> None:
-        """Print what a rank displayed as text: figures and HTML need a notebook."""
+        """Print, as text, what a rank displayed; only a notebook can show figures and HTML."""
         found = [one.data for one in run.state.ranks[rank].displays]
         texts = [data.get("text/plain", ", ".join(data)) for data in found]
         title = f"rank {rank} displayed, as text (a notebook draws it):"
@@ -177,8 +177,10 @@ class PlainView(View):
     def print_output(self, run: Run, state: RunState) -> None:
         """Print the ranks' new output, as far as the line budget allows.
 
-        If the budget is used up, all new lines wait in the run's state for the next call. Else
-        the ranks share the budget: each rank's newest lines are printed, the others only counted.
+        The ranks with new lines share the budget: each rank's newest lines are printed, its other
+        lines only counted. If the budget has less than one line for each of these ranks, all new
+        lines wait in the run's state for the next call; after the end of the run, one line of each
+        rank is printed then.
         """
         news: list[tuple[RankState, LineReader]] = []
         for rank in state.ranks:
@@ -201,7 +203,7 @@ class PlainView(View):
     def print_progress(self, state: RunState) -> None:
         """Print one line per rank whose progress has changed, for ranks 0 to 15 only.
 
-        Called every ``progress_seconds``.
+        It is called every ``progress_seconds``.
         """
         for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
             text = _progress(rank, self._throughput.of(rank.rank))
@@ -210,12 +212,12 @@ class PlainView(View):
                 self.write([f"[rank {rank.rank}] {text}"])
 
     def print_summary(self, run: Run) -> None:
-        """Print the summary of the run: a table, or one line for a short cell."""
+        """Print the summary of the run: a table, or one line if the run is a short cell."""
         lines = summary_lines(run.state, now=run.state.now())
         self.write(lines[:1] if self.is_short_cell(run) else lines)
 
     def is_short_cell(self, run: Run) -> bool:
-        """Return whether the run is a cell (``%%accelerate``) that took less than a second."""
+        """Return whether the run is a cell (``%%accelerate``) and has taken less than a second."""
         return self._is_cell and elapsed(run.state, run.state.now()) < _SHORT_SECONDS
 
     # ---- output ----------------------------------------------------------------------------
@@ -232,9 +234,9 @@ class PlainView(View):
         self.print_output(run, state)
 
     def _print_hang(self, state: RunState) -> None:
-        """Print a line about a new hang, and, if the hang is certain, the stacks of the ranks.
+        """Print a line about a new hang; if the hang is certain, print the ranks' stacks, too.
 
-        Ranks hang if they wait for one another in vain.
+        In a hang, ranks wait for one another in vain, or a rank's process is suspended.
         """
         hang = state.hang
         text = "" if hang is None else hang.text

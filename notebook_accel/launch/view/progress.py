@@ -1,7 +1,7 @@
-"""The progress of each rank as text, which all views show: one line for each of its progress bars.
+"""The progress of each rank as text, which all views show: a line for each progress bar of a rank.
 
-A rank that draws bars (tqdm, ``accelerator.progress``) is described by them. A rank that draws none
-is described by the batches and steps of its prepared loaders and optimizers.
+A rank that draws bars (tqdm, ``accelerator.progress``) has the progress of its bars. A rank that
+draws no bar has a line about the batches and steps of its prepared loaders and optimizers.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressLine:
-    """The progress of one bar of a rank, as the texts that a view shows.
+    """The progress of one bar of a rank, or of its batches and steps, as texts for a view.
 
     Attributes:
         label: what advances ("epoch 2", "steps"); "" if nothing is known yet.
         fraction: the part that is done, 0 to 1; None if the end is unknown.
-        count: "130/200" or "1,240".
+        count: number of items done ("130/200" or "1,240"); "" if nothing is known yet.
         rate: "12.3 it/s"; "" if unknown.
-        remaining: time left, "0:05"; "" if unknown. Only the outermost bar of a rank has it, since
-            the user waits for that one.
+        remaining: time left, "0:05"; "" if unknown. Of several bars, only the outermost has a time,
+            since the user waits for its end.
         text: label and count in one phrase.
     """
 
@@ -71,7 +71,7 @@ class ProgressLine:
 
 
 def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
-    """Return one line for each bar that a rank shows now, the outermost bar first.
+    """Return one line for each current bar of a rank (:func:`current_bars`), the outermost first.
 
     A rank that draws no bar has a single line, about its batches and steps.
 
@@ -93,8 +93,9 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
 def named_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
     """Return the progress lines of a rank that a summary shows.
 
-    If the rank's function returned, that is the outermost bar alone ("epochs: 3/3"). For any other
-    rank it is all bars, since the inner ones tell how far it came ("epochs: 1/3, train: 20/100").
+    If the rank's function returned, only the line of the outermost bar is returned ("epochs: 3/3").
+    Otherwise the lines of all bars are returned, since the inner bars tell how far the rank came
+    ("epochs: 1/3, train: 20/100").
 
     Args:
         rank, throughput: as for :func:`progress_lines`.
@@ -110,9 +111,9 @@ def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
 
 
 def most_lines(rank: RankState) -> int:
-    """Return the largest number of lines that :func:`progress_lines` has had for a rank so far.
+    """Return the largest number of lines that :func:`progress_lines` could return so far.
 
-    A panel keeps room for this many lines, so that its height does not change.
+    A panel keeps room for this number of lines of the rank, so that its height does not change.
     """
     return min(_MAX_DEPTH, max(map(len, _nested_bars(rank.bars)), default=1))
 
@@ -120,15 +121,15 @@ def most_lines(rank: RankState) -> int:
 def current_bars(bars: Sequence[BarState]) -> list[BarState]:
     """Return the newest bar and the bars around it, the outermost first; four at most.
 
-    A closed bar is still returned until another one opens at its depth: otherwise the view would
-    flicker between two epochs.
+    A closed bar is returned until another bar opens at the same depth or further out: otherwise
+    the view would flicker between two epochs.
     """
     nested = _nested_bars(bars)
     return nested[-1][:_MAX_DEPTH] if nested else []
 
 
 def _nested_bars(bars: Sequence[BarState]) -> list[list[BarState]]:
-    """Return a list for each bar: the bars around it, the outermost first, and the bar itself."""
+    """Return for each bar a list: the bars around it, the outermost first, and the bar itself."""
     nested: list[list[BarState]] = []
     for bar in bars:
         # In order of opening: whatever came before at this depth or deeper is over.
@@ -156,10 +157,11 @@ def _remaining(seconds: float | None) -> str:
 
 
 def _seconds_left(bars: Sequence[BarState]) -> float | None:
-    """Return the seconds until the outermost of nested bars is full; None if unknown.
+    """Return the seconds until the outermost of nested bars is full; None if unknown or full.
 
     An outer bar, of epochs for example, moves rarely. The bar inside it, of batches, tells how much
-    of the current item is done. While no item is finished yet, it also tells how long one takes.
+    of the current epoch is done. Before the first epoch ends, the inner bar also tells how long an
+    epoch takes.
 
     Args:
         bars: the outermost bar, and the bars inside it.
@@ -182,10 +184,11 @@ def _seconds_left(bars: Sequence[BarState]) -> float | None:
 
 
 def counted_items(rank: RankState) -> tuple[int, str]:
-    """Return how many batches a rank has counted, and "batch"; or its steps, if it has no batches.
+    """Return how many batches a rank has counted, and "batch".
 
-    All views use this choice: for the rate in the panel's title, for the line of a rank that draws
-    no bar, and for the order of the slowest ranks.
+    If the rank has counted no batches, return the number of its steps, and "step". All views count
+    in this way: for the rate in the panel's title, for the line of a rank that draws no bar, and to
+    put the slowest ranks first.
     """
     return (rank.batches, "batch") if rank.batches else (rank.steps, "step")
 
@@ -220,7 +223,7 @@ def _fraction(n: float, total: float | None) -> float | None:
 
 
 class Throughput:
-    """Measures how many batches or steps each rank does per second, over the last five seconds.
+    """Measures how many batches or steps each rank does per second, over the newest five seconds.
 
     :func:`counted_items` chooses between batches and steps.
     """
@@ -241,10 +244,10 @@ class Throughput:
                 samples.popleft()
 
     def of_run(self, state: RunState) -> tuple[float, str] | None:
-        """Return the mean items per second of one rank, and their unit; None while unknown.
+        """Return the items per second of a rank, and the unit of the items; None while unknown.
 
-        The mean is over the ranks that have not ended. If none of them has counted batches or
-        steps, it is the mean rate of their innermost bars.
+        The rate is a mean over the ranks that have not ended. If no rate of batches or steps is
+        known for these ranks, it is the mean rate of their innermost bars.
         """
         going = [rank for rank in state.ranks if not rank.has_ended]
         rates = {rank.rank: rate for rank in going if (rate := self.of(rank.rank))}
@@ -258,7 +261,7 @@ class Throughput:
         return sum(of_bars) / len(of_bars), one_line(bars[0].unit, _MAX_UNIT)
 
     def of(self, rank: int) -> float | None:
-        """Return the batches or steps per second of ``rank``; None while too little is known."""
+        """Return the batches or steps per second of ``rank``; None while there are few samples."""
         samples = self._samples.get(rank)
         if not samples or samples[-1][0] - samples[0][0] < _MIN_WINDOW_SECONDS:
             return None
@@ -266,23 +269,23 @@ class Throughput:
 
 
 def name_of(metric: str) -> str:
-    """Return a metric's name, cut short, without characters that garble a page or terminal."""
+    """Return a metric's name without characters that garble a page or terminal, cut if long."""
     return one_line(metric, _MAX_NAME)
 
 
 def memory_of(rank: RankState) -> str:
-    """Return the used memory of a rank's device, or else of its process, as text.
+    """Return the used memory of a rank's device as text; if unknown, that of its process.
 
-    It is "" if both are unknown.
+    The text is "" if both are unknown.
     """
     used = rank.device_memory or rank.memory
     return wording.memory(used) if used else ""
 
 
 def last_values(state: RunState) -> dict[str, str]:
-    """Return the last value of each metric as text, in the order in which the names first came.
+    """Return the newest value of each metric as text, in the order in which they first came.
 
-    They are the values of rank 0, since ``accelerator.log`` reports on that rank alone.
+    They are the values of rank 0, since ``accelerator.log`` reports values on rank 0 alone.
     """
     return {name: wording.number(value) for name, (_, value) in state.ranks[0].metrics.items()}
 
@@ -290,7 +293,8 @@ def last_values(state: RunState) -> dict[str, str]:
 def not_finite_note(found: NotFinite) -> str:
     """Return a note below the chart of a metric with infinite or NaN values; "" if it has none.
 
-    For example "not finite since step 41", if all values since then are not finite.
+    For example "not finite since step 41" if no value from step 41 on is finite; otherwise "3
+    values are not finite".
     """
     if found.since is not None:
         return f"not finite since step {wording.count(found.since)}"

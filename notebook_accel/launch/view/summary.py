@@ -1,6 +1,6 @@
 """The summary of a run: the table of its ranks that every view shows at the end.
 
-A table of many ranks is shortened: it has the failed ranks, some others, and a count of the rest.
+A table of many ranks is shortened: it has some ranks, failed ranks first, and counts of the rest.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _MAX_HANG = 2000
 
 
 def elapsed(state: RunState, now: float) -> float:
-    """Return how many seconds the run took, or has taken until ``now`` (wall time, seconds)."""
+    """Return how many seconds the run took; if it goes on, until ``now`` (wall time, seconds)."""
     return max(0.0, (state.ended or now) - state.started)
 
 
 def num_ranks(state: RunState) -> str:
     """Return the number of ranks as text, ``1 rank`` or ``2 ranks``.
 
-    It is ``rank 1 of 2``, say, if a call of a session was meant for some ranks only.
+    For a call of a session that was meant for some ranks only, it is ``rank 1 of 2``, for example.
     """
     asked = [rank.rank for rank in state.ranks if rank.is_asked]
     if len(asked) < state.world_size:
@@ -75,9 +75,9 @@ def num_ranks(state: RunState) -> str:
 def condition(rank: RankState) -> str:
     """Return a rank's status as views show it: ``rank.status``, "lost peer" or "not asked".
 
-    "lost peer" is a rank that failed only because another rank did. If it were shown as "failed",
+    "lost peer" is a rank that failed only because another rank ended. If it were shown as "failed",
     it would draw the eye away from the rank at fault. "not asked" is a rank for which a session's
-    call was not meant, unless it failed or was stopped.
+    call was not meant; if the rank failed or was stopped, its status is shown instead.
     """
     if rank.failure is not None and rank.failure.kind == "lost peer":
         return "lost peer"
@@ -90,8 +90,8 @@ def live_condition(rank: RankState, state: RunState) -> str:
     """Return what a rank does now: its :func:`condition`, or a more exact word while it runs.
 
     The words are "suspended" (a signal or debugger has stopped its process), "elsewhere" (other
-    ranks wait for it in a collective that it does not call), "waits" (in that collective) and
-    "quiet" (it makes no step and prints nothing).
+    ranks wait in a collective that the rank does not call), "waits" (the rank waits in a
+    collective) and "quiet" (the rank makes no step and prints nothing).
     """
     status = condition(rank)
     if status != "running" or state.status != "running":
@@ -110,7 +110,7 @@ def hang_line(state: RunState) -> str:
     """Return a sentence about the current hang, with its duration; "" without a hang.
 
     In a hang, ranks wait for one another in vain, or a rank's process is suspended. The duration is
-    left out if ranks are only suspended.
+    left out if no rank waits in a collective.
     """
     if state.hang is None:
         return ""
@@ -124,9 +124,9 @@ def hang_line(state: RunState) -> str:
 def slowest_first(state: RunState) -> list[RankState]:
     """Return the ranks in the order of a panel: those with problems first, finished ones last.
 
-    Failed ranks come first, then suspended ones and ones elsewhere, then those that lost a peer,
-    then quiet ones (:func:`live_condition`). Within each group the ranks with the least progress
-    come first.
+    The groups are, by :func:`live_condition`: "failed"; "suspended" and "elsewhere"; "lost peer";
+    "quiet"; all other conditions; "succeeded" and "not asked". Within each group the ranks with the
+    least progress come first.
     """
     order = {
         "failed": 0,
@@ -149,8 +149,8 @@ def slowest_first(state: RunState) -> list[RankState]:
 def ranks_with_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
     """Return the ranks that get a row of the table, in the order of their numbers.
 
-    Up to 16 ranks all get one. Of more ranks, eight get one: failed ranks before others, and the
-    lowest numbers first.
+    If there are at most 16 ranks, all get a row. Of more ranks, eight get a row: failed ranks
+    before others, and lower numbers before higher ones.
     """
     if len(ranks) <= _MAX_ROWS:
         return ranks
@@ -163,15 +163,14 @@ def hidden_ranks(
     shown: Iterable[RankState],
     status_of: Callable[[RankState], str] = condition,
 ) -> str:
-    """Return a line about the ranks without a row; "" if all have one.
+    """Return a line about the ranks without a row; "" if all ranks have a row.
 
     For example ``… and 96 more: 93 running, 3 failed``.
 
     Args:
         ranks: all ranks.
         shown: the ranks that have a row.
-        status_of: returns the word for a rank's state, such as "running", under which the rank is
-            counted.
+        status_of: returns the word for a rank's state under which it is counted, such as "running".
     """
     with_row = {rank.rank for rank in shown}
     hidden = Counter(status_of(rank) for rank in ranks if rank.rank not in with_row)
@@ -184,11 +183,11 @@ def hidden_ranks(
 
 
 def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str]:
-    """Return a rank's cells of the summary table, in the order of :data:`COLUMNS`.
+    """Return a rank's row of the summary table: its cells in the order of :data:`COLUMNS`.
 
     Args:
         rank: the rank's state.
-        seconds: how long the run has taken, for the mean rate.
+        seconds: how long the run has taken; the rate of a rank without bars is a mean over it.
     """
     items, _ = counted_items(rank)
     throughput = items / seconds if seconds > 0 else None
@@ -204,11 +203,11 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
 
 
 def summary_lines(state: RunState, *, now: float) -> list[str]:
-    """Return the summary of a run as lines: a title, a row for each rank, the metrics' last values.
+    """Return the summary of a run as lines: a title, the table of ranks, the metrics' last values.
 
     Args:
         state: the run's state.
-        now: wall time in seconds; taken for the end of a run that has not ended.
+        now: wall time in seconds, which stands for the end of a run that has not ended.
     """
     seconds = elapsed(state, now)
     shown = ranks_with_row(state.ranks)
@@ -232,7 +231,11 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
 
 
 def values_line(state: RunState) -> str:
-    """Return the metrics' last values in one line, ``loss 0.31, accuracy 0.9``; "" without any."""
+    """Return the last values of metrics in one line: ``loss 0.31, accuracy 0.9``.
+
+    The line is "" without metrics. Of many metrics, only the first are in it, and a count of the
+    others.
+    """
     metrics = list(last_values(state).items())
     parts = [f"{name_of(name)} {value}" for name, value in metrics[:_MAX_IN_LINE]]
     if len(metrics) > _MAX_IN_LINE:

@@ -1,7 +1,7 @@
 """Patches a third-party module in this process: now if it is imported, else right after its import.
 
-Importing such a module only to patch it would cost each rank seconds, though most functions never
-use it.
+Importing a module only to patch it would cost each rank seconds, though most functions never use
+the module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["change_module"]
 
 
 def change_module(name: str, change: Callable[[Any], None]) -> None:
-    """Call ``change(module)`` once the named module is imported: at once if it is already."""
+    """Call ``change(module)`` now if the named module is imported, else right after its import."""
     if name in sys.modules:
         change(sys.modules[name])
     else:
@@ -28,8 +28,8 @@ def change_module(name: str, change: Callable[[Any], None]) -> None:
 class _AfterImport:
     """A finder in ``sys.meta_path`` that calls ``change`` right after one module's import.
 
-    It stays there until the module is really imported, because code may first look for the module
-    by ``importlib.util.find_spec``, which imports nothing.
+    The finder stays in that list until the module is really imported, because code may first look
+    for the module by ``importlib.util.find_spec``, which imports nothing.
     """
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:

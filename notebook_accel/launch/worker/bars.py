@@ -1,9 +1,9 @@
 """Makes the tqdm bars of a rank report to the notebook, which draws them live in its own view.
 
 User code need not change. The drawing methods of tqdm's own class are replaced in the rank's
-process, so that a bar reports under whatever name it was imported (``tqdm``, ``tqdm.auto``,
-``trange``, subclasses). ``tqdm.notebook`` draws widgets, which needs a kernel, so it gets the plain
-class.
+process, so that each bar reports, whether its class was imported by ``tqdm``, ``tqdm.auto`` or
+``trange``, or is a subclass. ``tqdm.notebook`` draws widgets, for which it needs a kernel, so its
+classes are replaced by tqdm's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BURST = 20
 
 
 def install() -> None:
-    """Have every tqdm bar of this rank's process report to the notebook in place of drawing.
+    """Have every tqdm bar of this rank's process report to the notebook instead of drawing.
 
     Bars that draw into a file of their own stay as they are.
     """

@@ -43,8 +43,8 @@ _formatter: Any = None
 def format_by(formatter: Any) -> None:
     """Use this IPython ``DisplayFormatter`` for all displays of the rank.
 
-    Called where a rank has an IPython shell of its own (a session), whose formatters the user may
-    have extended.
+    Called with the formatter of the rank's IPython shell if it has one (in a session), because the
+    user may have extended that formatter.
     """
     global _formatter
     figures = formatter.formatters["image/png"]
@@ -90,7 +90,7 @@ def display(
         values: to be displayed.
         raw: whether each value is already a dictionary from MIME types to data.
         display_id: id by which the display can be replaced later; True makes a new id.
-        update: whether to replace the display with this ``display_id``.
+        update: whether to replace the earlier display that has this ``display_id``.
 
     Returns:
         IPython's ``DisplayHandle`` if there is a ``display_id``, else None.
@@ -113,10 +113,10 @@ def display(
 
 
 class _Outbox:
-    """Sends this rank's displays to the notebook, and limits their size and how often they come.
+    """Sends this rank's displays to the notebook; limits their size and their number per second.
 
     The notebook's file keeps each display, and too many would freeze its page. Each rank process
-    has one such object.
+    has one outbox.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,8 @@ class _Outbox:
         Args:
             data: the display by MIME type.
             display_id: id by which it can be replaced later; "" if it cannot.
-            is_update: whether to replace the display of this id; if none was sent, make a new one.
+            is_update: whether to replace the display of this id, perhaps later
+                (:meth:`send_waiting`). If none of this id was sent, a new one is made.
         """
         text = str(data.get("text/plain", ""))
         size = _size(data)

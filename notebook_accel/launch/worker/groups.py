@@ -1,17 +1,17 @@
 """How a rank drops its torch process group, so that no other rank waits for it in a collective.
 
-gloo has no abort. A rank that waits in a collective of gloo is freed only when the connection on
-which it waits ends: the peer destroyed the group, or the rank shuts down its own end (measured:
-neither ``abort`` nor ``shutdown`` of the group did it, shutdown(2) did). Any reference to the
+gloo cannot abort a collective. A waiting rank is freed only when the connection on which it waits
+ends: the peer destroys the group, or the rank shuts down its own end by the system call shutdown(2)
+(measured: the group's methods ``abort`` and ``shutdown`` do not free it). Any reference to the
 group, such as that of a prepared model or a traceback, keeps its sockets open. So the sockets are
 shut down first, and the group is destroyed after that.
 
-NCCL has an abort, and needs it: its operations wait on the device for those of the other ranks, and
-do not notice a connection that ends; and destroying a group waits for all its queued operations. In
-an abort the ranks of one machine wait for each other, since their devices read each other's memory.
-So a rank that raised may wait in its abort: for a stuck rank until that rank aborts too, and for a
-rank that has returned until the next call. Therefore a thread aborts, and the rank waits for that
-thread for five seconds at most.
+NCCL can abort, and must: its operations wait on the device for those of the other ranks, and do not
+notice a connection that ends. Without an abort, destroying a group waits for all its queued
+operations. In an abort the ranks of one machine wait for each other, since their devices read each
+other's memory. So a rank that raised may wait in its abort for other ranks: a stuck rank joins only
+when it aborts as well, and a rank that has returned joins only at the next call. Therefore the
+abort runs in a thread, and the rank waits for the thread for five seconds at most.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def close_group() -> None:
 
 
 def close_group_within(seconds: float) -> None:
-    """Destroy the default process group as the process ends; wait at most ``seconds`` for NCCL.
+    """Destroy the default process group before the process ends; limit the wait for NCCL.
 
     Destroying an NCCL group hangs if this rank has queued an operation that another rank has not.
 
     Args:
-        seconds: the limit, if the process has an NCCL group; other groups have no limit.
+        seconds: the longest wait, if the process has an NCCL group; without one there is no limit.
     """
     if not _waits_on_device():
         close_group()
@@ -85,8 +85,8 @@ def _abort_groups() -> bool:
     """Abort all process groups of this process if one is of NCCL; wait five seconds at most.
 
     Returns:
-        False if the abort is not complete, since it waits for another rank to abort too; it goes on
-        in its thread. True if it is complete, or there is nothing to abort.
+        False if the abort is not complete, since it waits for another rank to abort too; the abort
+        goes on in its thread. True if it is complete, or there is nothing to abort.
     """
     global _aborting
     # Groups that torch has aborted are in none of its tables.
@@ -134,11 +134,12 @@ def _sockets() -> dict[str, int]:
 def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
     """Yield (name, duplicate) for each TCP socket of this process.
 
-    The name is as in :func:`_sockets`; the duplicate is closed at the next step.
+    The name is as in :func:`_sockets`; the duplicate is closed once the caller asks for the next
+    pair.
 
     The sockets are found by this process's descriptors. The system's list of connections
-    (``/proc/net/tcp``) leaves some out while others come and go: a rank that kept its connection to
-    the store because of that waited there for ever.
+    (``/proc/net/tcp``) leaves some out while others open and close: because of that, a rank once
+    kept its connection to the store, and waited on it for ever.
     """
     for name, fd in _sockets().items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
@@ -151,7 +152,7 @@ def _disconnect_groups(store_ports: set[int]) -> None:
     """Shut down the TCP connections that this process's groups made or accepted.
 
     Args:
-        store_ports: own ports whose connections stay, since this rank may serve the store there.
+        store_ports: ports of this rank at which it may serve the store; connections to them stay.
     """
     # A group that connects its ranks at their first collective has only listened until then. Of
     # each connection one end has been accepted.
@@ -185,7 +186,8 @@ def disconnect() -> None:
     """Shut down this rank's connections to other ranks and to their store; abort NCCL groups.
 
     Any thread that waits on such a connection, in this process or at the other end, gets an error
-    and so leaves its collective. The user's own connections to other programs stay.
+    and so leaves its collective. The user's own connections to other programs stay. If an NCCL
+    abort takes longer than five seconds, the connections to the store stay too.
 
     To tell which sockets are connections of torch, this duplicates each descriptor. If the process
     may open no more descriptors, the connections stay open, and the agent has to interrupt the
@@ -205,7 +207,7 @@ def disconnect() -> None:
 
 
 def _disconnect_store(store_ports: set[int]) -> None:
-    """Shut down this rank's client connections to the ranks' store, at any of these ports.
+    """Shut down this rank's client connections to the ranks' store, at any of ``store_ports``.
 
     If this rank serves the store, the connections to its own server stay: other ranks may be
     connected already to make their next group.
@@ -221,7 +223,8 @@ def _disconnect_store(store_ports: set[int]) -> None:
 def act_when_readable(fd: int, act: Callable[[], None]) -> None:
     """Start a daemon thread that calls ``act`` each time the agent writes to the eventfd ``fd``.
 
-    The rank's main thread cannot react itself: it is stuck in a collective, which releases the GIL.
+    The rank's main thread cannot react itself: it is stuck in a collective. The new thread can run,
+    since a collective releases the GIL.
     """
 
     def follow() -> None:

@@ -1,9 +1,10 @@
 """SIGINT in a rank: raises KeyboardInterrupt during a call, and does nothing between calls.
 
 The agent sends SIGINT to interrupt a call. It may arrive when that call has just ended, or before
-the rank has read the request for that call. So the agent also writes the call's number to the
-rank's row of counters in shared memory (``scoreboard.py``). And no message to the agent may be
-torn: an interrupt that comes during a write is raised after it.
+the rank has read the request for that call. The signal does not say which call is meant, so the
+agent also writes the call's number to the rank's row of counters in shared memory
+(``scoreboard.py``). An interrupt that comes while the rank writes a message to the agent is raised
+after the write, so that no message is torn.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ WAKE_SIGNAL = signal.SIGRTMIN + 8
 class Interrupts:
     """The SIGINT handler of a rank: raises KeyboardInterrupt at once, later, or not at all.
 
-    At once during a call; at the end of the block inside of :meth:`deferred`; not between calls.
-    Made in the thread that runs the rank.
+    At once during a call; at the end of a :meth:`deferred` block if it comes inside; not at all
+    between calls. Make this object in the thread that runs the rank.
     """
 
     def __init__(self, row: RankRow) -> None:
@@ -54,7 +55,8 @@ class Interrupts:
     def install(self) -> None:
         """Install the rank's signal handlers.
 
-        Called again after each call, since the user's code may have replaced them.
+        Called at the start and after each call, since the user's code may have replaced the
+        handlers.
         """
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(WAKE_SIGNAL, lambda *_: None)
@@ -78,7 +80,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def end_call(self) -> None:
-        """End the call: from now on SIGINT raises nothing, nor does a deferred one."""
+        """End the call: from now on no SIGINT raises anything, not even a deferred one."""
         self._in_call = False
         self._came_meanwhile = False
 

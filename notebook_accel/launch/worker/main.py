@@ -251,7 +251,7 @@ class Worker:
         self.context.count_on(Scoreboard(self._inherited.board.num_ranks))
 
     def report_lost_output(self, error: OSError) -> None:
-        """Tell the person that later output of this rank is lost, since its log cannot be written.
+        """Tell the person that output of this rank is lost, since its log cannot be written.
 
         Args:
             error: the error of the failed write.
@@ -398,8 +398,9 @@ class Worker:
     def disconnect_if_stuck(self) -> None:
         """Shut down the connections to other ranks, if the current call is stuck in a collective.
 
-        Called in a thread, when the agent asks for it. Does nothing if the agent asked it for an
-        earlier call, or if the call has ended or has handled its SIGINT: then it is not stuck.
+        Called in a thread, when the agent asks for it. Does nothing if the agent asked for it in an
+        earlier call, if the current call has ended, or if the rank has handled its SIGINT, which
+        means that it is not stuck.
         """
         with self._end_lock:
             call = self.context.call
@@ -575,7 +576,7 @@ def _raised(
         error: the exception.
         context: the rank's context.
         call: the function that was called; None if it could not be unpacked.
-        is_ending: whether the rank had handled an interrupt of the agent in this call. If so, the
+        is_ending: whether the rank had handled an interrupt from the agent in this call. If so, the
             training state is sent along, as it is after a stop or a KeyboardInterrupt.
     """
     if _is_success(error):
@@ -629,8 +630,8 @@ def _pack_training(
     The context offers several forms of the state; the first that can be pickled is taken.
 
     Returns:
-        The packet and the descriptors to send with it; (None, ()) if there is no training, or no
-        form can be pickled, of which the person is told.
+        The packet and the descriptors to send with it; (None, ()) if there is no training, or if no
+        form can be pickled; in the second case the person is told.
     """
     problem: Exception | None = None
     try:
@@ -647,9 +648,10 @@ def _pack_training(
 
 
 def _classify(error: BaseException) -> tuple[str, int]:
-    """Return the ``kind`` for ``wire.Raised``, such as "exception", and the process's exit code.
+    """Return the ``kind`` of the error for ``wire.Raised``, and the process's exit code.
 
-    For ``sys.exit("text")``, also prints the text, as Python would.
+    The kind is "stopped", "interrupted", "exit", "lost peer" or "exception". For
+    ``sys.exit("text")``, the text is also printed, as Python would do.
     """
     if isinstance(error, RunStopped):
         return "stopped", 0
@@ -708,7 +710,8 @@ def _write_error(text: str) -> None:
 def _flush_output() -> None:
     """Send waiting displays and flush ``sys.stdout`` and ``sys.stderr``.
 
-    Called before the agent is told that the call has ended, so that its output is complete then.
+    Called before the agent is told that the call has ended, so that the call's output is complete
+    then.
     """
     displays.flush()
     for stream in (sys.stdout, sys.stderr):

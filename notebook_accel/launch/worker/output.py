@@ -30,9 +30,9 @@ def redirect(fd: int, *, on_lost: Callable[[OSError], None]) -> None:
     """Redirect standard output and error of this process to ``fd``, line buffered.
 
     Args:
-        fd: of the file for this rank's output.
-        on_lost: called with the error when a write first fails because of the disk, for each of the
-            two streams. The output is lost from then on, but ``print`` does not raise, so that the
+        fd: descriptor of the file for this rank's output.
+        on_lost: called with the error when the disk first fails a write, once for each of the two
+            streams. What cannot be written is lost, but ``print`` does not raise, so that the
             user's function goes on.
     """
     for number in (1, 2):

@@ -1,6 +1,6 @@
 """Replaces the standard input of a rank: reading it raises an error that says what to do instead.
 
-No person can type into a rank. Without this, ``input()`` and ``pdb`` would see an empty
+No person can type into a rank. Without this module, ``input()`` and ``pdb`` would see an empty
 input, and fail with an ``EOFError`` or ``BdbQuit`` that does not say why.
 """
 

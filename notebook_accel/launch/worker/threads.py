@@ -5,7 +5,7 @@
 
 Ranks of one process share what a process has once: the environment names its first rank only (RANK,
 LOCAL_RANK), output of C code and child processes goes to that rank's log, and if the process dies,
-all its ranks do. Each rank has its own messages to the agent, counters, log for what its Python
+all its ranks die. Each rank has its own messages to the agent, counters, log for what its Python
 code prints, and KeyboardInterrupt.
 """
 
@@ -46,7 +46,7 @@ __all__ = ["Host"]
 
 
 class Host:
-    """A process whose threads are ranks; made in its main thread before any of them starts.
+    """A process whose threads are ranks; made in its main thread before any rank starts.
 
     ``agent/spawning.py`` makes one per process and calls :meth:`serve` in each rank's thread.
 
@@ -134,10 +134,10 @@ class _ThreadInterrupts(Interrupts):
         """Do nothing: :class:`Host` has installed the signal handlers of the process."""
 
     def look(self) -> None:
-        """Interrupt this rank's thread if the agent interrupts its call and it has not noticed.
+        """Interrupt this rank's thread if the agent asked for it and the rank has not handled it.
 
         Called in the main thread for every rank of the process, since a signal does not say which
-        of them the agent means; the rank's shared counters do.
+        rank the agent means; the ranks' shared counters do.
         """
         if self._row.interrupted_call == self._call > 0 and not self.has_seen(self._call):
             with self._changing:
@@ -166,8 +166,8 @@ class HostedRank(Worker):
         first: the first rank of this process; None if this is the first.
         check: raises an error if the rank's device is not as planned.
         all_told: barrier of the ranks of this process, passed once each has told the agent in which
-            process it runs; before that, a call could end the process without the agent knowing
-            which ranks die with it.
+            process it runs. If a call ended the process before that, the agent would not know which
+            ranks died with it.
     """
 
     interrupts: _ThreadInterrupts

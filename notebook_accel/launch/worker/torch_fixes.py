@@ -1,4 +1,4 @@
-"""All patches of torch in a rank's process; ``private/of_torch.py`` knows the private names.
+"""All patches of torch in a rank's process; ``private/of_torch.py`` knows torch's private names.
 
 ``NOTEBOOK_ACCEL_TORCH_FIXES=0`` in the environment of a launch leaves torch unpatched. If the
 installed torch lacks a function to be patched, or has it with other parameters, that patch is left
@@ -133,7 +133,7 @@ def _has_gloo(group: Any) -> bool:
 def _wait_until_all_have(group: Any, store: Any) -> None:
     """Wait until every rank of ``group`` has made the group; all its ranks must call this.
 
-    A rank that fails to make the group never calls it. If its error ends its call, the agent ends
+    A rank that fails to make the group never calls this. If its error ends its call, the agent ends
     this wait about a second later (agent/ending.py). If the user's function catches the error, the
     wait lasts until the store's timeout: the failed rank cannot report sooner, since torch gave it
     no store of this group, and its other store may be what failed.
@@ -167,8 +167,8 @@ def listen_on(bound: socket.socket) -> None:
     Torch's store would bind its own socket, on all network interfaces. ``bound`` is the socket that
     the agent has reserved for MASTER_PORT, on a single machine at the loopback interface. So no
     other user can take the port, and no other machine can reach the store, which asks for no
-    secret. The socket outlives a store: a rank that comes early to the next group waits there
-    instead of being refused.
+    secret. The socket outlives a store, so that a rank which connects early for the next group
+    waits instead of being refused.
 
     Args:
         bound: a bound socket, which this module owns from now on; an earlier one is closed.
@@ -217,9 +217,9 @@ def meet_at_one_store(port: int) -> None:
     Unpatched, torch starts a store server for each group at MASTER_ADDR and MASTER_PORT. If the
     user's function destroys its group and makes the next, a rank may connect to the first group's
     server, which is about to close: with ten groups in a row on a busy machine, one launch of three
-    failed because of it. Only groups of all ranks at ``port`` are affected. A ``TCPStore`` that
-    the user's function opens there itself stays separate, unless this package's server is at the
-    same port. Called at the start of each call.
+    failed because of it. Only groups of all ranks at ``port`` are affected. A ``TCPStore`` that the
+    user's function opens itself stays separate, unless this package's server has the same port.
+    Called at the start of each call.
 
     Args:
         port: MASTER_PORT of the call that begins.
@@ -255,8 +255,9 @@ def forget_half_made_groups() -> None:
     """Reset torch's count of groups, so that all ranks give the next default group the same name.
 
     Torch names a default group by the number of groups made before. Destroying the group resets the
-    number. But a rank that failed to make a group has none to destroy, and would wait for ever for
-    the other ranks, which use another name. Called when a rank has dropped its group.
+    number. But a rank that failed to make a group has none to destroy: its next group would have
+    another name than the other ranks' group, and it would wait for them for ever. Called when a
+    rank has dropped its group.
     """
     if _is_on() and "torch.distributed.distributed_c10d" in sys.modules:
         applies = of_torch.forget_half_made_groups()

@@ -15,9 +15,9 @@ __all__ = ["error_text", "exit_code", "format_error", "shorten", "users_frames"]
 def exit_code(error: SystemExit) -> int:
     """Return the exit code of a process for this ``sys.exit(...)``: never 0 for a failure.
 
-    It is Python's code, but 1 for 256, 512, ..., which the system would cut to 0. None is 0. Any
-    value but an ``int`` is 1, since Python prints such a value as an error text; that includes 0.0
-    and NumPy numbers.
+    For an ``int`` it is the lowest eight bits, which is all that the system keeps, but 1 for 256,
+    512 and so on. For None it is 0. For any other value it is 1, since Python prints the value as
+    an error text; this includes 0.0 and NumPy numbers.
     """
     if error.code is None:
         return 0
@@ -36,7 +36,7 @@ def format_error(error: BaseException, *, caller: str) -> str:
 
     Args:
         error: the exception.
-        caller: path of our file that called the user's function; frames of this file at the top of
+        caller: path of the package's file that called the user's function; its frames at the top of
             the traceback are left out.
     """
     # A module that was edited meanwhile shows the lines that it has now.
@@ -56,7 +56,7 @@ def users_frames(error: BaseException, *, caller: str = "") -> TracebackType | N
 
     Args:
         error: the exception.
-        caller: path of our file that called the user's function; "" for none.
+        caller: path of the package's file that called the user's function; "" for none.
     """
     entry = error.__traceback__
     while entry is not None and _is_ours(entry.tb_frame, caller):
@@ -80,7 +80,7 @@ def error_text(error: BaseException) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text cut to 50,000 characters: start and end, and a line on how much is left out."""
+    """Return a text; if longer than 50,000 characters, with a line in place of its middle."""
     left_out = len(text) - _MAX_CHARACTERS
     if left_out <= 0:
         return text

@@ -155,8 +155,8 @@ class CellCall(NamesCall):
         mentions: names that the cell may use.
         imports: modules that the cell uses as attributes of packages; each rank imports them first.
         ranks: the ranks that run the cell; None for all.
-        renews_group: whether all ranks first make the process group anew. It is needed after a call
-            that failed, when the ranks have left the group that they had.
+        renews_group: whether all ranks first make the process group anew. They must after a failed
+            call in which they left the group that they had.
     """
 
     text: str
@@ -257,7 +257,7 @@ class DebugCall:
     rank: int | None = None
 
     def __call__(self) -> DebugAnswer | None:
-        """Return this rank's answer; None if another rank is asked or this one has no error."""
+        """Return this rank's answer; None if another rank is asked or this rank has no error."""
         kept, number = rank.current().kept_error, rank.current().rank
         if kept is None or self.rank not in (None, number):
             return None

@@ -225,13 +225,13 @@ class Namespace:
     def get_ready(
         self, mentions: Iterable[str], *, renews_group: bool, function: Any = None
     ) -> None:
-        """Renew the process group and provide ``accelerator``, if needed; all ranks must call it.
+        """Renew the process group and provide ``accelerator``, each if needed; called by all ranks.
 
         Args:
             mentions: names that the cell may use; ``accelerator`` is provided if one of them needs
                 it.
-            renews_group: whether to replace the process group, which the ranks have left since the
-                last call failed.
+            renews_group: whether to replace the process group, which the ranks left when a call
+                failed.
             function: the function that the request calls, whose globals count as mentions too; None
                 for a cell.
         """
@@ -313,7 +313,7 @@ def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of globals in ``namespace`` that the code of a value uses.
 
     Objects inside of the value are looked at too: contents of a closure, the function of a
-    ``partial``, the submodules of a model.
+    ``partial``, the classes of a model's modules.
     """
     found: set[str] = set()
     seen: set[int] = set()
@@ -337,7 +337,8 @@ def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
 def _wrapped(value: Any) -> list[Any]:
     """Return the objects whose code may run when ``value`` is used.
 
-    These are the objects that it wraps, such as the function of a ``partial``, or else its class.
+    These are the objects that it wraps, such as the function of a ``partial``; the classes of a
+    model's modules; or else the class of ``value``.
     """
     kind = type(value)
     if issubclass(kind, types.FunctionType):

@@ -1,9 +1,9 @@
 """Checkpoints: ``Checkpoints`` saves and loads the state of everything that was prepared.
 
 A checkpoint is a folder that is complete or not there. It has a file for each model, optimizer and
-so on, or a folder where ranks wrote sharded weights. Which of these files are there decides how
-they are read. So a checkpoint can be loaded under another kind of parallelism than it was saved
-under.
+so on, or a folder where ranks wrote sharded weights. How a checkpoint is read depends on the files
+that it has, not on the parallelism of the training. So it can be loaded under another kind of
+parallelism than it was saved under.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Checkpoints:
 
     Attributes:
         custom: objects that ``register_for_checkpointing`` added.
-        save_hooks, load_hooks: functions to call before weights are written or read.
+        save_hooks: functions to call before weights are written.
+        load_hooks: functions to call before weights are read.
         numbering: names and finds the numbered checkpoints.
     """
 
@@ -91,7 +92,7 @@ class Checkpoints:
         """Add objects whose ``state_dict`` is saved in each checkpoint, and restored from it.
 
         Raises:
-            ConfigError: one has no ``state_dict`` or no ``load_state_dict``.
+            ConfigError: an object has no ``state_dict`` or no ``load_state_dict``.
         """
         unfit = [
             type(item).__name__
@@ -108,14 +109,14 @@ class Checkpoints:
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register ``hook(models, weights, folder)``, to be called before weights are written.
 
-        Every rank calls the hook. Returns a handle whose ``remove`` takes the hook away again.
+        Every rank calls the hook. Returns a handle, whose method ``remove`` removes the hook.
         """
         return _add_hook(self.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register ``hook(models, folder)``, to be called before weights are read.
 
-        Every rank calls the hook. Returns a handle whose ``remove`` takes the hook away again.
+        Every rank calls the hook. Returns a handle, whose method ``remove`` removes the hook.
         """
         return _add_hook(self.load_hooks, hook)
 
@@ -139,8 +140,8 @@ class Checkpoints:
                 model.
 
         Raises:
-            NotebookAccelError: a rank did not come, could not write its files, or does not see rank
-                0's disk; or an earlier save in the background failed.
+            NotebookAccelError: a rank did not call this, could not write its files, or does not see
+                rank 0's disk; or an earlier save in the background failed.
             ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state could
                 not be read again safely.
         """
@@ -195,7 +196,8 @@ class Checkpoints:
             save: this rank's part in the save.
             written: the pieces that this rank has written.
             results: the value that ``Piece.write`` returned for each of them.
-            is_numbered: whether old numbered checkpoints beyond the user's limit are removed then.
+            is_numbered: whether the checkpoint is a numbered one. If so, the oldest numbered
+                checkpoints beyond the user's limit are removed.
         """
         save.finish(results, lambda of_ranks: complete(written, of_ranks))
         if save.folder is not None and is_numbered:
@@ -221,7 +223,9 @@ class Checkpoints:
         safe: bool,
         writes: bool,
     ) -> None:
-        """Write the weights of one model; all ranks call it, or rank 0 alone if it has all weights.
+        """Write the weights of one model; all ranks call it if the model is spread over them.
+
+        Otherwise a rank that writes may call it alone.
 
         Args:
             collect: returns the weights. It is a collective if the model is spread over the ranks.
@@ -261,7 +265,8 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no such checkpoint, or it lacks a file for a prepared
                 object.
-            RuntimeError: it has states of more registered objects than are registered now.
+            RuntimeError: the checkpoint has states of more registered objects than are registered
+                now, or does not fit the model.
         """
         self.wait()
         asked = self.numbering.newest() if input_dir is None else resolved(input_dir)
@@ -302,8 +307,8 @@ class Checkpoints:
     def resume(self, folder: str | os.PathLike[str]) -> Start:
         """Load the newest readable checkpoint under ``folder``; all ranks call it.
 
-        All ranks load the same one: they pass over a checkpoint that any of them cannot read. Later
-        numbered saves continue the numbers found there.
+        All ranks load the same checkpoint: they pass over one that some rank cannot read. Later
+        numbered saves continue the numbers of the checkpoints under ``folder``.
 
         Returns:
             Where training continues; the start of training if there is no checkpoint.
@@ -336,7 +341,7 @@ class Checkpoints:
         return Start()
 
     def _require_seen(self, found: Sequence[Path]) -> None:
-        """Raise on all ranks if one of them sees none of the checkpoints that rank 0 found.
+        """Raise on all ranks if some rank sees none of the checkpoints that rank 0 found.
 
         Otherwise a machine without rank 0's disk would begin anew while others resume. All ranks
         call it.
@@ -353,9 +358,9 @@ class Checkpoints:
     def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
         """Return the folder in which the numbering continues: ``root`` or its ``checkpoints``.
 
-        It is the one that has numbered checkpoints, ``checkpoints`` if both have. If neither has,
-        it is ``checkpoints`` if ``root`` is the project's own folder with automatic naming, and
-        otherwise ``root``.
+        If both have numbered checkpoints, it is ``checkpoints``; if one of them has, it is that
+        one. If neither has, it is ``checkpoints`` if ``root`` is the project's folder with
+        automatic naming, and otherwise ``root``.
         """
         inner = root / "checkpoints"
         project = self._project
@@ -367,9 +372,9 @@ class Checkpoints:
 
     @staticmethod
     def _agree(damage: str | None) -> str:
-        """Return the text about damage from the lowest rank that passed one, the same on all ranks.
+        """Return on all ranks the text of the lowest rank that found damage; "" if none did.
 
-        "" if no rank passed one. All ranks call it.
+        All ranks call it, each with a text about the damage that it found, or with None.
         """
         return next((text for text in gather_object([damage or ""]) if text), "")
 
@@ -388,7 +393,7 @@ class Checkpoints:
     ) -> Iterator[Piece]:
         """Yield this rank's pieces (files) of a checkpoint; save hooks run first.
 
-        All ranks iterate over it at the same time, since weights in parts are joined on the way.
+        All ranks iterate over it at the same time, because this may join sharded weights.
         """
         strategy, writes = self._plan.strategy, save.folder is not None
         models = [known.inner for known in self._prepared.models]

@@ -35,10 +35,10 @@ _SLICE_SECONDS = 0.1
 
 
 class BackgroundSave:
-    """A thread of this rank that writes and publishes a checkpoint; making the object starts it.
+    """A thread of this rank that writes and publishes a checkpoint, started by the constructor.
 
     Args:
-        save: this rank's part in the save of all ranks, whose folder is open.
+        save: this rank's :class:`JointSave`; its ``open`` has been called, so its folder exists.
         finish: writes the pieces of this rank and publishes the checkpoint; the thread calls it.
     """
 
@@ -96,7 +96,7 @@ class HostCopies:
         """Return a copy of ``state`` with all tensors on the host.
 
         Tensors that share memory share it in the copy too. The next call may overwrite the copy, so
-        it must be written to disk before that.
+        the copy must be written to disk before that call.
         """
         self._copied = {}
         tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]

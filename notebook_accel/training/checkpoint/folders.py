@@ -114,7 +114,7 @@ class Numbering:
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def newest(self) -> Path:
-        """Return the folder of the checkpoint with the highest number; if none, :meth:`folder`."""
+        """Return the checkpoint with the highest number, or :meth:`folder` if there is none."""
         found = self.existing()
         return found[-1][1] if found else self.folder()
 
@@ -131,13 +131,13 @@ class Numbering:
         return f"checkpoint_{max(self.project.iteration, newest + 1)}"
 
     def follow(self, written: Path) -> None:
-        """Set the lowest number for the next checkpoint to one above that of ``written``."""
+        """Make the next number higher than that of ``written``, if ``written`` is numbered."""
         match = NUMBERED.fullmatch(written.name)
         if match:  # else rank 0 named a folder, and this rank none
             self.project.iteration = int(match[1]) + 1
 
     def remove_oldest(self) -> None:
-        """Remove the oldest numbered checkpoints, until the user's ``total_limit`` are left."""
+        """Remove the oldest checkpoints beyond the user's ``total_limit``, if it is set."""
         limit = self.project.total_limit
         for _, folder in self.existing()[:-limit] if limit is not None else ():
             shutil.rmtree(folder, ignore_errors=True)

@@ -10,8 +10,9 @@ A rank that fails leaves a note, which ends the waits of all others.
 The ranks leave notes in a key-value store (the process group's, or under torch_xla one of their
 own) instead of calling collectives, for two reasons. A save in the background ends in a thread,
 whose collectives could mix with those of the training. And if a rank does not come to a save, the
-collective of another would be matched with whatever that rank calls next. Notes are JSON rather
-than pickles: torch's store asks for no password, so other users of the machine can write to it.
+collectives of the others would be matched with whatever the missing rank calls next. Notes are JSON
+rather than pickles: torch's store asks for no password, so other users of the machine can write to
+it.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _NOTICE_SECONDS = 10.0
 class JointSave:
     """One checkpoint save of all ranks, as one rank takes part in it.
 
-    Every rank makes one for each save, and calls ``meet``, ``open`` and ``finish`` in this order,
-    or ``fail`` after an error.
+    Every rank makes a ``JointSave`` for each save, and calls ``meet``, ``open`` and ``finish`` in
+    this order, or ``fail`` after an error.
 
     Args:
         call: the call in the script, such as "save_state()", for messages.
@@ -111,7 +112,7 @@ class JointSave:
         """Agree with the other ranks on the folder of the save; all ranks call it.
 
         Rank 0 makes the folder. With ``each_machine``, the first rank of each machine that does not
-        see rank 0's folder makes another, with the same final path.
+        see rank 0's folder makes another folder, with the same final path.
 
         Args:
             make: makes the folder; called on rank 0 alone.
@@ -178,7 +179,7 @@ class JointSave:
         """Tell the other ranks that this rank could not write, and remove its staged folder.
 
         Raises:
-            NotebookAccelError: another rank failed before, and this error is a consequence of that.
+            NotebookAccelError: another rank failed before, and ``error`` is a consequence of that.
         """
         try:
             if self._is_alone or error is self._heard:

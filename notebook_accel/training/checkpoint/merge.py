@@ -33,7 +33,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of a sharded checkpoint into one file; needs no ranks and no model.
+    """Write the weights of a sharded checkpoint into one file; needs no launch and no model.
 
     Where several ranks are running, all call it: rank 0 writes, and the others wait for it.
 
@@ -79,7 +79,11 @@ def _find_parts(given: Path) -> Path:
 
 
 def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors from the folder of a sharded model; return them by their names."""
+    """Return the tensors in the folder of a sharded model, whole, by the names of the weights.
+
+    Values that are no tensors are left out, and the log names them. The prefix "model." that
+    Accelerate puts before each name is removed.
+    """
     # Imported here: torch's distributed checkpoints take 0.3 s.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

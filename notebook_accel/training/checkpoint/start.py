@@ -2,7 +2,7 @@
 
 The newest checkpoint that can be read is found in two steps, so that a damaged one is mostly
 noticed before anything is loaded from it. First every rank checks the sizes and headers of the
-files (:func:`find_damage`); then all ranks load the first checkpoint that is complete for all.
+files (:func:`find_damage`); then all ranks load the newest checkpoint that looks complete to all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, An
 
     Args:
         start: epoch, batch, step and samples so far.
-        loader: index of the prepared loader whose epochs and batches these are; None without one.
+        loader: index of the prepared loader that ``start`` is about; None if there is no loader.
         steps: number of steps of each optimizer.
     """
     known = {name: value for name, value in asdict(start).items() if name != "folder"}
@@ -111,7 +111,7 @@ def read_random_states(
 def candidates(folder: Path) -> list[Path]:
     """Return all checkpoints that ``resume_or_start`` may load from ``folder``, newest first.
 
-    These are ``folder`` itself, the folders in it, and those in its ``checkpoints``. Newest means
+    They are ``folder`` itself, folders in it, and folders in ``folder/checkpoints``. Newest means
     last written. Among numbered checkpoints side by side, a higher number is newer, whatever the
     clocks of their writers said.
     """
@@ -148,9 +148,9 @@ def _time_of(path: Path) -> float:
 def find_damage(folder: Path) -> str | None:
     """Return a text on what is wrong with a checkpoint's files, or None if they look complete.
 
-    It reads only sizes and headers, so that it is quick. It finds files that are cut off or empty,
-    but neither cut off parts of sharded weights, which loading finds, nor wrong bytes in the middle
-    of a weight.
+    It reads only sizes and headers, so that it is quick. It finds files that are cut off or empty.
+    It does not find wrong bytes in the middle of a weight, nor that a part of sharded weights is
+    cut off; loading finds the latter.
 
     Raises:
         PermissionError: this user may not read the checkpoint.

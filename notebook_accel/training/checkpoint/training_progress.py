@@ -4,11 +4,11 @@ It includes the window: the batches of gradient accumulation between two optimiz
 writes the positions of loaders, for all ranks; every rank writes its own random states::
 
     loader.bin, loader_1.bin, ...   rank 0: the epoch, and the batches given in it
-    random_states_0.pkl, ...        each rank: its random states, the batch of the window, the
+    random_states_0.pkl, ...        each rank: its random states, its place in the window, the
                                     steps, and of each loader the states that are its own
 
-Ranks have to agree on window, steps and positions. So all take these from rank 0's files, if they
-see them.
+Ranks have to agree on window, steps and positions. So every rank that sees rank 0's files takes
+these from there.
 """
 
 from __future__ import annotations
@@ -186,8 +186,9 @@ class TrainingProgress:
         """Restore the position of each prepared loader.
 
         All ranks take the position from rank 0's file: ranks that disagree about it would wait for
-        each other. Each rank takes its own random states, and the state of its dataset if that has
-        a ``state_dict``, from ``own``: for each loader the states that this rank saved.
+        each other. ``own`` has, for each loader, what this rank saved itself: random states, and
+        the state of a dataset that has ``state_dict``. A loader that has no file, or that a loop
+        is iterating, is left where it is.
         """
         for index, (name, loader) in enumerate(self._loader_files()):
             # A checkpoint of Accelerate has none, and one may have been made before this loader.

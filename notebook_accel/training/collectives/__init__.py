@@ -3,7 +3,7 @@
 The functions that communicate are collectives: all ranks of the group call them, with the same
 structure. If there is no process group, each returns its result for a single rank (or for the ranks
 that an ``Exchange`` connects). Tensors may be on any device: they are moved to where the group's
-backend can send them, and the results back.
+backend can send them, and the results are moved back.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def transport_device(device: torch.device, group: dist.ProcessGroup | None = Non
 def gather_ragged(
     tensors: Sequence[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Join tensors of all ranks whose first dimension may differ in size; all ranks call it.
+    """Join the tensors of all ranks, which may differ in their number of rows; all ranks call it.
 
     Args:
         tensors: the same number of tensors on every rank, each with at least one dimension.

@@ -62,13 +62,14 @@ class DataGroup:
     def of_mesh(cls, mesh: DeviceMesh, rank: int, *, makes_group: bool = False) -> DataGroup:
         """Return the data group of a device mesh, from its dimensions whose names begin with "dp".
 
-        Ranks that differ in one of these read different shares; other ranks read the same share.
+        Ranks that differ in one of these dimensions read different shares; ranks that differ only
+        in others read the same share.
 
         Args:
             mesh: the mesh of all ranks.
             rank: this rank.
             makes_group: whether to make the process group, too; all ranks then call this together.
-                Without it, ``process_group`` is None.
+                If False, ``process_group`` is None.
         """
         names = mesh.mesh_dim_names or ()
         data = [dimension for dimension, name in enumerate(names) if name.startswith("dp")]

@@ -28,7 +28,8 @@ class Exchange:
     Attributes:
         rank: number of this rank.
         size: number of ranks.
-        local_rank, local_size: the same on this machine.
+        local_rank: number of this rank among those of its machine.
+        local_size: number of ranks on this machine.
         backend: the value of ``PartialState.backend``; None for a single rank.
     """
 

@@ -43,10 +43,10 @@ def is_namedtuple(data: object) -> bool:
 
 
 def honor_type(obj: Sequence[Any], generator: Iterator[Any]) -> Any:
-    """Return the items of an iterator as a sequence of the type of ``obj``, also a named tuple.
+    """Return the items of an iterator as a sequence of the type of ``obj``.
 
     Args:
-        obj: a sequence of the wanted type.
+        obj: a list, tuple or named tuple of the wanted type.
         generator: the items.
 
     Example:
@@ -72,7 +72,7 @@ def recursively_apply(
         func: called with each leaf for which ``test_type`` returns True.
         data: lists, tuples, named tuples and mappings, in any nesting.
         *args: further arguments of ``func``.
-        test_type: returns whether ``func`` is called with a leaf; by default with tensors.
+        test_type: returns whether ``func`` is called with a leaf; by default, True for tensors.
         error_on_other_type: raise if there are other leaves, rather than keep them unchanged.
         **kwargs: further arguments of ``func``.
 
@@ -166,14 +166,13 @@ def send_to_device(
 ) -> Any:
     """Return the structure with all its tensors on a device.
 
-    An object with a method ``to`` (a tokenizer's batch, a graph) is moved by that. Other objects do
-    not change.
+    An object with a method ``to`` (a tokenizer's batch, a graph) is moved by that method. Other
+    objects do not change.
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors.
         device: the device.
-        non_blocking: do not wait for the copies, as in ``torch.Tensor.to``; it helps with pinned
-            memory.
+        non_blocking: do not wait for copies from pinned memory, as in ``torch.Tensor.to``.
         skip_keys: keys of mappings whose values are not moved.
 
     Example:

@@ -1,7 +1,7 @@
 """Collectives of torch_xla's ranks: of tensors, and of objects as bytes in tensors.
 
 torch_xla compiles a graph for each shape. So bytes, whose length varies, are padded to a power of
-two, and few shapes occur.
+two, so that few shapes occur.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prepared loaders whose data rank 0 alone reads, and sends to the other ranks.
+"""Prepared loaders for which rank 0 alone reads the data; it sends the other ranks their parts.
 
 A *round* is the samples on which all ranks work at the same step::
 
@@ -7,7 +7,7 @@ A *round* is the samples on which all ranks work at the same step::
     others   _follow   receive the header -> allocate a buffer -> receive it -> their part
 
 The header has the structure of every rank's batch, and the values in it that are not tensors. In
-place of each tensor it has a slot: where in the rank's buffer of bytes the tensor lies.
+place of each tensor it has a slot, which tells where in the rank's buffer the tensor lies.
 
 Every rank gets a batch and takes part in the same collectives each round. A pass over the loader
 ends for the other ranks with a header that says that there is no more data, or that reading failed.
@@ -51,9 +51,9 @@ _ALIGNMENT = 16
 class DataLoaderDispatcher(PreparedLoader):
     """A DataLoader that rank 0 alone reads; rank 0 sends each rank its part of the batches.
 
-    ``prepare`` makes one if ``dispatch_batches`` is True, and by default for an iterable dataset
-    whose batches are put on a device. All ranks iterate over it together, and each gets its batches
-    on its own device.
+    ``prepare`` makes a dispatcher if ``dispatch_batches`` is True, and by default for an iterable
+    dataset whose batches are put on a device. All ranks iterate over it together, and each gets its
+    batches on its own device.
 
     Args:
         dataset: the dataset, as for torch's ``DataLoader``. Only rank 0 reads it.
@@ -63,7 +63,7 @@ class DataLoaderDispatcher(PreparedLoader):
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
             restores the state of a dataset that has ``state_dict``.
         _drop_last: as ``drop_last`` of torch's ``DataLoader``.
-        _non_blocking: copy to the device while the loop computes.
+        _non_blocking: copy from pinned memory while the CPU continues.
         slice_fn: cuts the part of one rank out of the batch that rank 0 has read for all, called
             with the batch, a slice, ``process_index`` and ``num_processes``. None takes the rows of
             the slice.
@@ -202,8 +202,8 @@ class _Header(NamedTuple):
     Attributes:
         parts: the batch of each share of the data, with a :class:`_Slot` in place of each tensor.
             None for the batch that rank 0 alone uses.
-        num_bytes: length of the buffer of tensors that each rank then receives; 0 if there are no
-            tensors, and nothing is sent.
+        num_bytes: length of the buffer of tensors that each rank then receives. It is 0 if there
+            are no tensors; no buffer is then sent.
     """
 
     parts: list[RoundBatch | None]
@@ -211,7 +211,7 @@ class _Header(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Where a tensor lies in a rank's buffer (byte ``start`` to ``stop``), its shape and dtype."""
+    """Where a tensor lies in a rank's buffer (bytes ``start:stop``), its shape and dtype."""
 
     start: int
     stop: int
@@ -222,7 +222,7 @@ class _Slot(NamedTuple):
 def _pack(
     divided: list[RoundBatch] | None, index_of_rank: Sequence[int]
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the pickled header of a round, and a buffer with the tensors of each rank's batch.
+    """Return the pickled header of a round, and for each rank a buffer with its batch's tensors.
 
     Args:
         divided: the batches of the round, one for each share of the data; None at the end of the
@@ -231,7 +231,7 @@ def _pack(
 
     Returns:
         The header, and one buffer per rank, all of the same length. The list of buffers is empty if
-        the round has no tensors.
+        the round has no tensors, and at the end of the pass.
     """
     if divided is None:
         return pickle.dumps(None), []

@@ -72,8 +72,8 @@ def prepare_loader(
             empty list nothing is synchronized, and the ranks have to be seeded alike.
         slice_fn: cuts one rank's part out of a batch that rank 0 has read for all; see
             :class:`~notebook_accel.training.data.rounds.RoundDivider`.
-        ordinal: number of loaders that were prepared before this one. It gives each loader an order
-            of its own, unless ``config.data_seed`` is set: all loaders then use that seed.
+        ordinal: number of loaders that were prepared before ``loader``. It gives each loader an
+            order of its own. If ``config.data_seed`` is set, all loaders use that seed instead.
 
     Raises:
         ConfigError: the settings do not fit the loader, or the loader is a stream that
@@ -140,8 +140,8 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     """Replace torch's ``RandomSampler`` in ``draft``, if it has one, by a seedable sampler.
 
     ``draft`` is the copy of the user's loader that is being prepared. With ``data_seed=None`` the
-    seed is that of the replaced sampler's generator or, if it has none, of torch's global random
-    numbers.
+    seed is that of the replaced sampler's generator or, if that sampler has none, of torch's global
+    random numbers.
     """
     inner = getattr(batch_sampler_of(draft), "sampler", draft.sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
@@ -189,7 +189,7 @@ def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
     """Return the random generator of a prepared loader for which the user gave none.
 
     Its seed is ``data_seed``, or else a hash of ``ordinal`` and the state of torch's global random
-    numbers. No number is drawn from the latter, so preparing a loader does not change them.
+    numbers. No global random number is drawn, so preparing a loader does not change their state.
     """
     if data_seed is None:
         state = torch.get_rng_state().numpy().tobytes()
@@ -201,7 +201,7 @@ def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
 def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:
     """Return the generator from which the order of samples is drawn; None if there is none.
 
-    A sampler whose ``generator`` is None is given ``private``.
+    If the sampler's ``generator`` attribute is None, it is set to ``private``.
     """
     if isinstance(draft.dataset, IterableDataset):
         found = getattr(draft.dataset, "generator", None)
@@ -279,7 +279,7 @@ def _share_iterable(
 
 
 def _divides_itself(dataset: Any, num_processes: int, *, evenly: bool) -> bool:
-    """Return whether each rank can read some shards (files, say) of an iterable dataset.
+    """Return whether an iterable dataset can give each rank some of its shards (files, say).
 
     The dataset needs a method ``shard``, as Hugging Face's datasets have, and at least one shard
     for each rank. With ``evenly``, each rank must get the same number of shards.
@@ -318,10 +318,13 @@ def prepare_data_loader(
 ) -> DataLoader[Any]:
     """Return a loader that gives one rank's part of the batches of ``dataloader``.
 
+    A loader that is prepared already is returned unchanged.
+
     Args:
         dataloader: the user's loader, made alike on every rank.
         device: where batches are put if ``put_on_device`` is set; None means this rank's device.
-        num_processes: number of ranks; None takes the number that are running.
+        num_processes: number of ranks; None means all that are running. Not used if
+            ``torch_device_mesh`` is given.
         process_index: the rank whose part is returned; None means this rank.
         split_batches: True: divide each batch of the loader over the ranks. False: each rank gets
             whole batches.
@@ -337,8 +340,8 @@ def prepare_data_loader(
             called with the batch, a slice, ``process_index`` and ``num_processes``. None takes the
             rows of the slice.
         use_seedable_sampler: draw an order of samples that depends on the seed and the epoch alone.
-        data_seed: seed of the order of samples, seedable or not; None takes one from rank 0's
-            random numbers.
+        data_seed: seed of the order of samples, with or without ``use_seedable_sampler``; None
+            takes one from rank 0's random numbers.
         non_blocking: copy from pinned memory while the CPU continues.
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
             restores the state of a dataset that has ``state_dict``.

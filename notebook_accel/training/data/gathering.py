@@ -1,9 +1,9 @@
 """Gather the results of a batch from all ranks, without the results of repeated samples.
 
-Samples are repeated to fill up the last batches of a pass over a loader. In that last round (step
-of all ranks), and wherever ranks have batches of different sizes, each rank first cuts the rows of
-repeated samples off its own results (``ShortRound`` tells how many). The remaining rows are joined,
-however many each rank has. In all other rounds the results are joined unchanged.
+Samples are repeated to fill up the last round (step of all ranks) of a pass over a loader. In that
+round, and wherever ranks have batches of different sizes, each rank first cuts the rows of repeated
+samples off its own results (``ShortRound`` tells how many). The remaining rows are joined, however
+many each rank has. In all other rounds the results are joined unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def gather_for_metrics(
 
     Returns:
         The same structure, with tensors of shape ``(num_samples, ...)`` and lists of
-        ``num_samples`` items, where ``num_samples`` is the number of samples of all ranks.
+        ``num_samples`` items, where ``num_samples`` is the number of different samples that all
+        ranks have at this step.
     """
     position = active_loaders().position
     if compares(group):
@@ -73,9 +74,9 @@ def _gather(data: Any, position: Position, group: dist.ProcessGroup | None) -> A
     """Gather tensors as tensors and everything else as objects, both without repeated samples.
 
     Dictionaries, tuples and lists of tensors keep their structure; lists of other objects are
-    joined over the ranks. All ranks must call the same collectives, and an empty list does not show
-    what it holds on other ranks (boxes found in an image, say): it is gathered as objects. So a
-    list that may be empty on some rank must not hold tensors.
+    joined over the ranks. All ranks must call the same collectives. A list that is empty on this
+    rank does not show what it holds on other ranks (boxes found in an image, say), so it is
+    gathered as objects. Therefore a list that may be empty on some rank must not hold tensors.
     """
     found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
     are_tensors = bool(found) and all(found)

@@ -1,11 +1,12 @@
 """Which samples of a stream (an iterable dataset) each rank gets, if every rank reads all of it.
 
-The stream is divided into rounds, as ``samplers`` divides an order of indices: a round is the
-samples on which all ranks work at the same step. Each rank takes its own part of each round and
-drops the rest. A stream has no indices, so the dropped samples have to be read, too.
+The stream is divided into rounds: a round is the samples on which all ranks work at the same step.
+Each rank takes its own part of each round and drops the rest. A stream has no indices, so the
+dropped samples have to be read, too.
 
-The stream may run in a worker process of the loader, which sends nothing but samples. So the sample
-counts of an incomplete last round travel with the samples of that round::
+If the last round is incomplete, the loader needs its sample counts (``ShortRound``): the number of
+its samples, of those in this rank's batch, and of those there that are not repeated. The stream may
+run in a worker process, which sends nothing but samples. So the counts travel with the samples::
 
     IterableDatasetShard: sample -> (sample, ShortRound)
       -> ShortRoundCollate: samples -> RoundBatch(batch, ShortRound)
@@ -35,7 +36,7 @@ __all__ = ["IterableDatasetShard", "ShortRoundCollate"]
 
 
 class _ShortRoundSample(NamedTuple):
-    """A sample of an incomplete last round, with the sample counts of that round for the loader."""
+    """A sample of an incomplete last round, with the sample counts of that round."""
 
     sample: Any
     short_round: ShortRound
@@ -65,7 +66,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     Below, a round is the samples on which all ranks work at the same step.
 
     Args:
-        dataset: gives the same samples in the same order on every rank.
+        dataset: the stream, which gives the same samples in the same order on every rank.
         batch_size: batch size of the loader; None if each item of the dataset is a whole batch.
         drop_last: leave out the last round if it lacks samples.
         num_processes: number of ranks.
@@ -128,7 +129,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def remainder(self) -> int:
         """Number of samples of all ranks in an incomplete last round, repeated ones not counted.
 
-        It is 0 if the last round is full, and -1 if the number is unknown or with ``drop_last``.
+        It is 0 if the last round is full, and -1 with ``drop_last`` or if the number is unknown.
         """
         # A stream that makes its batches itself counts batches, of whatever size.
         is_unknown = self.drop_last or self.batch_size is None

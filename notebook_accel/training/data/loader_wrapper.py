@@ -1,10 +1,10 @@
 """Loaders that keep another loader inside, and how copies of a loader are made.
 
 The loader inside is either of the user's own class, whose overrides stay in effect, or torchdata's
-``StatefulDataLoader``. The latter matters to datasets that have ``state_dict`` and
-``load_state_dict`` (a stream over many files, say). To resume in the middle of an epoch, a prepared
-loader usually reads the earlier samples again and drops them. torchdata instead collects the
-dataset's state, from worker processes too, and continues from it.
+``StatefulDataLoader``. torchdata's is for datasets that have ``state_dict`` and
+``load_state_dict`` (a stream over many files, say). To resume a stream in the middle of an epoch,
+a prepared loader usually reads the earlier samples again and drops them. torchdata instead collects
+the dataset's state, from worker processes too, and continues from it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["LoaderWrapper", "as_stateful", "copied", "new_loader"]
 
 
 class LoaderWrapper(DataLoader[Any]):
-    """A DataLoader that reads from another one inside, ``base_dataloader``.
+    """A DataLoader that reads from another DataLoader inside, ``base_dataloader``.
 
-    Attributes that it lacks are looked up in the loader inside. It is the base class of prepared
-    loaders and of ``SkipDataLoader``.
+    Attributes that the wrapper lacks are looked up in the loader inside. This is the base class of
+    prepared loaders and of ``SkipDataLoader``.
     """
 
     base_dataloader: DataLoader[Any]
@@ -40,7 +40,7 @@ class LoaderWrapper(DataLoader[Any]):
     def use_stateful_dataloader(self) -> bool:
         """Whether the loader inside is torchdata's ``StatefulDataLoader``.
 
-        The name of its class tells, so that torchdata need not be imported.
+        Only the names of its classes are compared, so that torchdata need not be imported.
         """
         kinds = type(self.base_dataloader).__mro__
         return any(kind.__name__ == "StatefulDataLoader" for kind in kinds)

@@ -11,7 +11,7 @@ runs it. From the samples to the loop::
       -> the loop
 
 Reading one batch ahead of the loop tells, while the loop has the last batch, that it is the last
-(``Position``). Whatever can be decided once per pass (run over the loader) is decided as the pass
+(``Position``). Whatever can be decided once per pass (run over the loader) is decided when a pass
 begins, so that a batch costs only a few attribute reads more than with torch's own loader.
 
 How an epoch is resumed in its middle (batches are counted from 0)::
@@ -120,9 +120,9 @@ class LoaderOptions:
 class PreparedLoader(LoaderWrapper):
     """Base class of the loaders that ``prepare`` makes around the user's loaders.
 
-    It gives this rank's batches on its device, and saves and restores its place in the epoch.
-    ``DataLoaderShard`` lets each rank read its own samples; ``DataLoaderDispatcher`` lets rank 0
-    read for all.
+    A prepared loader gives this rank's batches on the rank's device, and can save and restore its
+    place in the epoch. ``DataLoaderShard`` lets each rank read its own samples;
+    ``DataLoaderDispatcher`` lets rank 0 read for all.
     """
 
     # What a launch tells a user who passes it one of these as an argument
@@ -143,8 +143,8 @@ class PreparedLoader(LoaderWrapper):
     ) -> None:
         """Initialise this loader from arguments like those of torch's ``DataLoader``.
 
-        The constructors of the subclasses call it, for code that makes a loader itself. ``prepare``
-        uses :meth:`around` instead.
+        The constructors of the subclasses call it, for code that makes a prepared loader by hand.
+        ``prepare`` uses :meth:`around` instead.
 
         Args:
             dataset: the dataset, as for torch's ``DataLoader``.
@@ -180,7 +180,7 @@ class PreparedLoader(LoaderWrapper):
     def skipping(self, num_batches: int) -> PreparedLoader:
         """Return a loader like this one that leaves out the first ``num_batches`` of each epoch.
 
-        The two share their epoch and their place in it.
+        Both loaders share one epoch number and one place in the epoch.
         """
         new = type(self).__new__(type(self))
         vars(new).update(vars(self), _options=replace(self._options, skip_batches=num_batches))
@@ -210,7 +210,7 @@ class PreparedLoader(LoaderWrapper):
     def rng_types(self) -> tuple[str, ...]:
         """Names of the random states that every rank takes from rank 0 when an epoch begins.
 
-        If there are any, :attr:`synchronized_generator` is taken from rank 0 too.
+        If there are any, the state of :attr:`synchronized_generator` is taken from rank 0 too.
         """
         return self._options.rng_types
 
@@ -226,7 +226,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Number of samples that all ranks together get per step; None if unknown."""
+        """Number of samples that all ranks together get in a full step; None if unknown."""
         size = self.given_batch_size
         if size is None or self._options.split_batches:
             return size
@@ -234,7 +234,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def own_batch_size(self) -> int | None:
-        """Number of samples that this rank gets per step; None if unknown."""
+        """Number of samples that this rank gets in a full step; None if unknown."""
         size = self.total_batch_size
         return None if size is None else size // self._options.data_group.size
 
@@ -246,13 +246,13 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples in the dataset that this loader reads."""
+        """Number of samples in the whole dataset, before it is divided among the ranks."""
         dataset: Any = self.dataset
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     @property
     def gradient_state(self) -> GradientState:
-        """The ``GradientState`` of the Accelerator that prepared this loader."""
+        """The ``GradientState`` of the Accelerator that prepared this loader, or of the newest."""
         # Imported here: the state asks which loader is read.
         from notebook_accel.training.stepping.gradient_state import GradientState
 
@@ -263,7 +263,7 @@ class PreparedLoader(LoaderWrapper):
         self._accumulation = accumulation
 
     def get_sampler(self) -> Any:
-        """Return the sampler inside the batch sampler, of single indices; None if it has none."""
+        """Return the sampler of single indices in the batch sampler; None if there is none."""
         return get_sampler(self)
 
     @property
@@ -311,8 +311,8 @@ class PreparedLoader(LoaderWrapper):
     def _shard(self) -> Any:
         """The part of this loader that may divide the samples among the ranks.
 
-        It is the dataset if that is an :class:`IterableDatasetShard`, otherwise the sampler, which
-        may be one that divides nothing.
+        It is the dataset if that is an :class:`IterableDatasetShard`, otherwise the sampler, even
+        if that divides nothing.
         """
         is_ours = isinstance(self.dataset, IterableDatasetShard)  # a user's own knows nothing of it
         return self.dataset if is_ours else self._index.sampler
@@ -341,7 +341,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _marks_last_round(self) -> bool:
-        """Whether :meth:`_read` may yield a :class:`RoundBatch`: a batch with its sample counts."""
+        """Whether :meth:`_read` may yield a :class:`RoundBatch`, which has sample counts too."""
         return isinstance(self.collate_fn, ShortRoundCollate)
 
     # One pass.
@@ -457,7 +457,7 @@ class PreparedLoader(LoaderWrapper):
         """Return the batches of this rank from ``position`` on, as the dataset made them.
 
         ``at_start``, if given, is called in a resumed epoch right before its first new batch is
-        read: it sets the random states. A dataset that is resumed by its own state needs no call.
+        read, to set the random states. It is not called if the dataset restores its own state.
         """
         return self._read_from(position, position.num_given, at_start)
 
@@ -475,8 +475,8 @@ class PreparedLoader(LoaderWrapper):
             start: number of the first batch to read. It differs from ``position.num_given`` where
                 rank 0 reads the batches of all ranks.
             at_start: called right before batch ``start`` is read, to set the random states; None
-                for nothing. Not called at the start of an epoch, nor where a dataset with a saved
-                state goes on from that.
+                calls nothing. Not called if ``start`` is 0, nor if the dataset continues from a
+                saved state.
             keeps_first: yield the first batch of the epoch too, ahead of batch ``start``, because
                 its samples are to fill up the last round.
         """
@@ -499,12 +499,13 @@ class PreparedLoader(LoaderWrapper):
     def _note_reader_states(
         self, reader: Iterator[Any], position: Position, start: int, keeps_first: bool
     ) -> Iterator[Any]:
-        """Yield the batches of ``reader``, and keep the dataset's states after the newest of them.
+        """Yield the batches of ``reader``, and store the dataset's state after each of them.
 
-        The states go into ``position.reader_states``. Several are kept because the loader reads
-        ahead: a checkpoint needs the state after the batch that the loop has. ``start`` is the
-        number of batches of the epoch that come before the first batch of ``reader``.
-        With ``keeps_first``, the first batch of the epoch comes ahead of that one, without a state.
+        The newest states are kept in ``position.reader_states``, by the number of batches read.
+        Several are kept because the loader reads ahead: a checkpoint needs the state after the
+        batch that the loop has. ``start`` is the number of batches that the epoch has had before.
+        With ``keeps_first``, ``reader`` begins with the first batch of the epoch, for which no
+        state is stored.
         """
         base: Any = self.base_dataloader
         if keeps_first:
@@ -517,7 +518,7 @@ class PreparedLoader(LoaderWrapper):
     def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
         """Return the function through which each batch goes right before the loop gets it.
 
-        It moves the batch to the device and notes the sample counts of its round in ``position``.
+        It moves the batch to the device and stores the sample counts of its round in ``position``.
         None if batches stay where they are and come without sample counts.
         """
         device, non_blocking = self._options.device, self._options.non_blocking
@@ -543,7 +544,7 @@ class PreparedLoader(LoaderWrapper):
         return receive
 
     def _reach_end(self, position: Position) -> None:
-        """Note in ``position`` that no batch follows, and the sample counts of the last round.
+        """Store in ``position`` that no batch follows, and the sample counts of the last round.
 
         It also sets the number of the next epoch. It is called before the loop gets the last batch.
         """
@@ -612,8 +613,8 @@ class PreparedLoader(LoaderWrapper):
 
         The state has the number of the epoch, the random states at its start, and the number of
         batches given so far. While the loop has the last batch, the state is that of the start of
-        the next epoch; after a ``break``, of the start of the same epoch; after a stop of the run,
-        of the batch at which the run stopped.
+        the next epoch. After a ``break`` it is that of the start of the same epoch, and after a
+        stop of the run that of the batch at which the run stopped.
         """
         return self._state(at_step=False)
 
@@ -704,15 +705,15 @@ class PreparedLoader(LoaderWrapper):
         return epoch, given, epoch * an_epoch + min(given * size, an_epoch)
 
     def is_part_of(self, other: PreparedLoader) -> bool:
-        """Return whether ``other`` is this loader, with or without ``skip_first_batches``."""
+        """Return whether ``other`` is the same loader, apart from ``skip_first_batches``."""
         return self._progress is other._progress
 
     def _skips_complete_epoch(self) -> bool:
         """Return whether this pass must give no batch, since its epoch was complete when saved.
 
         A script that counts batches itself skips all batches of an epoch if the state was saved at
-        the last of them. But that state is the start of the next epoch, and so it is left to the
-        next pass. If ranks may have different numbers of batches, all ranks call this together.
+        the last of them. That state is the start of the next epoch, so the next pass has to use
+        it. If ranks may have different numbers of batches, all ranks call this together.
         """
         restored = self._progress.restored
         if restored is None or restored["given"] or not self.skip_batches:
@@ -728,8 +729,8 @@ class PreparedLoader(LoaderWrapper):
         """Set the generators to the state that ``load_state_dict`` has loaded, if there is one.
 
         Returns:
-            The number of the batch to begin with (from 0), and the loaded state, whose other parts
-            this pass uses; an empty state if none was loaded.
+            The number of the batch to begin with (from 0), and the loaded state, for its parts
+            other than generators; an empty state if none was loaded.
         """
         restored, self._progress.restored = self._progress.restored, None
         if restored is None:
@@ -758,8 +759,8 @@ class PreparedLoader(LoaderWrapper):
 class DataLoaderShard(PreparedLoader):
     """A prepared loader from which each rank reads its own batches.
 
-    ``prepare`` makes it from a ``DataLoader``. One that you make by hand divides nothing: each rank
-    gets all samples that its samplers give.
+    ``prepare`` makes it from a ``DataLoader``. If you make it by hand, it divides nothing: each
+    rank gets all samples that its samplers give.
 
     Args:
         dataset: the dataset, as for torch's ``DataLoader``.

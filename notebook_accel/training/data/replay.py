@@ -15,13 +15,13 @@ draws (in an augmentation, say) are those that the interrupted pass would have d
                                ^                    batch 2 is read already: `before_read` has the
                                                     states before that read
 
-    resumed  [states of the save]   back to `before_read`: read 2   forth again   read 3   step 2
+    resumed  set `before_read`   read 2   set the states of the save   read 3   step 2
 
 Keeping the states costs more than reading a small tensor. After two reads in a row that drew no
-random numbers, they are not kept for the rest of the pass.
+random numbers, the states are not kept for the rest of the pass.
 
-``Position.begin`` has the states as the pass began, from which a sampler without a generator of its
-own draws its order.
+``Position.begin`` has the states at the start of the pass, from which a sampler without a
+generator of its own draws its order.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class IndexSource:
         sampler: the wrapped sampler (of batches or of single indices).
         start: number of the batch to begin with.
         keeps_first: yield the first batch of the epoch too, ahead of batch ``start``.
-        at_start: called right before batch ``start`` is taken from the sampler, unless ``start`` is
-            0.
+        at_start: called right before batch ``start`` is taken from the sampler; not called if
+            ``start`` is 0.
         seed: base of the seeds that worker processes set before each batch; None leaves their
             random numbers alone.
     """
@@ -104,8 +104,8 @@ def skip(
         batches: the batches of an epoch, from its start.
         number: how many are left out.
         keeps_first: yield the very first batch all the same.
-        at_start: called after the skipped batches were taken, right before the next one is; not if
-            ``number`` is 0.
+        at_start: called after the skipped batches were taken, right before the next batch is
+            taken; not called if ``number`` is 0.
     """
     for position, batch in enumerate(itertools.islice(batches, number)):
         if keeps_first and not position:
@@ -149,13 +149,13 @@ def replayed(
     *,
     reads_here: bool,
 ) -> Iterator[Any]:
-    """Return the batches of a pass; a resumed pass reads them with the same random numbers again.
+    """Return the batches of a pass; in a resumed pass, restore the random numbers for reading.
 
     Args:
         make: returns the iterator over the batches. Its argument is a function to call before the
             first batch is read (``at_start`` of :class:`IndexSource`), or None.
         position: the state of the pass; the random states are kept in it.
-        restored: the random states of the pass that is resumed: "begin" as that pass began, "ahead"
+        restored: the random states of the interrupted pass: "begin" from its start, "ahead" from
             before its newest read (``Position.before_read``). None for a pass that begins anew.
         reads_here: whether samples are read in this process, rather than in worker processes.
     """
@@ -185,7 +185,7 @@ def replayed(
 def _first_reads(
     source: Iterator[Any], position: Position, again: Mapping[str, Any] | None
 ) -> Iterator[Any]:
-    """Yield the first batches of a pass, and keep the random states before each read.
+    """Yield the first batches of a pass, and store the random states before each read.
 
     The iterator ends after two reads in a row that drew no random numbers; the caller then takes
     the remaining batches from ``source`` itself.

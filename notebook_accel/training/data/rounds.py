@@ -3,8 +3,8 @@
 A *round* is what all ranks work on at the same step: one batch per rank, or with ``split_batches``
 one batch for all of them. With 2 ranks, 10 samples and batches of 3::
 
-    rank 0 reads   [0 1 2] [3 4 5]      as many as ranks, of one size: each goes whole to its rank
-                   [6 7 8] [9]          else joined, and divided evenly:  [6 7]  [8 9]
+    rank 0 reads   [0 1 2] [3 4 5]      a batch for each rank, all of one size: they stay whole
+                   [6 7 8] [9]          otherwise: joined, and divided evenly:  [6 7]  [8 9]
 
 If the samples do not divide evenly, samples from the first batch of the pass (run over the loader)
 fill up the last parts. Two kinds of batches stay whole: those that cannot be joined (padded to
@@ -208,7 +208,7 @@ def _is_column(value: Any) -> bool:
 
 
 def slice_rows(batch: Any, start: int, stop: int) -> Any:
-    """Return rows ``start`` to ``stop`` of a batch; values without rows are kept as they are."""
+    """Return the rows ``start:stop`` of a batch; values without rows are kept as they are."""
     rows = count_rows(batch)
 
     def cut(value: Any) -> Any:

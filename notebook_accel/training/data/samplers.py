@@ -14,8 +14,8 @@ and ``gather_for_metrics`` cuts their results off the end of what a rank compute
 :class:`ShortRound` tells it how many.
 
 Ranks do not tell each other what they read: the division relies on all of them running through the
-same order. Prepared loaders therefore give all ranks the same random state as a pass (run over the
-loader) begins. Ranks that hold one model together (tensor parallelism, pipelines) read the same
+same order. Prepared loaders therefore give all ranks the same random state when a pass (run over
+the loader) begins. Ranks that hold one model together (tensor parallelism, pipelines) read the same
 samples; they count as one rank in ``num_processes`` and ``process_index`` here.
 
 The batches of torch's own ``BatchSampler`` are nothing but its samples in groups, so a round is
@@ -128,8 +128,8 @@ class BatchSamplerShard(BatchSampler):
         process_index: this rank.
         split_batches: True: divide each batch over the ranks. False: give whole batches to the
             ranks in turn.
-        even_batches: fill up the last round (the samples of all ranks at one step) with samples
-            from the start of the order.
+        even_batches: fill up the last round (the samples of all ranks at one step) from the start
+            of the order.
 
     Raises:
         ConfigError: ``split_batches`` is set with a batch size that is not a multiple of
@@ -211,7 +211,7 @@ class BatchSamplerShard(BatchSampler):
     def remainder(self) -> int:
         """Number of samples of all ranks in an incomplete last round, repeated ones not counted.
 
-        It is 0 if the last round is full, and -1 if the number is unknown or with ``drop_last``.
+        It is 0 if the last round is full, and -1 with ``drop_last`` or if the number is unknown.
         """
         if self.drop_last or not self._shares_samples or length_or_none(self.sampler) is None:
             return -1
@@ -315,10 +315,10 @@ def _num_left_out(batch_sampler: Any) -> int:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """Return ``len(sized)``, or None if that has no length or cannot tell it.
+    """Return ``len(sized)``, or None if ``sized`` has no length or does not know it.
 
-    A ``__len__`` may exist and not work: that of torch's ``ChainDataset``, which adding two streams
-    gives, raises a TypeError, and users' streams raise NotImplementedError in theirs.
+    A ``__len__`` may exist and raise: a TypeError in torch's ``ChainDataset`` (the sum of two
+    streams), or a NotImplementedError in a user's stream.
     """
     try:
         return len(sized)

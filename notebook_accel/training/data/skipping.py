@@ -17,12 +17,12 @@ __all__ = ["SkipDataLoader", "skip_first_batches"]
 
 
 class SkipDataLoader(LoaderWrapper):
-    """A DataLoader (not prepared) over an iterable dataset, without its first batches.
+    """A DataLoader (not prepared) over a stream, without the first batches of each epoch.
 
     :func:`skip_first_batches` makes it. The skipped batches are read and dropped.
 
     Args:
-        dataset: the dataset, as for torch's ``DataLoader``.
+        dataset: the stream (iterable dataset), as for torch's ``DataLoader``.
         skip_batches: number of batches that are left out at the start of each epoch.
         use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside, which saves and
             restores the state of a dataset that has ``state_dict``.

@@ -7,9 +7,9 @@ the new folder is first moved into the old one, as its *update*::
     bring the entries of the old one up to date, by hard links; remove the update
 
 Invariant: at every instant :func:`complete_version` is one of the two complete folders. The old
-folder stays in its place, with the user's own entries: a process whose current directory it is,
-such as the notebook's kernel, keeps that. The two folders are not swapped, because many shared
-disks cannot do that, and because the new one would need a link to each of the user's entries.
+folder stays in its place, with the user's own entries, because it may be the current directory of
+a process, such as the notebook's kernel. The two folders are not swapped, because many shared disks
+cannot do that, and because the new one would need a link to each of the user's entries.
 
 Several processes may save side by side. Each holds a lock on the folder that it writes, which ends
 with the process. The lock tells the folders of dead writers, which are removed, from those of
@@ -55,7 +55,7 @@ _CANNOT_WRITE = re.compile(r"inline_container\.cc|PytorchStreamWriter|os error (
 
 @contextmanager
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a path beside ``path``; the file written there replaces ``path`` as the block ends.
+    """Yield a new path; the file written to it replaces ``path`` at the end of the block.
 
     If the block raises, ``path`` stays as it was. So ``path`` is a complete file or none at all.
     """
@@ -71,7 +71,7 @@ def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Run a block that writes files; if the disk is full, raise an error that says that.
+    """Run a block that writes files; if the disk is full, raise an error that says so.
 
     torch and safetensors report a full disk with messages that do not mention it.
 
@@ -79,7 +79,7 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
         folder: the folder that the files are for, for the message.
 
     Raises:
-        NotebookAccelError: in place of an error of the block that means that the disk is full.
+        NotebookAccelError: the block raised an error that means that the disk is full.
     """
     try:
         yield
@@ -95,19 +95,20 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 def staging_path(final: Path) -> Path:
-    """Return a new, unused path beside ``final``, on the same disk, so that it can be renamed."""
+    """Return an unused path beside ``final``, on the same disk, to be renamed to ``final``."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
 
 
 class StagedFolder:
-    """A temporary folder to write in, which is then published at its final path.
+    """A temporary folder to write in; :meth:`publish` moves it to its final path.
 
-    No other process removes it while this one lives.
+    No other process removes the folder while the process that made it lives.
 
     Args:
-        parent: the folder in which it is made. Remains of dead writers there are removed.
-        pattern: regular expression of final names. Only the remains of folders with such a name are
-            removed, and only such names are passed to ``choose``.
+        parent: the folder in which it is made. Making it removes temporary folders in ``parent``
+            that dead processes left behind.
+        pattern: regular expression of final names. Temporary folders with other final names are not
+            removed, and other names are not passed to ``choose``.
         choose: returns the final name, given the names that other processes are writing. While it
             runs, no other process chooses a name in ``parent``.
 
@@ -130,15 +131,16 @@ class StagedFolder:
 
     @classmethod
     def of(cls, final: Path) -> StagedFolder:
-        """Return a staged folder for the final path ``final``."""
+        """Return a new staged folder whose final path is ``final``."""
         return cls(final.parent, re.escape(final.name), lambda _: final.name)
 
     def publish(self, *, is_ours: Callable[[str], bool]) -> None:
         """Move the staged folder to its final path; a folder that exists there is updated.
 
         Args:
-            is_ours: returns whether an entry of this name in the old folder belongs to the old
-                checkpoint, and is removed with it. All other entries stay.
+            is_ours: called with the name of an entry of the existing folder; returns whether the
+                entry belongs to the old checkpoint. Such entries are removed or replaced. Others
+                are replaced if the new folder has their name, and otherwise stay.
         """
         final = self.final.resolve()
         with _locked(final.parent):
@@ -216,9 +218,10 @@ def complete_version(folder: Path) -> Path:
 
 
 def _finish_update(final: Path) -> None:
-    """Bring the entries of ``final`` to those of its update, if it has one; then remove the update.
+    """Bring ``final`` up to date from the update in it, if it has one; then remove the update.
 
-    It may be killed and begun anew at any step: the update stays unchanged until all is done.
+    The process may die at any step; a later call then begins anew, because the update stays
+    unchanged until all is done.
     """
     update = final / _UPDATE
     if update.is_symlink():

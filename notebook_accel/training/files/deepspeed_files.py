@@ -1,10 +1,10 @@
 """The files that DeepSpeed writes into a checkpoint, and how to read weights from them.
 
-Trainings that do not use DeepSpeed can read the weights, but not the optimizer's states. Each rank
-writes its parts of both::
+A training without DeepSpeed can read the weights, but not the optimizer's states. Each rank writes
+its parts of both::
 
     pytorch_model/   *_model_states.pt, *_optim_states.pt   DeepSpeed's own, by rank
-    latest           the name of that folder
+    latest           holds the name "pytorch_model"
     zero_to_fp32.py  joins the weights, without this package
 
 DeepSpeed unpickles its files, which can run any code. So the files are checked first.

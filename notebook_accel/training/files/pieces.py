@@ -3,10 +3,10 @@
 ::
 
     collect      a piece's state, as it is now            in the loop, between two steps
-    copy         later steps cannot change it             only where training goes on meanwhile
+    copy         so that later steps cannot change it     only for a save in the background
     prepare      what ranks agree on, by collectives      in the loop
     write        this rank's file, no collective          in the loop, or in the background
-    complete     what rank 0 adds once all have written   wherever it is written
+    complete     what rank 0 adds once all have written   in the loop, or in the background
 
 A save that the training loop waits for collects and writes one piece after the other, so that
 memory holds only one of them at a time beside the training's own state.
@@ -47,7 +47,7 @@ class Piece:
         """Agree with the other ranks on what each of them writes; all ranks call it together."""
 
     def write(self, folder: Path) -> Any:
-        """Write the piece; return facts for ``complete`` on rank 0, as values that JSON has."""
+        """Write the piece; return what ``complete`` needs of it on rank 0, as values for JSON."""
         self.into(self.state, folder)
 
     def complete(self, results: Sequence[Any]) -> None:

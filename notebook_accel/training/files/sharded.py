@@ -8,9 +8,9 @@ There is a folder for each model and each optimizer::
                             groups.bin                                   what is no tensor
 
 Tensors are found by the names of the weights. So the ranks that read may differ in number and
-device mesh from those that wrote; a single process can read them, too. DCP would pickle other
-values (learning rates, say). These are kept in a file beside the tensors instead, which is read
-without trusting it.
+device mesh from those that wrote; a single process can read them, too. DCP would pickle values
+that are no tensors (learning rates, say). So these are kept in a file of their own beside the
+tensors, which is read without trusting it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ShardedPiece(Piece):
 def _as_plain(written: WriteResult) -> dict[str, Any]:
     """Return where a part was written, as plain values.
 
-    Ranks send it to rank 0 by a store that others can write to, so it must not be a pickle.
+    Ranks send it to rank 0 by a store that other users can write to, so it must not be a pickle.
     """
     index, stored = written.index, vars(written.storage_data)
     return {**vars(index), "size": written.size_in_bytes, "stored": stored}
@@ -298,10 +298,9 @@ def _room_for(
 ) -> torch.Tensor:
     """Return a tensor to read an entry of ``weight``'s optimizer state into.
 
-    If the entry has the weight's shape, the tensor is divided over the ranks like the weight. Other
-    entries, such as counts of steps, stay on the host, where optimizers make them. With
-    ``on_device`` they are on the weight's device: fused optimizers count there, and would take an
-    address of host memory for one of the device.
+    If the entry has the weight's shape, the tensor is sharded like the weight. Other entries, such
+    as counts of steps, are on the host, where most optimizers keep them. With ``on_device`` they
+    are on the weight's device, because fused optimizers count there.
     """
     dtype = stored.properties.dtype
     if stored.size == weight.shape:
@@ -350,7 +349,7 @@ def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> None:
-    """Fill the tensors of ``state`` in place from the sharded checkpoint in ``path``.
+    """Fill the tensors of ``state`` in place from the sharded tensors in the folder ``path``.
 
     Args:
         state: tensors by their names in the checkpoint; sharded ones are filled with this rank's

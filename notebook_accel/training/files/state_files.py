@@ -1,10 +1,11 @@
 """Write and read states as torch files, without trusting the files that are read.
 
-All files of a checkpoint but safetensors are such files. A pickle may name any function and have it
-called. What is read here may name only functions and classes that are known to do no harm: those
-that torch itself allows, the common types of Python and numpy, and enums, named tuples and plain
-dataclasses of modules that the program has imported already. A state that needs any other name is
-refused when it is written, since then it can still be changed, and not weeks later when it is read.
+All files of a checkpoint are such files, except safetensors, the parts of sharded tensors, and what
+DeepSpeed writes. A pickle may name any function and have it called. What is read here may name only
+functions and classes that are known to do no harm: those that torch itself allows, the common types
+of Python and numpy, and enums, named tuples and plain dataclasses of modules that the program has
+imported already. A state that needs any other name is refused when it is written, because it can
+still be changed then.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
     Raises:
         NotebookAccelError: the file is empty or broken, or names something that is not known to be
             safe.
-        FileNotFoundError, PermissionError, MemoryError: they do not mean that the file is damaged.
+        FileNotFoundError, PermissionError, MemoryError: as raised by Python; they do not mean that
+            the file is damaged.
     """
     try:
         with path.open("rb") as file:

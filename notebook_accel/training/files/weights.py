@@ -155,7 +155,7 @@ def save_object(obj: Any, target: Any, *, safe: bool) -> None:
 def save_model(
     state: Mapping[str, Any], folder: Path, max_shard_size: float | str, *, safe: bool
 ) -> None:
-    """Write a model's weights into a folder, in place of model weights that it may have.
+    """Write a model's weights into a folder; model weights that it has already are replaced.
 
     Args:
         state: the weights by name.
@@ -277,7 +277,7 @@ def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
 def save(
     obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write an object to a file on rank 0; all ranks may call it, and the others do nothing.
+    """Write an object to a file, by default on rank 0 alone; on other ranks this does nothing.
 
     A file at a path is complete or not there.
 
@@ -312,7 +312,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     Raises:
         NotebookAccelError: the file is empty or broken, or names a type that is not known to be
-            safe.
+            safe. For an open file, torch's own errors are raised instead.
 
     Example:
         >>> import os, tempfile, torch

@@ -1,7 +1,7 @@
 """Names that notebook cells on the ranks can use without defining them.
 
 They are ``rank``, ``world_size``, ``device`` and ``accelerator``. Each value is made when it is
-read. ``accelerator`` is read only for cells that use this name, as an ``Accelerator`` makes a
+read. ``accelerator`` is read only for cells that use this name, since an ``Accelerator`` makes a
 process group.
 """
 

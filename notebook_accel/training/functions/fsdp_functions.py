@@ -62,7 +62,7 @@ def save_fsdp_model(
 
     Args:
         fsdp_plugin: its ``state_dict_type`` says whether rank 0 writes whole weights, or each rank
-            its shards.
+            writes its shards.
         accelerator: the ``Accelerator`` that prepared the model.
         model: the prepared model.
         output_dir: the folder, which is created if it does not exist.
@@ -148,7 +148,7 @@ def save_fsdp_optimizer(
 
     Args:
         fsdp_plugin: its ``state_dict_type`` says whether rank 0 writes the whole state, or each
-            rank its shards.
+            rank writes its shards.
         accelerator: the ``Accelerator`` that prepared the optimizer.
         optimizer: the prepared optimizer.
         model: the prepared model whose weights the optimizer steps.
@@ -231,9 +231,9 @@ def _made(folder: Path_) -> Path:
 
 
 def _folder_of(folder: Path, parts: str) -> Path:
-    """Return the folder that contains the folder ``parts``.
+    """Return the folder in which the folder named ``parts`` lies.
 
-    ``folder`` is either that folder, or the folder ``parts`` itself.
+    ``folder`` is either the outer folder or, if its name is ``parts``, the inner one.
     """
     return folder.parent if folder.name == parts else folder
 

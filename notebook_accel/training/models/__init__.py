@@ -39,10 +39,10 @@ __all__ = [
 class ReplacedForward:
     """Base class of callables that replace one module's ``forward`` and wrap the former one.
 
-    An object lies in the module's ``__dict__["forward"]``, so the module keeps its class, names,
-    attributes and state dict. Several may be nested. A deep copy of the module (as for averaged
-    weights) gets its own copy of this object; a module that is pickled and unpickled has its
-    original forward.
+    Each object is stored in its module's ``__dict__["forward"]``, so the module keeps its class,
+    names, attributes and state dict. A module may have several, one around the other. A deep copy
+    of the module (as for averaged weights) gets its own copy of this object; a module that is
+    pickled and unpickled has its original forward.
 
     Attributes:
         module: the module whose forward is replaced.
@@ -147,10 +147,10 @@ def uncompiled(module: Module) -> Module:
 
 
 def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return ``replaced`` if it is not None, else the forward of the module's class, bound to it.
+    """Return ``replaced`` if it is not None, else the class's forward, bound to ``module``.
 
-    It is a function of its own because pickles name it: :class:`ReplacedForward` objects are
-    pickled as a call of it.
+    :class:`ReplacedForward` objects are pickled as a call of this function, so that pickles contain
+    its name.
     """
     return replaced or type(module).forward.__get__(module)
 

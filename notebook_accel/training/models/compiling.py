@@ -131,7 +131,7 @@ def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
         backend: the argument ``dynamo_backend``; None if it was not given.
 
     Raises:
-        ConfigError: both were given, ``plugin`` is of another class, or there is no such backend.
+        ConfigError: both were given, ``plugin`` is of the wrong class, or there is no such backend.
     """
     if plugin is not None and backend is not None:
         raise ConfigError(
@@ -196,18 +196,18 @@ class _CompiledForward(ReplacedForward):
 def compile_in_place(
     model: Module, plugin: TorchDynamoPlugin, blocks: Sequence[Module] = ()
 ) -> None:
-    """Compile the forwards of a model that is sharded or divided over ranks, in place.
+    """Compile the forward of a sharded model, or those of its blocks, in place.
 
-    The model keeps its identity and the names of its weights. Sharding and tensor parallelism put
-    hooks on modules, which gather weights and exchange activations. Only forwards are compiled, so
-    that these hooks stay outside of the compiled graphs. Nothing happens if the backend is "no", or
-    if the user has compiled the model or a part of it.
+    The model keeps its identity and the names of its weights. Sharding adds hooks to modules, which
+    gather weights or exchange activations. Only forwards are compiled, so that these hooks run
+    outside of the compiled graphs. Nothing happens if the backend is "no", or if the user has
+    compiled the model or a part of it.
 
     Args:
-        model: the model that ``prepare`` spreads over the ranks.
+        model: the model, which is sharded over the ranks (by FSDP or tensor parallelism).
         plugin: settings of ``torch.compile``.
-        blocks: modules of the model to compile one by one. Empty: the whole model, or each repeated
-            block if the plugin has ``use_regional_compilation``.
+        blocks: modules of the model to compile one by one. If empty, the model is compiled as a
+            whole, or with ``plugin.use_regional_compilation`` each of its repeated blocks.
     """
     if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
         return
@@ -290,7 +290,7 @@ def has_compiled_regions(module: Module) -> bool:
 
 
 def _is_repeated_blocks(module: Module) -> bool:
-    """Whether ``module`` is a non-empty ``ModuleList`` of one class; one item is enough."""
+    """Return whether ``module`` is a ``ModuleList`` of one or more modules of the same class."""
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
 
 

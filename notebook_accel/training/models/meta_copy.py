@@ -1,7 +1,7 @@
 """Copies of a model without weights, from before the model was sharded over the ranks.
 
 When a run is stopped, the notebook gets the trained model back as the user made it. A sharded model
-cannot be sent as it is, so a copy on torch's meta device is kept from before::
+cannot be sent as it is, so a copy on torch's meta device is made before sharding::
 
     rank:      prepare --> copy_on_meta(model), then the model is sharded in place
     stop:      rank 0 sends the meta copy to the notebook, all ranks their pieces of the weights

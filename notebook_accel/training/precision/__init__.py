@@ -170,9 +170,9 @@ def resolve_precision(asked: str | None) -> str:
 
 
 def refuse_divided_layers(name: str) -> None:
-    """Raise if a precision needs whole layers; ranks may hold only parts of each layer.
+    """Raise if a precision needs whole layers.
 
-    It is called for tensor parallelism and DeepSpeed, which divide layers among the ranks.
+    It is called if a rank may hold only a part of a layer: for tensor parallelism and DeepSpeed.
 
     Raises:
         ConfigError: the precision converts layers (fp8), which works only for whole layers.

@@ -88,7 +88,7 @@ class AORecipeKwargs(KwargsHandler):
             )
 
     def check_device(self, device: torch.device) -> None:
-        """Raise if a device cannot multiply in 8 bits.
+        """Raise if a device cannot multiply in 8 bits, unless ``config.emulate`` is True.
 
         Raises:
             ConfigError: the device cannot, and ``config.emulate`` is False.
@@ -119,7 +119,8 @@ def convert_model_to_fp8_ao(
         model: the model.
         config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's default.
         module_filter_func: called with a layer and its name; returns whether to convert it. None
-            takes all linear layers whose sizes are multiples of 16, but the first and the last.
+            takes all linear layers whose sizes are multiples of 16, except the model's first and
+            last linear layer.
 
     Raises:
         ConfigError: torchao is not installed.

@@ -22,7 +22,7 @@ __all__ = ["LossScaling", "gradient_marks"]
 
 
 class LossScaling:
-    """A ``GradScaler`` whose scale holds for all optimizers that use the gradients of one backward.
+    """Wraps a ``GradScaler`` so that all optimizers divide by the scale that the loss had.
 
     The scale is updated only before the next loss is scaled, not after each optimizer's step.
     Otherwise a second optimizer would divide gradients by another scale than the loss had.
@@ -31,7 +31,7 @@ class LossScaling:
         scaler: torch's scaler, which holds the scale.
 
     Attributes:
-        kind_of_scaler: the class that ``scaler`` has to have.
+        kind_of_scaler: the class of which ``scaler`` has to be an object.
     """
 
     kind_of_scaler: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
@@ -46,7 +46,11 @@ class LossScaling:
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """Torch's scaler; reading this first updates the scale for the steps made so far."""
+        """Torch's scaler; reading this property may update its scale first.
+
+        The scale is updated if an optimizer has stepped, or gradients were cleared, since the
+        previous update.
+        """
         self._settle()
         return self._scaler
 
@@ -113,10 +117,10 @@ class LossScaling:
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
-        """Let an optimizer step, after dividing its gradients by the scale; skip on an overflow.
+        """Divide an optimizer's gradients by the scale; let it step, unless they overflowed.
 
         Args:
-            optimizer: torch's optimizer, as it is inside a prepared one.
+            optimizer: torch's optimizer, not the prepared optimizer around it.
             closure: computes the loss again, for the optimizer's ``step``; None: no closure.
 
         Returns:

@@ -80,9 +80,9 @@ class Plan:
         loaders: how the ranks share the batches of a loader.
         handlers: the ``kwargs_handlers``.
         device_placement: whether models and batches are moved to the device.
-        step_scheduler_with_optimizer: whether schedulers move only when their optimizer stepped.
+        step_scheduler_with_optimizer: whether a scheduler steps only if its optimizer stepped.
         rng_types: names of the random states that ranks copy from rank 0 when an epoch begins;
-            None: only the one that draws the order of samples.
+            None: only the state that draws the order of samples.
         plugins: the plugins in use, by the name of the ``Accelerator`` argument.
         dynamo: settings of ``torch.compile``.
     """
@@ -214,7 +214,7 @@ def resolve_loaders(
             ``split_batches``. They override ``config`` unless they are None.
 
     Raises:
-        ConfigError: ``config`` is of another class.
+        ConfigError: ``config`` is of the wrong class.
     """
     _check_type("dataloader_config", config, DataLoaderConfiguration)
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -232,7 +232,7 @@ def resolve_project(
         project_dir: the argument of that name; ignored if ``config`` has a folder.
 
     Raises:
-        ConfigError: ``config`` is of another class.
+        ConfigError: ``config`` is of the wrong class.
     """
     _check_type("project_config", config, ProjectConfiguration)
     config = config or ProjectConfiguration()
@@ -273,8 +273,8 @@ def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ..
     """Check names of random states ("torch", "generator", "cuda", ...); return them as strings.
 
     Args:
-        given: names, or members of an enum of Accelerate's whose values are names.
-        device: the device of this rank, whose type is a valid name unless it is the CPU.
+        given: names, or members of Accelerate's enum of them (the value of a member is the name).
+        device: the device of this rank. Its type is a valid name, too, unless that is "cpu".
 
     Raises:
         ConfigError: this rank has no random state of that name.
@@ -304,7 +304,7 @@ def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
     """Check the ``kwargs_handlers``, and return them as a list.
 
     Raises:
-        ConfigError: ``handlers`` is no iterable, one handler is of an unknown class, or two are of
+        ConfigError: ``handlers`` is no iterable, a handler is of an unknown class, or two are of
             one class.
     """
     if not isinstance(handlers, Iterable):

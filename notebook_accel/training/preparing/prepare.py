@@ -233,10 +233,11 @@ class Preparation:
             objects[index] = self._as_accelerated(optimizer, placement[index])
 
     def _renew(self, item: object) -> None:
-        """Forget a prepared model that is passed to ``prepare`` again, if its wrapper is outdated.
+        """Update the wrapper of a prepared model that is passed to ``prepare`` again.
 
-        User code may have unfrozen weights or added a layer since. The strategy updates the wrapper
-        in place if it can. If it cannot, the model is forgotten here, so that it is prepared anew.
+        User code may have unfrozen weights or added a layer in the meantime. If the strategy cannot
+        update the wrapper in place, the model is removed from ``models``, so that the caller
+        prepares it anew. Other objects are ignored.
         """
         self.models[:] = [
             known
@@ -246,10 +247,10 @@ class Preparation:
         ]
 
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
-        """Return the prepared form of a model that needs no preparing, else None.
+        """Return the prepared form of a model that was prepared before or wrapped by the user.
 
-        A model needs none if it was prepared before, or if the user has wrapped it in DDP or the
-        like. A model that the user has wrapped is registered here, and returned unchanged.
+        Any other model gives None. A model that the user has wrapped in DDP or the like is
+        registered here, and returned unchanged.
 
         Args:
             model: the model, with or without its wrapper.
@@ -343,10 +344,10 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """Return the prepared scheduler, which moves when its prepared optimizer has stepped.
+        """Return the prepared scheduler, which by default steps only if its optimizer stepped.
 
-        If the optimizer that the scheduler was made with is not prepared, the scheduler follows all
-        prepared optimizers.
+        If the optimizer that the scheduler was made with is not prepared, all prepared optimizers
+        count as its optimizers.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler

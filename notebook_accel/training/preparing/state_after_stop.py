@@ -36,9 +36,9 @@ class Rescued:
     """Training state of a stopped or interrupted run, as ``run.rescued`` gives it in the notebook.
 
     It has the objects that the newest ``Accelerator`` of the launched function had prepared. After
-    Stop (``run.stop()``), all ranks ended at the same step. After an interrupt, it is the state at
-    that moment, possibly in the middle of a step. Models and state dicts are full, even if weights
-    were sharded over the ranks.
+    Stop (``run.stop()``), all ranks ended at the same step. After an interrupt, the state is that
+    of the moment of the interrupt, possibly in the middle of a step. Models and state dicts are
+    full, even if weights were sharded over the ranks.
     """
 
     models: list[Module | None]
@@ -131,12 +131,13 @@ class RankPart:
     (``meta_copy``; None if there is no copy) and this rank's state dict beside it.
 
     Attributes:
-        models: the model, or its copy, for each prepared model. None for each on ranks other than
-            0, and where state dicts are sent alone.
+        models: each prepared model, or its copy. All are None on ranks other than 0, and if state
+            dicts are sent alone.
         weights: this rank's state dict of each prepared model, with a :class:`TensorPiece` for each
-            sharded tensor; None if rank 0 sends the model with its weights inside.
-        optimizers: this rank's state dict of each optimizer, with the same pieces; None for one
-            whose states the notebook could not join.
+            sharded tensor. None if the notebook could not join the model's weights, or if rank 0
+            sends them in full, inside the model or in its own ``weights``.
+        optimizers: this rank's state dict of each optimizer, with a :class:`TensorPiece` for each
+            sharded tensor; None for an optimizer whose states the notebook could not join.
         schedulers: the state dict of each scheduler.
         step: number of optimizer steps that this rank has made.
     """
@@ -187,8 +188,9 @@ class RankPart:
 def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
     """Yield this rank's part in alternative forms; the caller sends the first that pickles.
 
-    Rank 0 yields a form with the models, then a form with state dicts alone. Other ranks yield the
-    form with state dicts if a model is sharded. Else they yield nothing: rank 0 has the full state.
+    Rank 0 yields a form with the models, then a form with state dicts alone. If any model is
+    sharded, other ranks yield the form with state dicts; if not, they yield nothing, since rank 0
+    has the full state.
 
     Args:
         preparation: the objects that the newest ``Accelerator`` has prepared.
@@ -244,7 +246,7 @@ def _piece(spread: Any) -> TensorPiece:
 def _whole_model(
     model: Module | None, own: list[dict[str, Any] | None], name: str, missing: list[str]
 ) -> tuple[Module | None, dict[str, Any] | None]:
-    """Return a model with its weights, and its full state dict; None for what cannot be made.
+    """Return a model with its weights, and its full state dict; either is None if not available.
 
     Args:
         model: rank 0's model: with its weights, a copy without weights, or None.

@@ -124,14 +124,15 @@ class ProcessInfo:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Return a context that gives each rank its share of ``inputs``: one contiguous part.
 
-        If the parts cannot be equal, the first ranks get one item more. Ranks that hold one model
+        If the shares cannot be equal, the first ranks get one item more. Ranks that hold one model
         together (tensor parallelism, pipelines) get the same share.
 
         Args:
             inputs: list, tuple, tensor or array (along the first dimension), a dataset with
                 ``select``, or a mapping of these; anything else goes whole to every rank. It is
                 not modified.
-            apply_padding: repeat the last item until all shares have the same length.
+            apply_padding: whether to append the last item of ``inputs`` to the shorter shares, so
+                that all shares have the same length.
 
         Raises:
             ValueError: the values of a mapping differ in length.
@@ -149,7 +150,8 @@ class ProcessInfo:
     def _data_group(self) -> DataGroup:
         """The share of the data that this rank gets: its index, and the number of shares.
 
-        Both are those of the newest ``Accelerator``. Without one, each rank gets its own share.
+        Both are those of the newest ``Accelerator``. Without an ``Accelerator`` each rank gets its
+        own share.
         """
         shown = current_data_group()
         return shown or DataGroup.of_all_ranks(self.num_processes, self.process_index)

@@ -85,7 +85,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     ranks of this machine then use. A name without an index ("cuda") only chooses the type.
 
     Args:
-        cpu: compute on the CPU even if there are accelerators.
+        cpu: whether to compute on the CPU even if there are accelerators.
         local_rank: rank of this process on its machine.
         shared: whether several ranks may use one device, since their backend allows it.
 
@@ -159,7 +159,7 @@ def device_module(kind: str) -> Any:
 
 
 def connect(device: torch.device) -> Exchange | None:
-    """Connect this rank to the others by the library of its device type, if that is XLA.
+    """Connect this rank to the others by the library of its device type, if the type is XLA.
 
     Returns:
         the collectives of that library; None for other types, whose ranks use a process group.
@@ -169,10 +169,9 @@ def connect(device: torch.device) -> Exchange | None:
 
 
 def batch_boundary(device: torch.device) -> Callable[[], None] | None:
-    """Return a function that loaders call before they move a batch to the device.
+    """Return the function that loaders call before they move a batch; None except for XLA.
 
-    For XLA the function runs the operations recorded so far. Other device types need none: the
-    result is None.
+    It runs the operations that XLA has recorded so far.
     """
     driver = _driver(device.type)
     return driver and driver.begin_batch  # type: ignore[no-any-return]

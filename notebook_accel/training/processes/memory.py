@@ -107,8 +107,9 @@ def find_executable_batch_size(
         function: the function; its first argument is the batch size. Leave it out to get a
             decorator, as in the example.
         starting_batch_size: samples per batch in the first attempt.
-        reduce_batch_size_fn: returns the next batch size. It is called with the size that failed
-            if it requires an argument, else without. None takes nine tenths of that size.
+        reduce_batch_size_fn: returns the next batch size. It is called with the size that failed if
+            it requires an argument, else without arguments. None: nine tenths of the size that
+            failed.
 
     Raises:
         ConfigError: ``starting_batch_size`` is no whole number of at least 1, or
@@ -173,8 +174,8 @@ def find_executable_batch_size(
 def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
     """Return a function that takes the batch size that failed, and returns the next batch size.
 
-    The function calls ``reduce`` with the size if ``reduce`` requires an argument, else without.
-    If ``reduce`` is None, the function returns nine tenths of the size.
+    The function calls ``reduce`` with the size if ``reduce`` requires an argument, else without
+    arguments. If ``reduce`` is None, the function returns nine tenths of the size.
     """
     if reduce is None:
         return lambda size: size * 9 // 10

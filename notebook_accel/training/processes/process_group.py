@@ -6,11 +6,12 @@ interface instead, and gloo and NCCL are told to use that interface. A process g
 made is used as it is.
 
 TORCH_GLOO_LAZY_INIT is not set. It would move the connections of all pairs of ranks from
-``init_process_group`` to the first collective, which gains little. From ``init_process_group`` to
-the end of the first collective 2 ranks took 0.06 s without and 0.08 s with it, 8 ranks 0.4 and
-0.5 s, 48 ranks 0.8 and 1.0 s, 128 ranks 8.9 and 7.0 s (on 2 busy cores; 6 s of these to exchange
-addresses, one by one, through the store). And with it a rank may wait for ever for a peer that died
-before the two had connected (pytorch/gloo#520).
+``init_process_group`` to the first collective, which gains little. The time from
+``init_process_group`` to the end of the first collective, without and with the variable, was 0.06
+and 0.08 s for 2 ranks, 0.4 and 0.5 s for 8, 0.8 and 1.0 s for 48, 8.9 and 7.0 s for 128 (on 2 busy
+cores; the 128 ranks need 6 s to exchange addresses, one by one, through the store). With the
+variable a rank may also wait for ever for a peer that died before the two had connected
+(pytorch/gloo#520).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def open_process_group(
 
 
 def close_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Destroy a process group; by default torch's default group, but only if this package made it.
+    """Destroy ``group``; if it is None, torch's default group, provided that this package made it.
 
     It first waits until gloo's threads are idle. The reason: a prepared model may keep the group
     alive. The thread that frees this model joins gloo's threads while it holds Python's global lock
@@ -124,7 +125,7 @@ def _close_at_exit(pid: int) -> None:
 
 
 def _wait_until_gloo_is_idle() -> None:
-    """Wait until no gloo thread has run for a while, so that none holds a tensor; 5 s at most.
+    """Wait, 5 s at most, until no gloo thread has run for a while, so that none holds a tensor.
 
     A thread that has just ended a collective needs Python's global lock (GIL) to free its tensor.
     It wakes every 5 ms while it waits for the lock, and gets the lock while this function sleeps.
@@ -187,7 +188,7 @@ def _use_loopback_interface() -> None:
 
 
 def _address() -> StorePort:
-    """Return the address at which rank 0 serves the store: the launcher's, else MASTER_ADDR's.
+    """Return the address at which rank 0 serves the store: the launcher's or MASTER_ADDR's.
 
     Raises:
         ConfigError: the launcher reserved none, and MASTER_ADDR or MASTER_PORT is not set.

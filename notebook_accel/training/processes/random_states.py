@@ -1,4 +1,4 @@
-"""Read, compare and restore the random states of one rank, as checkpoints keep them.
+"""Read, compare and restore the random states of one rank, as checkpoints store them.
 
 They are the states of the global random numbers of Python, numpy, torch's CPU and the rank's
 device, in a dictionary under Accelerate's names for them.
@@ -42,7 +42,7 @@ def get_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def note_torch_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of torch's CPU and of the device only, which takes a microsecond."""
+    """Return the random states of torch's CPU and of the device only; it takes a microsecond."""
     states = {"torch_manual_seed": torch.get_rng_state()}
     own = devices.get_rng_state(device)
     return states if own is None else {**states, _device_key(device): own}
@@ -51,7 +51,7 @@ def note_torch_states(device: torch.device) -> dict[str, Any]:
 def note_random_states() -> dict[str, Any]:
     """Return the random states of Python, numpy and torch's CPU, without that of the device.
 
-    It is cheap, since loaders call it in each pass. To save the result in a file, convert it by
+    Loaders call it in each pass, so it has to be fast. To save the result in a file, convert it by
     :func:`as_plain`.
     """
     return {
@@ -62,14 +62,14 @@ def note_random_states() -> dict[str, Any]:
 
 
 def _numpy_state() -> Any:
-    """Return ``np.random.get_state()``, which takes 75 us, from a cache if nothing was drawn since.
+    """Return ``np.random.get_state()``, from a cache if possible, since numpy's call takes 75 us.
 
     The cache is valid while the generator's memory (624 words and a position) has not changed;
-    numpy gives its address for such uses. One part of the state is not in that memory: numpy draws
-    normal numbers in pairs and keeps the second of a pair elsewhere. So a state with a kept number
-    is never cached, and :func:`set_random_states`, which may restore such a state, clears the
-    cache. (One case goes unnoticed: the user's own ``np.random.set_state`` restores a kept number
-    at exactly the position that is cached.)
+    numpy gives the address of that memory for such uses. One part of the state is not in it: numpy
+    draws normal numbers in pairs and stores the second number of a pair elsewhere. So a state with
+    a stored number is never cached, and :func:`set_random_states`, which may restore such a state,
+    clears the cache. (One case goes unnoticed: the user's own ``np.random.set_state`` restores a
+    stored number at exactly the position that is cached.)
     """
     global _known_numpy
     untyped: Any = np.random  # numpy's own types lack the function
@@ -109,12 +109,12 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     """Restore the random states that :func:`get_random_states` or :func:`note_random_states` gave.
 
     Args:
-        states: the states. That of the device may be missing, or be a list with those of all
-            devices, as Accelerate saves it.
+        states: the states. The device's state may be missing, or be a list of the states of all
+            devices, as Accelerate saves them.
         device: the device of this rank.
 
     Raises:
-        KeyError, TypeError, ValueError: these are no such states.
+        KeyError, TypeError, ValueError: ``states`` has another form than these functions return.
     """
     kind, keys, *rest = states["numpy_random_seed"]
     if not 0 <= rest[0] <= _NUMPY_WORDS:

@@ -22,8 +22,8 @@ __all__ = ["new_generator", "set_seed", "synchronize_rng_state", "synchronize_rn
 def new_generator(seed: int) -> torch.Generator:
     """Return a seeded generator for tensors made without ``device=``, such as sample orders.
 
-    It is on torch's default device (``torch.set_default_device``), as torch accepts no generator of
-    another device for such tensors.
+    It is on torch's default device (``torch.set_default_device``), since torch accepts no generator
+    of another device for such tensors.
     """
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 

@@ -73,7 +73,7 @@ def topology() -> Topology:
 
 
 def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
-    """Return the topology of this rank, after making the process group if there is none.
+    """Return the topology of this rank; with several ranks, make the process group if missing.
 
     If the group is still to be made, all ranks have to call this, since making it waits for all of
     them. The topology is cached: later calls ignore ``cpu``, and use ``options`` only to replace a
@@ -104,8 +104,8 @@ def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
     """Return (number of ranks, number on this machine) without making a process group.
 
     Args:
-        cpu: whether the user asked the ranks to compute on the CPU. For such ranks the environment
-            variables of ``mpirun`` count too.
+        cpu: whether the user asked the ranks to compute on the CPU. If so, the environment
+            variables of ``mpirun`` are read too.
     """
     _read_mpi_environment(cpu=cpu)
     found: Topology | None = current().shared.get(_KEY)
@@ -232,9 +232,9 @@ def _open(context: RankContext, device: torch.device, options: InitProcessGroupK
 
 
 def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
-    """Return the backend that ``options`` or the environment asks for.
+    """Return the backend that ``options``, else the environment, asks for; None if neither does.
 
-    None: neither does, and the default of the device type is used.
+    For None the caller uses the default of the device type.
     """
     return options.backend or environment.read("BACKEND")
 

@@ -66,7 +66,7 @@ def connect() -> Exchange:
 
 
 def begin_batch() -> None:
-    """Run the operations that XLA has recorded since the last batch; loaders call it per batch.
+    """Run the operations that XLA has recorded; loaders call this before each batch.
 
     torch_xla's MpDeviceLoader does the same, but reads two dozen batches ahead in threads. Then it
     is unknown which batch the training loop has, and where a checkpoint has to resume.
@@ -78,10 +78,9 @@ def begin_batch() -> None:
 
 
 def end_step() -> None:
-    """Run the operations that XLA has recorded, at the end of an optimizer step.
+    """End an optimizer step: run the recorded operations, if no prepared loader gave its batch.
 
-    If a prepared loader gave the batch of this step, nothing is done: :func:`begin_batch` runs the
-    operations at the next batch.
+    If a prepared loader gave the step's batch, :func:`begin_batch` runs them before the next batch.
     """
     if not current().shared.pop(_HAS_BATCHES, False):
         import torch_xla
@@ -113,7 +112,7 @@ def set_rng_state(state: torch.Tensor) -> None:
 
 
 def memory_allocated(device: torch.device) -> int | None:
-    """Return the bytes in use on the device; None if its runtime does not say."""
+    """Return the bytes in use on the device; None if torch_xla does not tell the number."""
     import torch_xla.core.xla_model as xm
 
     try:

@@ -106,7 +106,7 @@ class HfDeepSpeedConfig:
         node[name] = value
 
     def del_config_sub_tree(self, ds_key_long: str) -> None:
-        """Remove an entry or a whole section, by its dotted name; do nothing if there is none."""
+        """Remove an entry or a whole section, by its dotted name; do nothing if it is missing."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None:
             node.pop(name, None)
@@ -116,15 +116,15 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long))
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether an entry's value is "auto", so that ``prepare`` is to fill it in."""
+        """Return whether an entry is "auto", so that ``prepare`` replaces or removes it."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def is_zero2(self) -> bool:
-        """Return whether ZeRO stage 2 is set: gradients and optimizer states are sharded."""
+        """Return whether ZeRO stage 2 is set, which shards gradients and optimizer states."""
         return bool(self.get_value("zero_optimization.stage") == 2)
 
     def is_zero3(self) -> bool:
-        """Return whether ZeRO stage 3 is set: it also shards weights, unlike stage 2."""
+        """Return whether ZeRO stage 3 is set, which also shards weights."""
         return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
@@ -146,7 +146,7 @@ class HfDeepSpeedConfig:
         self._filled = {}
 
     def fill(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace each "auto" entry by its value in ``values``, in place; remove it if it has none.
+        """Give each "auto" entry its value in ``values``, in place; remove it if there is no value.
 
         Args:
             values: the values by dotted names. Names of entries that are not "auto" are ignored.
@@ -166,9 +166,10 @@ class HfDeepSpeedConfig:
 
 
 def _entries(section: Mapping[str, Any], wanted: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of the entries, at any depth of a section, that equal ``wanted``.
+    """Yield the dotted names of a section's entries, at any depth, whose value is ``wanted``.
 
-    ``prefix`` is put before each name: the dotted name of the section, with a dot at the end.
+    ``prefix`` is put before each name. It is the section's dotted name with a dot at the end, or ""
+    for the whole configuration.
     """
     for name, value in section.items():
         if isinstance(value, dict):
@@ -213,7 +214,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
     Attributes:
         deepspeed_config: the configuration, a dictionary that ``prepare`` completes in place.
         dschf: the configuration object that Transformers was given, so that ``from_pretrained``
-            shards weights as it reads them; None if it was given none.
+            shards weights as it reads them; None if Transformers was given no configuration.
 
     Raises:
         ConfigError: a field has an unknown value, or contradicts ``hf_ds_config``.
@@ -329,7 +330,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether a configuration entry is "auto", so that ``prepare`` fills it in."""
+        """Return whether an entry is "auto", so that ``prepare`` replaces or removes it."""
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -358,7 +359,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         """Return a context in which Transformers' ``from_pretrained`` shards weights, or does not.
 
         Args:
-            enable: whether it shards weights as it reads them. Afterwards the former setting holds.
+            enable: whether ``from_pretrained`` shards weights as it reads them. After the block the
+                former setting holds.
         """
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         self.set_deepspeed_weakref()
@@ -371,8 +373,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
     def set_deepspeed_weakref(self) -> None:
         """Tell Transformers whether ``from_pretrained`` is to shard weights as it reads them.
 
-        If the user did not set ``zero3_init_flag``, Transformers is told only if the script has
-        imported it already, since importing it here would take seconds.
+        If the user did not set ``zero3_init_flag`` to True, this is done only if the script has
+        already imported Transformers, since importing it here would take seconds.
         """
         if not (self._wants_init or "transformers" in sys.modules):
             return
@@ -407,7 +409,7 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
         done.
 
         Raises:
-            ConfigError: the model has no layer of a class that is named.
+            ConfigError: one of these classes has no layer in the model.
         """
         if not self.transformer_moe_cls_names:
             return
@@ -429,8 +431,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
             asked: the ``mixed_precision`` of ``Accelerator``; None if the user gave none.
 
         Raises:
-            ConfigError: the configuration sets another precision than ``asked`` or, if that is
-                None, than the environment variable.
+            ConfigError: the configuration enables fp16 or bf16, and ``asked`` (if None: the
+                environment variable) names another mixed precision.
         """
         wanted = (asked or environment.read("MIXED_PRECISION") or "no").lower()
         for name in ("fp16", "bf16"):

@@ -140,8 +140,8 @@ def disable_fsdp_ram_efficient_loading() -> None:
 def is_installed(module: str) -> bool:
     """Return whether a Python module can be imported.
 
-    A mere folder of that name does not count: wandb leaves one in the folder where it ran, and
-    Python would import that as an empty package.
+    A folder without ``__init__.py`` does not count: wandb leaves one, called wandb, in the folder
+    where it ran, and Python would import it as an empty package.
     """
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

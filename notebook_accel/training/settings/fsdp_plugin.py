@@ -184,7 +184,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         self.transformer_cls_names_to_wrap = names or None
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose whether ``save_state`` writes whole weights or shards from now on.
+        """Choose whether ``save_state`` will write whole weights or shards.
 
         All ranks have to choose the same.
 
@@ -215,14 +215,14 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
     @property
     def saves_shards(self) -> bool:
-        """Whether ``save_state`` writes shards, each rank its own; False: rank 0 writes all."""
+        """Whether in ``save_state`` each rank writes its shards; if not, rank 0 writes all."""
         return str(self.state_dict_type.name) != "FULL_STATE_DICT"
 
     def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
         """Return torch's wrap policy: the function that chooses the modules to shard separately.
 
-        FSDP gathers the weights of each such module when that module runs. None: all weights of the
-        model are gathered at once.
+        FSDP gathers the weights of each such module when that module runs. Without a policy (None)
+        all weights of the model are gathered at once.
         """
         if callable(self.auto_wrap_policy):
             return self.auto_wrap_policy  # type: ignore[no-any-return]
@@ -259,12 +259,14 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
         mixed_precision: str | torch.dtype,
         override: bool = False,
     ) -> None:
-        """Set ``mixed_precision_policy``: weights are gathered and gradients reduced in this type.
+        """Set ``mixed_precision_policy``, by default only if no policy is set yet.
+
+        Weights are gathered, and gradients are reduced, in the type that is given here.
 
         Args:
             mixed_precision: "bf16", "fp16", "fp32", "fp8" (weights are then gathered in bf16), or a
                 ``torch.dtype`` (bfloat16, float16 or float32).
-            override: whether to replace a policy that is set already; False keeps that policy.
+            override: whether to replace a policy that is set already.
 
         Raises:
             ConfigError: ``mixed_precision`` is none of these.

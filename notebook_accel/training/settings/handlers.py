@@ -42,7 +42,7 @@ __all__ = [
 
 
 class _Texts(EnumMeta):
-    """Metaclass with which ``"bf16" in PrecisionType`` works; Python before 3.12 would raise."""
+    """Metaclass that makes ``"bf16" in PrecisionType`` work; Python before 3.12 would raise."""
 
     def __contains__(cls, value: object) -> bool:
         members: Mapping[str, Any] = cls.__members__
@@ -130,8 +130,8 @@ class FP8BackendType(TextEnum):
 class RNGType(TextEnum):
     """Names of random states, for ``Accelerator(rng_types=[...])``.
 
-    Before each pass over a loader, the ranks copy these states from rank 0. GENERATOR is the state
-    of the loader's own generator.
+    Before each pass over a loader, the ranks copy the states in ``rng_types`` from rank 0.
+    GENERATOR is the state of the loader's own generator.
     """
 
     TORCH = "torch"
@@ -257,7 +257,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Register ``comm_hook`` on a wrapped model to compress its gradients; "no" does nothing.
+        """Register ``comm_hook`` on a wrapped model to compress its gradients, unless it is "no".
 
         ``prepare`` calls it for each model that it wraps.
         """
@@ -393,7 +393,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Folders of a project for ``Accelerator(project_config=...)``, and names of its checkpoints.
+    """Folders of a project and names of its checkpoints, for ``Accelerator(project_config=...)``.
 
     Raises:
         ConfigError: ``total_limit`` is no whole number of at least 1.
@@ -468,5 +468,5 @@ _Handler = TypeVar("_Handler", bound=KwargsHandler)
 
 
 def pick_handler(handlers: Iterable[KwargsHandler], kind: type[_Handler]) -> _Handler:
-    """Return the first handler that is a ``kind``; if there is none, a new one with defaults."""
+    """Return the first handler of class ``kind``; if there is none, a ``kind`` with defaults."""
     return next((handler for handler in handlers if isinstance(handler, kind)), kind())

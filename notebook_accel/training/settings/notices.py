@@ -29,7 +29,7 @@ def notice(text: str) -> None:
 
 
 def notice_once(key: str, text: str) -> None:
-    """Show one line to the user as :func:`notice` does, once per ``key`` on this rank."""
+    """Show one line by :func:`notice`, unless this rank has done so for the same ``key``."""
     shown: set[str] = current().shared.setdefault(_SHOWN, set())
     if key not in shown:
         shown.add(key)

@@ -64,8 +64,9 @@ class TorchContextParallelConfig:
 @documented
 @dataclass
 class ParallelismConfig(StrategyPlugin, MeshOptions):
-    """Number of ranks for each kind of parallelism; their product is the number of all ranks.
+    """Number of ranks for each kind of parallelism.
 
+    The product of these sizes has to be the number of all ranks, or 1 for plain data parallelism.
     The ranks form a device mesh with these dimensions, the innermost last: "pp" (pipeline),
     "dp_replicate" (copies of the model), "dp_shard" (FSDP), "cp" (parts of sequences) and "tp"
     (parts of layers). Ranks with the same indices in "dp_replicate" and "dp_shard" read the same
@@ -176,7 +177,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def total_size(self) -> int:
-        """Number of all ranks: the product of the sizes."""
+        """Product of the sizes: the number of all ranks, or 1 for plain data parallelism."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
@@ -191,12 +192,12 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Names of the mesh dimensions with more than one rank."""
+        """Names of the mesh dimensions with several ranks."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Names of the dimensions, with more than one rank, whose ranks read different samples.
+        """Names of the mesh dimensions with several ranks that read different samples.
 
         The mesh also has them flattened into one dimension, "dp".
         """
@@ -204,12 +205,12 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Names of the dimensions, with more than one rank, whose ranks read the same samples."""
+        """Names of the mesh dimensions with several ranks that read the same samples."""
         return self._several("tp", "cp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Names of the dimensions, with more than one rank, over which FSDP shards weights.
+        """Names of the mesh dimensions with several ranks over which FSDP shards weights.
 
         The mesh also has them flattened into one dimension, "dp_shard_cp".
         """
@@ -217,7 +218,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Names of the dimensions, with more than one rank, over which the loss is averaged.
+        """Names of the mesh dimensions with several ranks over which the loss is averaged.
 
         The mesh also has them flattened into one dimension, "dp_cp".
         """
@@ -267,7 +268,9 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return ``device_mesh``; if there is none yet, make it: then all ranks have to call this.
+        """Return ``device_mesh``; if it is None, make the mesh first.
+
+        If there is no mesh yet, all ranks have to call this.
 
         Args:
             device_type: such as "cuda" or "cpu"; only needed to make the mesh.
@@ -294,7 +297,7 @@ class ParallelismConfig(StrategyPlugin, MeshOptions):
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by name, with those of handlers as nested dictionaries."""
+        """Return the fields by name, with the fields of handlers as nested dictionaries."""
         return asdict(self)
 
     def __getstate__(self) -> dict[str, Any]:

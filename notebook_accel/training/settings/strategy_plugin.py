@@ -69,7 +69,7 @@ class StrategyPlugin:
         """
 
     def resolve_precision(self, asked: str | None) -> str | None:
-        """Return the mixed precision to use; a plugin may replace the one that was asked for.
+        """Return the mixed precision to use; the base class returns ``asked``.
 
         Args:
             asked: the ``mixed_precision`` of ``Accelerator``; None if the user gave none.
@@ -77,7 +77,7 @@ class StrategyPlugin:
         return asked
 
     def resolve_steps(self, asked: int | None) -> int | None:
-        """Return the batches per optimizer step; a plugin may replace the number asked for.
+        """Return the batches per optimizer step; the base class returns ``asked``.
 
         Args:
             asked: the ``gradient_accumulation_steps`` of ``Accelerator``; None if the user gave

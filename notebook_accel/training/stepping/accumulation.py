@@ -51,17 +51,18 @@ class Accumulation:
         plugin: the current settings.
         sync_gradients: whether the current batch is the last of its window, so that a prepared
             optimizer really steps and the ranks exchange gradients.
-        step: number of batches since :meth:`reset` or, with ``sync_with_dataloader=True``, since
-            the last batch of a loader.
+        step: number of batches that were counted since :meth:`reset`. With
+            ``sync_with_dataloader=True`` the final batch of a loader sets it back to 0.
         inside: whether an ``accumulate`` block is running.
         optimizers: the prepared optimizers that step with these windows. They are told when the
             last batch of a window begins and ends.
         is_stepping: whether one of these optimizers is stepping right now.
         loaders: the loaders of this rank that are being iterated.
-        trained_on: the loader whose batches the last real step used; None before the first step.
+        trained_on: the loader that gave the batches of the newest real step; None before the first
+            step.
         random_states: the random states of torch and the device when the current window began.
-            Python's and numpy's are left out, since reading Python's takes as long as a small
-            layer.
+            Python's and numpy's are left out, since reading Python's takes as long as the forward
+            of a small layer.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Accumulation:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def reset(self) -> None:
-        """Begin a new window: no batch is counted yet, and the kept random states are dropped."""
+        """Begin a new window: no batch is counted yet, and the stored random states are dropped."""
         self.step = 0
         self.sync_gradients = True
         self.random_states = {}
@@ -141,14 +142,15 @@ class Accumulation:
 class Window:
     """Context manager that ``Accelerator.accumulate`` returns: it is entered once per batch.
 
-    On all batches of a window but the last one, it keeps the ranks from exchanging gradients. (A
-    window is the group of batches whose gradients are summed for one optimizer step.)
+    It keeps the ranks from exchanging gradients on all batches of a window but the last one, unless
+    ``sync_each_batch`` is set. (A window is the group of batches whose gradients are summed for one
+    optimizer step.)
 
     Args:
         accumulation: the state of gradient accumulation.
         models: the models, or sequences of models, that the block trains.
-        sync: returns the context in which a model's backward exchanges gradients (True) or not
-            (False).
+        sync: ``sync(model, False)`` returns a context in which the model's backward exchanges no
+            gradients; with True the backward exchanges them.
     """
 
     __slots__ = ("_accumulation", "_is_last", "_models", "_outer", "_stack", "_sync")
@@ -191,7 +193,7 @@ class Window:
 def current_accumulation() -> Accumulation:
     """Return the gradient accumulation of this rank's newest ``Accelerator``.
 
-    Without an ``Accelerator`` its settings come from the environment variables.
+    If there is no ``Accelerator`` yet, the settings come from the environment variables.
     """
     shared = current().shared
     if _CURRENT not in shared:

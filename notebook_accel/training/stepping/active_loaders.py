@@ -2,8 +2,8 @@
 
 Gradient accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are
 repeated?) and checkpoints use it. A *pass* is one iteration over a loader, as ``for batch in
-loader`` makes it. A *round* is the set of samples on which all ranks work at the same step, one
-batch on each rank.
+loader`` makes it. A *round* is the set of batches, one on each rank, on which the ranks work at the
+same time.
 
 Loops nest (an evaluation within an epoch) and may be left early, so the passes form a stack. A pass
 moves to the top whenever it gives a batch, and leaves the stack when its iterator ends, is closed,
@@ -30,7 +30,7 @@ __all__ = ["ActiveLoaders", "LoaderProgress", "Position", "ShortRound", "active_
 class ShortRound(NamedTuple):
     """The sample counts of a round that has, or may have, fewer samples than a full one.
 
-    A round is one batch on each rank. This object describes the last round of an iteration over a
+    A round is one batch on each rank. This object describes the final round of an iteration over a
     loader, or an earlier round in which some ranks get fewer samples.
     """
 
@@ -50,7 +50,7 @@ class ShortRound(NamedTuple):
 class Position:
     """The state of one iteration over a prepared loader (a pass), as checkpoints save it.
 
-    A round is the set of samples on which all ranks work at the same step.
+    A round is one batch on each rank, on which the ranks work at the same time.
     """
 
     epoch: int = 0
@@ -102,9 +102,9 @@ class Position:
     data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its place."""
 
     def note_step(self) -> None:
-        """Record the current position as the one of the last optimizer step (``at_step``).
+        """Store the current position in ``at_step``, as that of the newest optimizer step.
 
-        A checkpoint may have to resume at that position, where an accumulation window begins.
+        A checkpoint may have to resume there, since an accumulation window begins after a step.
         """
         self.at_step = self.num_given, self.before_read
 
@@ -134,8 +134,9 @@ class LoaderProgress:
 class ActiveLoaders:
     """The loaders that this rank is iterating now: a pass (one iteration over a loader) for each.
 
-    The active pass is the one that gave a batch last, in nested loops the innermost. An iterator
-    that was left early and is still referenced is no longer active once another loop reads a batch.
+    The active pass is the one that gave the newest batch, in nested loops the innermost. An
+    iterator that was left early and is still referenced is no longer active once another loop reads
+    a batch.
 
     Attributes:
         stack: the passes, the active one last.
@@ -152,7 +153,7 @@ class ActiveLoaders:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch of the active pass is its last; False outside of loops."""
+        """Whether the active pass has given its final batch; False outside of loops."""
         return self.stack[-1].end_of_dataloader if self.stack else False
 
     def put_on_top(self, position: Position) -> None:
@@ -175,8 +176,9 @@ class ActiveLoaders:
         """Mark a pass, and the passes of the loops around it, as ended by a stop of the run.
 
         A checkpoint keeps the position of a marked pass. Once optimizers have stepped, only passes
-        over loaders that gave batches for these steps are marked. An evaluation is not: resumed in
-        its middle, it would compute its metric from the remaining samples only.
+        over loaders that gave batches for these steps are marked. So an evaluation is not marked:
+        if it were resumed in the middle, its metric would be computed from the remaining samples
+        only.
         """
         for one in (*self.stack, position):
             is_trained = any(one.loader.is_part_of(loader) for loader in self._trained)

@@ -1,4 +1,4 @@
-"""``GradientState``: whether this batch ends a step or a loader, as in Hugging Face Accelerate."""
+"""``GradientState``: whether the current batch ends an accumulation window or a loader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class GradientState:
     Args:
         gradient_accumulation_plugin: starts gradient accumulation anew with these settings on this
             rank; None shows the current accumulation.
-        accumulation: for the package itself: the accumulation to show; None for the newest.
+        accumulation: for the package itself: the accumulation to show; None shows that of the
+            newest ``Accelerator``.
 
     Example:
         >>> from notebook_accel import Accelerator, GradientState
@@ -98,7 +99,10 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """The prepared loader that gave the last batch; None outside of loops."""
+        """The prepared loader that is being iterated; None outside of loops.
+
+        If loops nest, it is the innermost loader: the one that gave the newest batch.
+        """
         return active_loaders().position.loader
 
     @property
@@ -108,15 +112,15 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch of :attr:`active_dataloader` is its last."""
+        """Whether :attr:`active_dataloader` has given its final batch; False outside of loops."""
         return active_loaders().end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Number of samples that all ranks together have in the loader's last, incomplete step.
+        """Number of samples of all ranks in the final, incomplete round of the active loader.
 
-        Samples that are repeated to fill up that step do not count. 0 means that the last step is
-        complete, -1 that the number is not known.
+        A round is one batch on each rank. Samples that are repeated to fill it up do not count. 0
+        means that the final round is complete, -1 that the number is not known.
         """
         return active_loaders().position.remainder
 

@@ -75,8 +75,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizer: the wrapped optimizer.
-        num_steps: number of steps, including those before a checkpoint that was loaded. Steps that
-            were skipped because fp16 overflowed do not count.
+        num_steps: number of steps; if a checkpoint was loaded, the steps before that checkpoint
+            count too. Steps that were skipped because fp16 overflowed do not count.
         scaling: the loss scaling of fp16; None without loss scaling.
 
     Example:
@@ -140,7 +140,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because a gradient overflowed in fp16."""
+        """Whether the newest step was skipped because a gradient overflowed in fp16."""
         return self._is_overflow
 
     @property
@@ -216,7 +216,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.scaling.forget(self.optimizer)
 
     def begin_last_batch(self) -> None:
-        """Record the gradients that exist as the last batch of an accumulation window begins.
+        """Record the gradients that exist when the last batch of an accumulation window begins.
 
         Gradients that differ later show that this batch has had its backward. ``accumulate`` calls
         this method.
@@ -240,11 +240,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._at_start is not None and gradient_marks(self.optimizer) != self._at_start
 
     def train(self) -> None:
-        """Switch a schedule-free optimizer to training mode; nothing happens for any other."""
+        """Switch a schedule-free optimizer to training mode; do nothing for any other one."""
         getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
-        """Switch a schedule-free optimizer to evaluation mode; nothing happens for any other."""
+        """Switch a schedule-free optimizer to evaluation mode; do nothing for any other one."""
         getattr(self.optimizer, "eval", lambda: None)()
 
     def drop_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""Prepared learning rate schedulers, which move only when their optimizers made a real step."""
+"""Prepared learning rate schedulers, which by default move only when their optimizers step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class AcceleratedScheduler:
     """Wraps a scheduler whose length was counted in batches of the loader before ``prepare``.
 
     ``Accelerator.prepare`` makes these objects. A step of the optimizer uses one batch on each of P
-    ranks, so by default the schedule moves P steps with it. It does not move while gradients are
-    accumulated, or if the optimizer's step was skipped. A scheduler that takes a metric
-    (``ReduceLROnPlateau``) moves one step per call. An object that you make yourself follows the
-    gradient accumulation of the newest ``Accelerator``.
+    ranks, so by default the schedule moves P steps with it. The schedule does not move on batches
+    that only accumulate gradients, or if the optimizer's step was skipped. A scheduler that takes a
+    metric (``ReduceLROnPlateau``) moves one step per call, except on batches that only accumulate
+    gradients. An object that you make yourself follows the gradient accumulation of the newest
+    ``Accelerator``.
 
     Args:
         scheduler: the scheduler to wrap.
@@ -106,10 +107,11 @@ class AcceleratedScheduler:
         self.num_steps = 1 if value else self._num_shares
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule if the optimizers made a step; pass the arguments to the scheduler.
+        """Move the schedule if the optimizers made a step, or if ``step_with_optimizer`` is False.
 
-        On batches that only accumulate gradients, the wrapped scheduler is left untouched. Not even
-        its ``_step_count`` may change, since torch's schedulers compute with it.
+        The arguments are passed to the wrapped scheduler. If the schedule does not move, that
+        scheduler is left untouched: not even its ``_step_count`` changes, since torch's schedulers
+        compute with it.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -136,7 +138,8 @@ class AcceleratedScheduler:
     def _watch_the_end(self) -> None:
         """Warn once if the learning rate is 0 after two moves in a row: the schedule is too short.
 
-        One move is no reason to warn, as a schedule of the right length also ends at 0.
+        A rate of 0 after one move only is no reason to warn, since a schedule of the right length
+        may also end at 0.
         """
         highest = max(float(rate) for rate in self.scheduler.get_last_lr())
         self._peak = max(self._peak, highest)

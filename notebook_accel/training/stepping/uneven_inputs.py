@@ -26,7 +26,9 @@ __all__ = ["join_uneven_inputs"]
 def join_uneven_inputs(
     joinables: Sequence[Any], loaders: Sequence[Any], even_batches: bool | None
 ) -> Iterator[None]:
-    """Return a context in which ranks may have different numbers of batches; all ranks enter it.
+    """Return a context in which ranks may have different numbers of batches.
+
+    All ranks have to enter it.
 
     A notice is shown, and nothing else happens, if no object in ``joinables`` supports torch's
     ``Join``.

@@ -106,7 +106,7 @@ def resolve_plugins(arguments: Mapping[str, Any]) -> dict[str, StrategyPlugin]:
             environment variable is set, such as ``ACCELERATE_USE_FSDP``.
 
     Raises:
-        ConfigError: an argument is of another class, or two plugins cannot be combined.
+        ConfigError: an argument is of the wrong class, or two plugins cannot be combined.
     """
     resolved = {
         name: kind.resolve(name, arguments.get(name)) for name, kind in PLUGIN_ARGUMENTS.items()

@@ -47,18 +47,18 @@ __all__ = ["Strategy"]
 class Strategy:
     """Base class of the kinds of parallelism, and the strategy for a single device.
 
-    An ``Accelerator`` has one on each rank. It wraps or shards the prepared models, runs backward,
-    and collects state dicts for checkpoints.
+    The ``Accelerator`` of each rank has a strategy, which wraps or shards the prepared models, runs
+    backward, and collects state dicts for checkpoints.
 
     Attributes:
-        distributed_type: the value of ``accelerator.distributed_type``; None: the one that follows
+        distributed_type: the value of ``accelerator.distributed_type``; None if that value follows
             from the device and the number of ranks.
         topology: rank, number of ranks and device of this process.
         precision: the mixed precision.
         handlers: the ``kwargs_handlers`` of the user.
         dynamo: settings of ``torch.compile``.
-        scaling: the loss scaling of fp16; None if there is none, or if the strategy's library does
-            it (DeepSpeed).
+        scaling: the loss scaling of fp16; None if losses are not scaled, or if the strategy's
+            library scales them (DeepSpeed).
         kind_of_scaling: the class of ``scaling``.
         mesh: the device mesh of the ranks; None without ``parallelism_config`` or sharding.
         spreads_weights: whether weights are sharded or divided over ``mesh``.
@@ -130,23 +130,24 @@ class Strategy:
     def prepare_model(self, given: ModelToPrepare) -> Module:
         """Return the model that the loop calls: on its device, compiled, wrapped or sharded.
 
-        :meth:`prepare` sets the mixed precision of its forward before.
+        Before it calls this, :meth:`prepare` sets the mixed precision of the model's forward.
         """
         return compile_model(self.place(given), self.dynamo)
 
     def renew(self, model: Module) -> bool:
         """Update the wrapper of a prepared model that is passed to ``prepare`` again, in place.
 
-        User code may have frozen or unfrozen weights, or added a layer, since the first call.
+        User code may have frozen or unfrozen weights, or added a layer, since the model was
+        prepared.
 
         Returns:
             True if the prepared model can be used from now on; False if the caller must prepare it
-            like a new one.
+            like a new model.
         """
         return True
 
     def place(self, given: ModelToPrepare) -> Module:
-        """Move a model to ``given.device``, unless that is None, and return it."""
+        """Return the model of ``given``, moved to ``given.device`` if that is not None."""
         return given.model if given.device is None else given.model.to(given.device)
 
     def wrap_optimizer(
@@ -243,7 +244,7 @@ class Strategy:
     ) -> torch.Tensor:
         """Clip the norm of the gradients, in place; return the norm before clipping.
 
-        If weights are sharded, it is the norm over all shards, and all ranks call this together.
+        If weights are sharded, the norm is that over all shards, and all ranks call this together.
         """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
@@ -257,8 +258,8 @@ class Strategy:
         Args:
             model: the model.
             full: whether sharded tensors are joined to full ones. False returns this rank's shards.
-            keeps: False for a rank that only helps to join tensors for other ranks. It may get an
-                empty dictionary, which saves memory.
+            keeps: False for a rank that only helps to join tensors for other ranks. Such a rank may
+                get an empty dictionary, which saves memory.
         """
         return model.state_dict()
 
@@ -304,7 +305,7 @@ class Strategy:
         """Drop accumulated gradients that are not in the ``grad`` of the optimizer's weights.
 
         ``fully_shard`` keeps gradients elsewhere until they are reduced over the ranks. On a single
-        device, as in this base class, there are none.
+        device, as in this base class, there are no such gradients, and nothing is dropped.
         """
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:

@@ -111,12 +111,12 @@ class SequenceDivider:
             yield
 
     def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which positions of a sequence this rank has, and which all ranks have.
+        """Return the positions in a sequence that this rank has, and those that all ranks have.
 
         The second tensor has the positions of all ranks, one rank after the other. The ranks of the
-        mesh call this together, with the same length: the positions of all ranks are gathered by a
-        collective, unless the length is that of the last call, whose result is kept. A tensor of
-        positions that ``context_parallel`` divides shows which positions are this rank's.
+        mesh call this together, with the same length, since a collective gathers the positions. If
+        the length equals that of the previous call, the stored result is returned. A rank learns
+        its own positions by letting ``context_parallel`` divide the tensor 0, 1, 2, ...
         """
         if length != self._length:
             own = torch.arange(length, device=self._device)

@@ -92,10 +92,10 @@ class _WrappedFor(NamedTuple):
     wrap_again: Callable[[Any], None]
 
     def fits(self, wrapped: Module) -> bool:
-        """Return whether the wrapper still exchanges the gradients of the right weights.
+        """Return whether the wrapper can be used without making it anew.
 
-        It does if the model's weights, their shapes and their ``requires_grad`` are still the same.
-        True is also returned if no weight trains, since torch would refuse to wrap such a model.
+        True if the model's weights, their shapes and their ``requires_grad`` are still the same;
+        True also if no weight trains now, since torch would refuse to wrap such a model.
         """
         weights = list(wrapped.parameters())
         trains = [weight.requires_grad for weight in weights]
@@ -121,9 +121,9 @@ def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> Non
     """Install a hook that makes a DDP wrapper anew once the set of trainable weights changes.
 
     Before each forward, the hook compares ``requires_grad`` of the weights with the values recorded
-    now, and calls ``wrap_again(wrapped)`` if any differ. DDP exchanges only the gradients of
-    weights that were trainable when it was made: if one is unfrozen later, the ranks would silently
-    diverge, and if one is frozen, the next forward would raise.
+    now, and calls ``wrap_again(wrapped)`` if any differ. A DDP wrapper exchanges only the gradients
+    of weights that were trainable when it was made. Without the hook, unfreezing a weight later
+    would let the ranks silently diverge; after freezing a weight, the next forward would raise.
     """
     weights = list(wrapped.parameters())
     trains, sizes = [one.requires_grad for one in weights], [one.shape for one in weights]

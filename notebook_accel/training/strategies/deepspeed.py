@@ -214,11 +214,11 @@ class DeepSpeedZero(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Take the optimizer step with clipped gradients; return their norm before clipping.
+        """Take the optimizer step if it is due, with clipped gradients; return the unclipped norm.
 
         DeepSpeed clips and steps in one call, and the norm is known only afterwards. The
         ``optimizer.step()`` that follows does nothing. ``parameters`` is not used: the norm is that
-        of all weights.
+        of all weights. Without an engine, the base class clips the gradients.
         """
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
@@ -364,13 +364,14 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
 def _check_sections(
     config: dict[str, Any], optimizer: Optimizer, schedulers: list[LRScheduler]
 ) -> None:
-    """Check that optimizer and scheduler are defined either in the configuration or in the code.
+    """Check that optimizer and schedulers are defined either in the configuration or in the code.
 
-    If the configuration has the section "optimizer", the code must pass a ``DummyOptim``, else an
-    optimizer of torch. The section "scheduler" goes with a ``DummyScheduler`` in the same way.
+    If the configuration has the section "optimizer", ``optimizer`` must be a ``DummyOptim``, else
+    an optimizer of torch. The section "scheduler" goes with a ``DummyScheduler`` in the same way. A
+    ``DummyScheduler`` with an ``lr_scheduler_callable`` is accepted in both cases.
 
     Raises:
-        ConfigError: an optimizer or a scheduler is defined in both places, or in neither.
+        ConfigError: an object is defined in both places, or in neither.
     """
     makes_own = [one for one in schedulers if not getattr(one, "lr_scheduler_callable", None)]
     for section, stand_in, given in (
@@ -388,9 +389,9 @@ def _check_sections(
 
 
 def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
-    """Add hooks that cast a model's inputs to ``dtype``, and its outputs to float32.
+    """Add hooks that cast a model's floating-point inputs to ``dtype``, its outputs to float32.
 
-    They are for a model with 16-bit weights: loaders give batches in float32, and losses are
+    A model with 16-bit weights needs them: loaders give batches in float32, and losses are
     computed in float32 under every precision.
     """
 
@@ -410,8 +411,8 @@ def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
 def _whole(value: Any) -> Any:
     """Return the full tensor of a sharded weight, on the CPU; all ranks call it.
 
-    It is the float32 copy that the optimizer steps, if DeepSpeed keeps one. A value that is not a
-    parameter is returned unchanged.
+    If DeepSpeed keeps a float32 copy of the weight, which the optimizer steps, that copy is
+    returned. A value that is not a parameter is returned unchanged.
     """
     if not isinstance(value, torch.nn.Parameter):
         return value

@@ -243,10 +243,10 @@ def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
 class AgreeingScaler(torch.amp.GradScaler):
     """A ``GradScaler`` for sharded gradients: if one rank overflows, all ranks skip the step.
 
-    Torch's ``GradScaler`` unscales all gradients in one operation, which refuses plain gradients
-    beside sharded ones. It shares an overflow only over the mesh of one gradient, so that other
-    ranks would step. Here all ranks take part in each unscaling, even one without gradients (a
-    pipeline stage whose weights are frozen), so that all keep the same scale.
+    Torch's ``GradScaler`` unscales all gradients in one operation, which refuses a mix of plain and
+    sharded gradients. It reports an overflow only to the ranks in the mesh of that gradient, so
+    that other ranks would step. Here all ranks take part in each unscaling, even a rank without
+    gradients (a pipeline stage whose weights are frozen), so that all keep the same scale.
     """
 
 

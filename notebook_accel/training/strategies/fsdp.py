@@ -81,7 +81,7 @@ def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -
 
 
 def _count_uses(module: Module) -> Counter[int]:
-    """Return how many names each weight has in ``module`` (2 if it is tied), by ``id(weight)``."""
+    """Return each weight's number of names in ``module`` (2 or more if tied), by its ``id``."""
     return Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
 
 
@@ -90,9 +90,9 @@ def checkpoint_activations(
 ) -> None:
     """Turn on activation checkpointing for the chosen modules, in place.
 
-    Backward then computes their forwards again, so that activations take less memory. The forward
-    of each module is replaced. Torch's wrapper module would change the names of all modules inside,
-    by which PEFT looks up its adapters.
+    Backward then computes their forwards again, so that activations take less memory. Each module's
+    forward is replaced, rather than the module wrapped by torch's ``CheckpointWrapper``: a wrapper
+    would change the names of the modules inside, by which PEFT looks up its adapters.
 
     Args:
         chosen: the modules of :func:`choose_modules`.
@@ -132,11 +132,10 @@ class _CheckpointedForward(ReplacedForward):
 def units(
     model: Module, chosen: Sequence[Module], blocks: Sequence[Module]
 ) -> list[tuple[Module, list[Module]]]:
-    """Return pairs of a module to shard, and the chosen modules inside of it.
+    """Return a list of pairs: a module to shard, and the chosen modules inside of it.
 
-    Without a pipeline this is one pair, for the model. In a pipeline there is a pair for each block
-    of this rank's stages. Blocks with a weight that is tied to a module outside are left out, and
-    not sharded.
+    Without a pipeline, the only module to shard is the model. In a pipeline, it is each of
+    ``blocks``, except those with a weight that is tied to a module outside of the block.
 
     Args:
         model: the model.
@@ -198,9 +197,9 @@ def shard(
 def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) -> None:
     """Add hooks that average the gradients of unsharded weights over the ranks in each backward.
 
-    ``fully_shard`` does not touch weights that it ignores: without the hooks, each rank would step
-    them by the gradients of its own samples. With gradient accumulation, the sum so far is averaged
-    again in each backward. That changes nothing, since it is the same on all ranks already.
+    ``fully_shard`` does not touch weights that it ignores: without the hooks, each rank would
+    update them by the gradients of its own samples. With gradient accumulation, each backward
+    averages the earlier sum again, which is harmless: that sum is equal on all ranks already.
 
     Args:
         weights: the weights. In each backward, all ranks of the group must use the same ones,
@@ -226,12 +225,11 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
 
 
 def keep_root_for_backward(model: Module) -> None:
-    """Keep the weights of the root module gathered between forward and backward.
+    """Keep the root module's weights gathered after a forward with gradients; else free them.
 
-    These are the weights that no chosen module inside the model has. Backward begins with them, so
-    freeing them would mean gathering them again at once. Torch keeps them by default, but also
-    after a forward without gradients, and ``parameters()`` would then return full weights. The hook
-    added here lets torch free them after such a forward.
+    The root module's weights are those that no chosen module inside the model has. Backward begins
+    with them, so freeing them would mean gathering them again at once. By default, torch keeps them
+    also after a forward without gradients, and ``parameters()`` would then return full weights.
     """
     model.register_forward_pre_hook(_choose_what_forward_leaves)
 

@@ -267,7 +267,7 @@ def shared_weight(model: Module, name: str) -> ConfigError:
 
     Args:
         model: the model that is being prepared.
-        name: the name of the shared weight in it.
+        name: the name of the shared weight in ``model``.
     """
     return ConfigError(
         f"{type(model).__name__} has the weight {name!r} in common with a model that was prepared "

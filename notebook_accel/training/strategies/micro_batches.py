@@ -78,7 +78,7 @@ def weights_outside(model: nn.Module, prefix: str) -> dict[int, nn.Parameter]:
 
 
 class StageEnds(BaseException):
-    """Ends the model's forward after the last block of a stage, unless that is the last stage.
+    """Ends the model's forward after the last block of each stage but the final one.
 
     The first block after the stage raises it, and ``Pipeline`` catches it. It derives from
     ``BaseException``, so that an ``except Exception`` in the model does not catch it.
@@ -98,7 +98,7 @@ class Running:
 
     Attributes:
         blocks: indices of the stage's blocks.
-        is_last: whether it is the last stage.
+        is_last: whether the stage is the last one.
         received: hidden states from the stage before; None at the first stage.
         seen: indices of the blocks that have run so far.
     """
@@ -113,8 +113,9 @@ class Running:
 class _MicroBatch:
     """A part of a batch.
 
-    All micro-batches have the same size, which torch's schedules need. If the batch is too short,
-    the inputs of the last ones are filled up with copies of its last sample. The loss ignores them.
+    All micro-batches of a batch have the same size, which torch's schedules need. If the batch is
+    too short, copies of its last sample fill up the inputs of the last micro-batches. The loss
+    ignores these copies.
 
     Attributes:
         inputs: the model's arguments, filled up.
@@ -264,10 +265,10 @@ class Pipeline:
         return found
 
     def _schedule_for(self, model: nn.Module) -> Any:
-        """Return torch's schedule for the present batch.
+        """Return torch's schedule for the current batch.
 
-        It is made anew when the shapes of micro-batches change, since a schedule fixes the shapes
-        of the tensors that stages send each other at its first use.
+        A new schedule is made if the shapes of micro-batches differ from those of the previous
+        batch: at its first use, a schedule fixes the shapes of the tensors that stages exchange.
         """
         shapes = [
             (tuple(part.shape), part.dtype)
@@ -320,8 +321,9 @@ class Pipeline:
     ) -> torch.Tensor:
         """Return a micro-batch's contribution to the mean loss over the batch.
 
-        The contributions of all micro-batches sum up to the mean loss. A micro-batch of copies
-        alone gives 0, with a graph, so that backward runs through all stages.
+        The contributions of all micro-batches sum up to the mean loss. A micro-batch without real
+        samples (see :class:`_MicroBatch`) contributes a 0 with an autograd graph, so that backward
+        still runs through all stages.
         """
         if not batch.num_real:
             tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
@@ -410,9 +412,9 @@ def _take(values: Any, size: int, samples: slice | list[int]) -> Any:
 class _StageWithShards(PipelineStage):
     """A ``PipelineStage`` whose sharded blocks reduce their gradients once per batch.
 
-    With torch's class they would reduce them for every micro-batch: it handles only stage modules
-    on which ``fully_shard`` was called, and here it was called on the blocks inside. While batches
-    accumulate, nothing is reduced.
+    Torch's class delays the reduction only if ``fully_shard`` was called on the stage module. Here
+    it was called on the blocks inside, which would reduce gradients for every micro-batch. While
+    batches accumulate, nothing is reduced.
     """
 
     def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, 
    different parts of sequences. Gradients of weights that are not sharded are averaged by hooks in
    each backward. In a pipeline, each block is sharded on its own, since a stage ends in the middle
    of the model's forward; weights outside of the blocks are not sharded (without ``dp_shard_size``
-   none are), and their gradients are averaged after the batch.
+   no weights are), and their gradients are averaged after the batch.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class PipelineParallel(MeshParallel):
         """Return the keys of an optimizer's weights in all stages, a list for each parameter group.
 
         All ranks of the pipeline call it. An optimizer that was made before ``prepare`` has the
-        weights of all stages, and their order is kept. One that was made after ``prepare`` has the
-        weights of this stage alone: the keys of all stages are joined and sorted.
+        weights of all stages, and their order is kept. An optimizer that was made after ``prepare``
+        has this rank's weights alone: then the keys of all ranks are joined and sorted.
 
         Args:
             groups: the optimizer's weights before ``prepare`` changed them, by parameter group.
@@ -288,8 +288,8 @@ class PipelineParallel(MeshParallel):
     def _key_of(self, weight: torch.Tensor, group: int, index: int) -> _Key:
         """Return the key that identifies a weight on all ranks.
 
-        For a weight of no prepared model, it is made of the weight's position in the optimizer:
-        parameter ``group``, and ``index`` in the group.
+        For a weight of no prepared model, the key is made of the weight's position in the
+        optimizer: the index ``group`` of its parameter group, and its ``index`` in that group.
         """
         position = (math.inf, group, index)
         return self._keys.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
@@ -297,8 +297,9 @@ class PipelineParallel(MeshParallel):
     def _join(self, own: dict[Any, Any]) -> dict[Any, Any]:
         """Join the dictionaries of all stages; all ranks of the pipeline call it.
 
-        If several stages have a key, the last rank's value is taken: that rank's last stage alone
-        runs the model's forward to its end, and so updates buffers after the blocks (BatchNorm).
+        If several ranks have the same key, the value of the last of them is taken: only the last
+        rank runs the model's forward to its end, and so updates buffers after the blocks
+        (BatchNorm).
         """
         of_stages = collectives.gather_object([own], group=self._group)
         return {key: value for found in of_stages for key, value in found.items()}
@@ -311,7 +312,8 @@ _NAMES = "_notebook_accel_names"
 def _name_all(names: list[str]) -> Callable[..., None]:
     """Return a state dict hook for a cut model, which attaches the names of the uncut model.
 
-    ``make_whole`` finds state dicts of cut models by this attribute, and completes them.
+    The hook stores ``names`` as an attribute of the state dict. ``make_whole`` completes the state
+    dicts that have this attribute.
     """
 
     def note(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001

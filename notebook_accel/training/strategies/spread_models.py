@@ -5,8 +5,8 @@ A user may pass ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or
 accumulation, gradient norms and checkpoints need the same code for it as for a model that
 ``prepare`` wrapped or sharded: that code is here, and other strategies inherit it.
 
-``DTensor`` is only looked up in ``sys.modules``, since importing it takes a second, which ranks
-without sharded weights are spared.
+Importing ``DTensor`` takes a second. Ranks without sharded weights need not wait for it, since this
+module only looks in ``sys.modules`` whether other code has imported it.
 """
 
 from __future__ import annotations
@@ -105,13 +105,14 @@ class TakesSpreadModels(Strategy):
 
     @contextmanager
     def _reducing(self, model: Any, enabled: bool) -> Iterator[None]:
-        """Set inside a ``with`` block whether backward reduces the gradients of a sharded model.
+        """Turn gradient reduction in a sharded model's backward on or off in a ``with`` block.
 
-        Blocks may be nested.
+        After the block, the setting from before the block holds again.
 
         Args:
             model: a model on which ``fully_shard`` was called.
-            enabled: False accumulates full gradients on each rank, without reducing them.
+            enabled: True reduces gradients over the ranks; False accumulates full gradients on each
+                rank.
         """
         before = self._reduces.get(model, True)
         self._set_reducing(model, enabled)

@@ -63,8 +63,8 @@ def cut(
 ) -> list[nn.Module]:
     """Cut a model into stages, in place: this rank drops the blocks of other ranks' stages.
 
-    Modules outside of the blocks stay. The forwards of the model and its blocks are replaced, so
-    that they run by stages. Each rank calls it; there is no collective.
+    Modules outside of the blocks are kept. The forwards of the model and its blocks are replaced,
+    so that they run by stages. Each rank calls it; there is no collective.
 
     Args:
         model: the model, the same on every rank, with full weights.

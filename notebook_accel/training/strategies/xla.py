@@ -2,7 +2,7 @@
 
 torch_xla records operations, and runs them as one graph at the end of a step. Gradients are
 averaged over the ranks when they are first needed, by ``step`` or clipping, within that graph. This
-holds for every optimizer that steps weights of a prepared model, even one that was not prepared, so
+holds for every optimizer that steps weights of a prepared model, even an unprepared optimizer, so
 that the ranks cannot silently diverge.
 """
 
@@ -103,8 +103,8 @@ class XlaParallel(Strategy):
     def _average(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Average the gradients of weights over the ranks, in place; all ranks call it.
 
-        Weights of models that were not prepared, and those averaged since the last backward, are
-        left out.
+        Weights of unprepared models, and weights whose gradients were averaged since the newest
+        backward, are left out.
 
         Returns:
             ``parameters`` as a list.

@@ -64,10 +64,10 @@ class DeepSpeedEngineWrapper:
         self._is_due = sync_gradients
 
     def clip_and_step(self, max_norm: float) -> float:
-        """Take the optimizer step with clipped gradients; return their norm before clipping.
+        """Take the optimizer step if it is due, with clipped gradients; return the unclipped norm.
 
         While batches are still being accumulated, or if the step was taken already, nothing
-        happens, and the norm of the last step is returned. All ranks call it.
+        happens, and the norm of the newest step is returned. All ranks call it.
 
         Args:
             max_norm: the largest norm allowed; 0 does not clip.

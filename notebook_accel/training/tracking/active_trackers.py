@@ -28,7 +28,7 @@ class Tracking:
         project: the folders of the project.
 
     Attributes:
-        asked: the trackers that the user asked for, as above.
+        asked: the argument ``asked``.
         trackers: the trackers that ``Accelerator.log`` calls. The last one is a ``LiveTracker``,
             which shows numbers in the notebook; the user's code may add more.
         is_started: whether ``init_trackers`` was called.
@@ -51,7 +51,7 @@ class Tracking:
         return self._project.logging_dir
 
     def feed(self, trackers: Iterable[GeneralTracker]) -> None:
-        """Replace the trackers that ``Accelerator.log`` calls; a ``LiveTracker`` is added last."""
+        """Replace the trackers that ``Accelerator.log`` calls; add a ``LiveTracker`` at the end."""
         others = [one for one in trackers if not isinstance(one, LiveTracker)]
         self.trackers[:] = [*others, LiveTracker()]
 
@@ -111,7 +111,10 @@ class LiveTracker(GeneralTracker):
         return self
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Show numbers in the notebook; a value that is no number is left out, with one notice."""
+        """Show numbers in the notebook.
+
+        A value that is no number is left out, with a notice the first time for each name.
+        """
         found = numbers_of(values)
         if found:
             current().metric(found, step)

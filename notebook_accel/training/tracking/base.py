@@ -101,15 +101,16 @@ class GeneralTracker:
         """Begin a run of the tracking library; called once, on the main process."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the settings of the training (hyperparameters), by name."""
+        """Store the settings of the training (hyperparameters), by name."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep metrics by name. ``step``: the training step they belong to; None if not given."""
+        """Store metrics by name, for the training step ``step`` (None if not given)."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images: for each name several images, as arrays or PIL images.
+        """Store images: for each name several images, as arrays or PIL images.
 
-        A tracker that does not override this method shows one notice instead.
+        In a tracker that does not override this method, the first call on a rank shows a notice,
+        and no image is stored.
         """
         notice_once(f"images {self.name}", f"the tracker {self.name!r} keeps no images")
 
@@ -118,7 +119,7 @@ class GeneralTracker:
 
 
 class BlankTracker(GeneralTracker):
-    """A tracker that keeps nothing; ``get_tracker`` returns it on ranks that do not track.
+    """A tracker that stores nothing; ``get_tracker`` returns it on ranks that do not track.
 
     So a script can log on every rank without asking for the rank first.
     """
@@ -140,8 +141,8 @@ class BlankTracker(GeneralTracker):
 class LibraryTracker(GeneralTracker):
     """Base class of trackers that use a tracking library, such as TensorBoard's or MLflow's.
 
-    The library is imported only when a run begins. A subclass also gives its ``tracker`` under the
-    name that Accelerate uses, such as ``writer``.
+    The library is imported only when a run begins. A subclass also has the attribute by which
+    Accelerate names its ``tracker``, such as ``writer``.
 
     Attributes:
         module: name of the library's module to import.
@@ -184,11 +185,12 @@ class LibraryTracker(GeneralTracker):
 
 
 def on_main_process(function: _Function) -> _Function:
-    """Decorate a tracker's method so that it runs on rank 0 only, and returns None elsewhere.
+    """Decorate a tracker's method so that ``main_process_only`` restricts it to rank 0.
 
     Args:
-        function: the method. If the tracker has ``main_process_only = False``, it runs on all
-            ranks.
+        function: the method. If the tracker's attribute ``main_process_only`` is True, a call runs
+            the method on rank 0, and returns None on the other ranks. If the attribute is False or
+            missing, a call runs the method on every rank.
     """
 
     @functools.wraps(function)
@@ -232,7 +234,7 @@ def as_number(value: Any) -> float | None:
 def numbers_of(values: Mapping[str, Any], tracker: str = "") -> dict[str, float]:
     """Return the numbers among ``values`` by flat names, as in :func:`flatten`.
 
-    A value that is no number is left out, and a notice names it once.
+    A value that is no number is left out, with a notice the first time for each name.
 
     Args:
         values: Python numbers, tensors and arrays of one number, or dictionaries of them.

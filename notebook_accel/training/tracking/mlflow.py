@@ -87,7 +87,8 @@ class MLflowTracker(LibraryTracker):
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Log the settings as MLflow parameters.
 
-        A setting whose text exceeds MLflow's limit of 6000 characters is left out, with a notice.
+        A setting whose text exceeds MLflow's limit of 6000 characters is left out, with a notice
+        the first time for each name.
         """
         short: dict[str, Any] = {}
         for name, value in values.items():
@@ -105,7 +106,10 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as MLflow metrics; a value that is no number is left out, with one notice."""
+        """Log numbers as MLflow metrics.
+
+        A value that is no number is left out, with a notice the first time for each name.
+        """
         self.library().log_metrics(numbers_of(values, self.name), step=step, **kwargs)
 
     @on_main_process

@@ -25,11 +25,11 @@ _NUM_ROWS = 12
 
 @contextmanager
 def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
-    """Return a context that profiles its block with torch's profiler, which it yields.
+    """Return a context that profiles its block with torch's profiler, and yields the profiler.
 
     When the block ends, the trace is written to ``options.output_trace_dir`` (None: not written),
     and a table of the operators is displayed. The notebook shows the table of rank 0 below the
-    cell, and that of another rank by ``run.show(rank)``. In a plain script no table is displayed.
+    cell; ``run.show(rank)`` shows that of another rank. In a plain script no table is displayed.
 
     Args:
         options: the settings of the profiler.

@@ -1,6 +1,7 @@
 """Progress bars by tqdm.
 
-Under our launcher the notebook can show one bar per rank; elsewhere usually one rank shows one.
+Under our launcher the notebook can show one bar per rank; elsewhere usually only one rank shows a
+bar.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def progress(
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm[Any]:
-    """Return a tqdm progress bar that only the first rank of each machine shows.
+    """Return a tqdm progress bar, which by default only the first rank of each machine shows.
 
     Args:
         *args: arguments of ``tqdm.auto.tqdm``.

@@ -49,8 +49,8 @@ LoggerType.__doc__ = "Name of a tracker."
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a tracker class of your own, so that ``log_with`` finds it by its ``name``.
 
-    The class is registered in this process only, so each rank has to call this. If its name is that
-    of another tracker, it replaces that tracker, with a warning.
+    The class is registered in this process only, so each rank has to call this. If a tracker of the
+    same name is registered already, the class replaces it, with a warning.
 
     Args:
         tracker_class: a class with the methods of ``GeneralTracker``, usually a subclass.

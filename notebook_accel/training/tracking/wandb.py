@@ -40,7 +40,7 @@ class WandBTracker(LibraryTracker):
         self._run.finish()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Add the settings to the config of the wandb run; they may change earlier values."""
+        """Add the settings to the config of the wandb run; replace earlier values of these."""
         self._run.config.update(dict(values), allow_val_change=True)
 
     def log_table(
