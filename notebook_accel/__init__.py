@@ -22,9 +22,10 @@ _fetch, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name: str) -> Any:
     """Import a public name, ``__version__`` or a submodule when it is looked up (PEP 562).
 
-    Submodules are included because scripts write ``accelerate.utils.set_seed`` after
-    ``import accelerate`` alone, which works in Accelerate. Looking up ``notebook_launcher`` also
-    starts, in a notebook's kernel, the process from which ranks will be forked.
+    Submodules are included so that ``import notebook_accel as accelerate;
+    accelerate.utils.set_seed(0)`` works, as with Accelerate itself. Looking up
+    ``notebook_launcher`` also starts, in a notebook's kernel, the process from which ranks will be
+    forked.
 
     Raises:
         AttributeError: the package has no such name.

@@ -1,4 +1,4 @@
-"""Every error that notebook_accel raises on purpose.
+"""The errors of notebook_accel that users may want to catch.
 
 NotebookAccelError(RuntimeError)
 ├── LaunchError          the run could not start
@@ -46,7 +46,7 @@ class _Run(Protocol):
 
 
 class NotebookAccelError(RuntimeError):
-    """Base class of all errors that this package raises.
+    """Base class of the errors of notebook_accel that users may want to catch.
 
     Attributes:
         run: handle of the run that failed or was stopped. Its logs, its metrics and the results of

@@ -209,12 +209,16 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
 
 
 def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
-    """Set this process's environment, which the ranks inherit, and ``typed.nproc_per_node``.
+    """Set the environment variables of the ranks, and their number on this machine.
 
-    ``nproc_per_node`` is the number of ranks on this machine.
+    The variables replace those of this process, from which the ranks inherit them.
+
+    Args:
+        typed: the parsed options. ``nproc_per_node`` is set to the number of ranks on this machine.
+        config: settings of the launch.
 
     Returns:
-        lines for the user.
+        notices for the user.
 
     Raises:
         ConfigError: there are more ranks than devices, or ``num_processes`` is no multiple of the

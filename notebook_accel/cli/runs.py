@@ -97,10 +97,18 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def logs(arguments: Sequence[str]) -> int:
-    """``notebook-accel logs [RUN] [-f]``: print the ranks' output so far.
+    """``notebook-accel logs [RUN] [-f] [--rank RANK]``: print the ranks' output so far.
 
-    ``-f`` goes on until the run ends. RUN is the end of the run's id; without it, the newest run is
-    taken.
+    RUN is the id of the run, or its last characters; without RUN, the newest run is taken. With
+    ``-f``, new output is printed until the run is over. With ``--rank``, only the output of that
+    rank is printed.
+
+    Returns:
+        the exit status: 0.
+
+    Raises:
+        ConfigError: not exactly one run has an id that ends with RUN; without RUN, there is no run
+            at all; or the run has no such rank.
     """
     parser = ArgumentParser(
         prog="notebook-accel logs", description="Print what the ranks of a run printed."

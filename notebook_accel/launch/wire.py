@@ -324,12 +324,15 @@ class RankFailed(Message, frozen=True, kw_only=True):
 class StopPointReached(Message, frozen=True, kw_only=True):
     """From an agent, in answer to ``Stop``: how far its ranks have come in their training loops.
 
-    From the answers of all agents the kernel chooses a later batch or read, at which all ranks
-    leave (:class:`LeaveAt`); transport/scoreboard.py explains how.
+    A *read* is a read of ``should_stop`` by the user's function. From the answers of all agents the
+    kernel chooses a later batch or read, at which all ranks leave (:class:`LeaveAt`);
+    transport/scoreboard.py explains how.
 
     Attributes:
-        batches: number of the last batch at which any rank went on with its loop, from 1 on.
-        reads: number of the last read of ``should_stop`` at which any rank went on, from 1 on.
+        batches: number, counted from 1, of the last batch at which any rank went on with its loop;
+            0 if there was none.
+        reads: number, counted from 1, of the last read at which any rank went on; 0 if there was
+            none.
         reads_should_stop: whether any rank has read ``should_stop`` in the call.
     """
 

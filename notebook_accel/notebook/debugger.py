@@ -6,7 +6,7 @@
 
 With ``notebook_launcher(..., debug=True)`` the ranks stay alive after one of them raised: the
 launch is held. At most one launch is held at a time. Its ranks, and their memory on devices, are
-freed when the person leaves the debugger (q), with the next launch or ``%%accelerate`` cell, with
+freed when the user leaves the debugger (q), with the next launch or ``%%accelerate`` cell, with
 ``%accelerate stop``, and when the kernel ends.
 """
 
@@ -141,7 +141,7 @@ def _load_magics() -> None:
 
 
 def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) -> None:
-    """Read pdb commands from the person and run them in a rank that has an error, until they quit.
+    """Read pdb commands from the user and run them in a rank that has an error, until they quit.
 
     Args:
         failed_call: the session of ``%%accelerate`` cells, or the held launch, that has the ranks.

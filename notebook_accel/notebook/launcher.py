@@ -248,8 +248,8 @@ def launch_below(
 ) -> Run:
     """Launch a run from a click on a widget, and show it in a slot that a cell has made.
 
-    Otherwise it is like :func:`notebook_launcher` with ``block=False``. A click has no output of
-    its own in which the panel could appear.
+    Apart from the slot, it is like :func:`notebook_launcher` with ``block=False``. A click has no
+    output of its own in which the panel could appear.
 
     Args:
         function: what each rank calls.
@@ -387,14 +387,14 @@ def _notebook_shell() -> Any:
 
 
 def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
-    """Return a line for the person that names the settings which the chosen engine ignores.
+    """Return a notice for the user that lists the settings which the chosen engine ignores.
 
     Args:
         given: arguments of the call that differ from their defaults.
         config: the settings of the launch.
 
     Returns:
-        The line in a list; an empty list if the engine uses all of them.
+        The notice in a list; an empty list if the engine uses all settings.
     """
     chosen = engine_for(config)
     names = [name for name in {**given, **config.to_dict()} if name in chosen.unused]

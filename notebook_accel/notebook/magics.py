@@ -452,7 +452,7 @@ def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
     """Return the launch settings of parsed options, completed by other sources, and notices.
 
     Settings that the options leave open come from the ``--config`` file, environment variables and
-    the default config file. The notices are lines for the person about these sources.
+    the default config file. The notices are lines for the user about these sources.
     """
     return resolve(_given(options), options.config)
 

@@ -39,7 +39,7 @@ class Push:
         values: the notebook's objects, by name.
         fills: those of the names that some ranks have assigned and other ranks lack. A rank that
             has such a name keeps its own value.
-        lines: messages for the person about large objects.
+        lines: messages for the user about large objects.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Ownership:
 
     Args:
         namespace: the notebook's variables.
-        hidden: variables that IPython does not list as the person's: its own, and those that
+        hidden: variables that IPython does not list as the user's: its own, and those that
             startup files, ``%pylab`` and the like have set.
     """
 

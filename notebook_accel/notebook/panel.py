@@ -398,7 +398,10 @@ def _warnings(state: RunState, details: Details) -> Markup:
 
 
 def _hang(state: RunState, details: Details) -> Markup:
-    """Return a sentence about the current hang, or else the newest one, as HTML; "" for none."""
+    """Return a sentence as HTML about the current hang, or else about the last one that is over.
+
+    "" if the run has not hung yet.
+    """
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
         return element("div", shorten(hang_line(state), 800), class_=kind)

@@ -1,4 +1,4 @@
-"""``config_picker``: the settings of a launch as a form, checked as the person fills it in.
+"""``config_picker``: the settings of a launch as a form, checked as the user fills it in.
 
     LaunchConfig's fields --> rows --what a person gives--> LaunchConfig --> code, YAML, Launch
 
@@ -249,7 +249,7 @@ def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
     Args:
         config: settings of the form.
         function: name of the function to launch; None writes ``train``.
-        arguments: the function's arguments as the person typed them, such as ``3e-4, epochs=2``.
+        arguments: the function's arguments as the user typed them, such as ``3e-4, epochs=2``.
 
     Raises:
         SyntaxError: ``arguments`` is no list of arguments.

@@ -226,8 +226,8 @@ class NotebookSession:
         Args:
             shell: the notebook's IPython shell.
             config: settings of the launch.
-            notices: lines for the person, shown with the first call.
-            view: tells the person about a slow start; None shows nothing.
+            notices: lines for the user, shown with the first call.
+            view: tells the user about a slow start; None shows nothing.
 
         Raises:
             ConfigError: the engine has no ranks that could stay alive, or there are more ranks than
@@ -299,7 +299,7 @@ class NotebookSession:
             LaunchError: a value cannot be pickled, or a rank has ended.
             NotebookAccelError: a name to pull does not exist.
             WorkerError, RunStopped: as :func:`notebook_launcher`. If a ``breakpoint()`` ended the
-                cell, the debugger opens first; the error is raised once the person has left it.
+                cell, the debugger opens first; the error is raised once the user has left it.
         """
         self._check_ranks(options.ranks or ())
         self._await_turn()
@@ -741,7 +741,7 @@ _session: NotebookSession | None = None
 def current_session() -> NotebookSession | None:
     """Return the session of this kernel; None before one is started and after it was ended.
 
-    A session whose ranks have died is still returned, until the person ends or restarts it: a new
+    A session whose ranks have died is still returned, until the user ends or restarts it: a new
     session in its place would lack the variables of the old one, and nobody would be told.
     """
     return _session
@@ -755,7 +755,7 @@ def start_session(
     Args:
         shell: the notebook's IPython shell.
         config: settings of the launch.
-        notices: lines for the person, shown with the first call.
+        notices: lines for the user, shown with the first call.
 
     Raises:
         ConfigError: there is a session already, or its ranks cannot be started with these settings.

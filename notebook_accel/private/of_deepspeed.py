@@ -10,9 +10,10 @@ __all__ = ["forget_groups", "has_stepped_copy"]
 def has_stepped_copy(weight: Any) -> bool:
     """Return whether DeepSpeed's optimizer steps a float32 copy of a weight.
 
-    The result is the same on all ranks, even on those that step no part of the weight. This uses
-    ``_z3_optimizer`` and ``_hp_mapping``. Without these names, the float32 copies would be missed:
-    the next step would overwrite loaded weights, and saved weights would have only 16 bits.
+    The result is the same on all ranks, even on those that step no part of the weight. This looks
+    for the attributes ``_z3_optimizer`` and ``_hp_mapping`` of the weight. If DeepSpeed renamed
+    them, the float32 copies would be missed: the next step would overwrite loaded weights, and
+    saved weights would have only 16 bits.
     """
     return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
 
@@ -21,8 +22,8 @@ def forget_groups(library: Any) -> None:
     """Make DeepSpeed drop its process groups.
 
     A rank calls this before a training if an earlier training used a process group that is gone.
-    This uses ``_release_process_group_references``. Without that name, the second training of a
-    session would use the old groups and fail.
+    This uses ``_release_process_group_references``. If DeepSpeed removed it, the second training of
+    a session would use the old groups and fail.
 
     Args:
         library: the module ``deepspeed``.

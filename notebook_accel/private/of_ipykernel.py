@@ -14,8 +14,8 @@ def publish_status(kernel: Any, status: str, request: Any) -> None:
     """Send a status for a request to the notebook's pages.
 
     After a click, a page waits for the status "idle" before it sends the next click. This uses
-    ``Kernel._publish_status``. Without that name, a click while a cell runs would raise an error,
-    and the page would hold back further clicks.
+    ``Kernel._publish_status``. If ipykernel removed it, a click while a cell runs would raise an
+    error, and the page would hold back further clicks.
 
     Args:
         kernel: the ipykernel.

@@ -168,8 +168,8 @@ def forget_half_made_groups() -> bool:
 def backends_of_groups() -> list[str]:
     """Return the backends of all process groups of this rank, such as "cuda:nccl".
 
-    This uses ``_world.pg_backend_config``. Without that name, the list is empty: a group of NCCL is
-    closed like one of gloo, and its rank may never end.
+    This uses ``_world.pg_backend_config``. If torch removed it, the list would be empty: a group of
+    NCCL would be closed like one of gloo, and its rank might never end.
     """
     world: Any = getattr(sys.modules["torch.distributed.distributed_c10d"], "_world", None)
     return [str(config) for config in getattr(world, "pg_backend_config", {}).values()]
@@ -189,8 +189,8 @@ def abort_groups() -> Callable[[], None] | None:
 def default_store() -> Any:
     """Return the key-value store of this rank's default process group.
 
-    The group may have been made by any launcher, such as torchrun. This uses
-    ``_get_default_store``. Without that name, ranks could not coordinate a save, or exchange
+    The group must have been initialized, by any code and under any launcher, such as torchrun. This
+    uses ``_get_default_store``. If torch removed it, ranks could not coordinate a save, or exchange
     objects through the store.
     """
     return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
@@ -199,7 +199,7 @@ def default_store() -> Any:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return a mesh of one dimension, called ``name``, with all ranks of ``mesh``.
 
-    This uses ``DeviceMesh._flatten``. Without that name, a device mesh would lack the dimensions
+    This uses ``DeviceMesh._flatten``. If torch removed it, a device mesh would lack the dimensions
     "dp", "dp_cp" and "dp_shard_cp", over which scripts average a loss.
     """
     flat: DeviceMesh = mesh._flatten(name)
@@ -209,7 +209,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def set_rotate_method(exchange: str) -> None:
     """Choose how torch's ring attention exchanges keys and values: "allgather" or "alltoall".
 
-    This uses the private module ``_attention``. Without that module, context parallelism on GPUs
+    This uses the private module ``_attention``. If torch removed it, context parallelism on GPUs
     would use torch's default, whatever ``cp_comm_strategy`` says.
     """
     from torch.distributed.tensor.experimental import _attention
@@ -223,8 +223,9 @@ def set_rotate_method(exchange: str) -> None:
 def fsdp_parameters(module: Any) -> Iterator[Any]:
     """Return FSDP2's internal objects for the weights of a module, one for each weight.
 
-    This uses ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``. Without these names,
-    gradients that a script clears during gradient accumulation would come back at the next step.
+    This uses ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``. If torch removed
+    them, gradients that a script clears during gradient accumulation would come back at the next
+    step.
 
     Args:
         module: a module on which ``fully_shard`` was called.
@@ -239,7 +240,7 @@ def fsdp_parameters(module: Any) -> Iterator[Any]:
 def whole_gradient(held: Any) -> Any:
     """Return the unsharded weight, with its gradient, of an item of :func:`fsdp_parameters`.
 
-    Return None before the first forward. This uses ``_unsharded_param``. Without that name,
+    Return None before the first forward. This uses ``_unsharded_param``. If torch removed it,
     gradients that a script clears during gradient accumulation would come back at the next step.
     """
     return getattr(held, "_unsharded_param", None)
@@ -248,7 +249,7 @@ def whole_gradient(held: Any) -> Any:
 def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
     """Return a DTensor like ``spread`` whose local shard is ``local``, on any device.
 
-    This uses ``DTensor._spec``. Without that name, sharded weights on GPUs could not be moved to
+    This uses ``DTensor._spec``. If torch removed it, sharded weights on GPUs could not be moved to
     the CPU to be saved in the background.
 
     Args:
@@ -262,7 +263,7 @@ def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
 def part_of_file(stored: Mapping[str, Any]) -> Any:
     """Return torch's record of where a shard lies in a checkpoint's files.
 
-    This uses ``_StorageInfo``. Without that name, no sharded checkpoint could be written.
+    This uses ``_StorageInfo``. If torch removed it, no sharded checkpoint could be written.
 
     Args:
         stored: the fields of the record, by name.
@@ -304,7 +305,7 @@ def unscale_by(
 def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
     """Return whether a scaler skipped the optimizer's newest step because of an overflow.
 
-    This uses ``GradScaler._found_inf_per_device``. Without that name, ``step_was_skipped`` would
+    This uses ``GradScaler._found_inf_per_device``. If torch removed it, ``step_was_skipped`` would
     never be true, and learning rate schedules would advance on skipped steps.
     """
     found = scaler._found_inf_per_device(optimizer)
@@ -317,8 +318,8 @@ def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
 def own_children(copied: Module) -> dict[str, Any]:
     """Give a shallow copy of a module its own dict of children, and return the dict.
 
-    A child can then be replaced in the copy alone. This uses ``Module._modules``. Without that
-    name, the repeated blocks of a model could not be compiled one by one.
+    A child can then be replaced in the copy alone. This uses ``Module._modules``. If torch removed
+    it, the repeated blocks of a model could not be compiled one by one.
     """
     children = vars(copied)["_modules"] = dict(copied._modules)
     return children
@@ -342,8 +343,8 @@ def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
 def original_module(module: Module) -> Module:
     """Return the module that was given to ``torch.compile``, or ``module`` if it is not compiled.
 
-    This uses ``_orig_mod``. Without that name, the names of a compiled model's weights would begin
-    with "_orig_mod", in checkpoints too.
+    This uses ``_orig_mod``. If torch renamed it, the names of a compiled model's weights would
+    begin with the new name, in checkpoints too.
     """
     inner: Module = getattr(module, "_orig_mod", module)
     return inner
@@ -362,7 +363,7 @@ def join_flags(wrapped: Module) -> dict[str, Any]:
     """Return the attributes that DDP sets for a ``join`` block, by name.
 
     These are ``_join_config`` and ``_divide_by_initial_world_size``. They are copied if a model is
-    wrapped in DDP anew inside ``join_uneven_inputs``. Without these names, the new wrapper would
+    wrapped in DDP anew inside ``join_uneven_inputs``. If torch removed them, the new wrapper would
     not take part in the block, and the other ranks would wait for this one.
     """
     names = ("_join_config", "_divide_by_initial_world_size")
@@ -375,7 +376,7 @@ def join_flags(wrapped: Module) -> dict[str, Any]:
 def count_of_changes(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place.
 
-    This uses ``Tensor._version``. Without that name, a mix of scaled and unscaled gradients would
+    This uses ``Tensor._version``. If torch removed it, a mix of scaled and unscaled gradients would
     not be refused, and a notebook variable whose tensor was changed in place would not be sent to
     the session again.
 
@@ -388,7 +389,7 @@ def count_of_changes(tensor: torch.Tensor) -> int:
 def untyped_storage(typed: Any) -> Any:
     """Return the untyped storage of a TypedStorage.
 
-    This uses ``_untyped_storage``, since the public ``untyped()`` warns. Without that name, no
+    This uses ``_untyped_storage``, since the public ``untyped()`` warns. If torch removed it, no
     tensor could be sent between notebook and ranks.
     """
     return typed._untyped_storage
@@ -397,8 +398,8 @@ def untyped_storage(typed: Any) -> Any:
 def is_compiled_function(function: Any) -> bool:
     """Return whether ``torch.compile`` made a function.
 
-    This uses ``_torchdynamo_orig_callable``. Without that name, compiled functions of the notebook
-    could not be sent to the ranks.
+    This uses ``_torchdynamo_orig_callable``. If torch removed it, compiled functions of the
+    notebook could not be sent to the ranks.
     """
     return "_torchdynamo_orig_callable" in vars(function)
 
@@ -406,8 +407,8 @@ def is_compiled_function(function: Any) -> bool:
 def original_function(compiled: Any) -> Any:
     """Return the function from which ``torch.compile`` made ``compiled``.
 
-    This uses ``_torchdynamo_orig_callable``. Without that name, compiled functions of the notebook
-    could not be sent to the ranks.
+    This uses ``_torchdynamo_orig_callable``. If torch removed it, compiled functions of the
+    notebook could not be sent to the ranks.
     """
     return vars(compiled)["_torchdynamo_orig_callable"]
 
@@ -415,7 +416,7 @@ def original_function(compiled: Any) -> Any:
 def loadable_names() -> dict[str, Any]:
     """Return the classes and functions that ``torch.load(weights_only=True)`` allows, by full name.
 
-    This uses ``_get_allowed_globals``. Without that name, even a checkpoint that contains only
+    This uses ``_get_allowed_globals``. If torch removed it, even a checkpoint that contains only
     tensors could be read only if the user says that the file is trusted.
     """
     from torch import _weights_only_unpickler

@@ -11,7 +11,7 @@ def num_read(reader: Any) -> int:
     """Return how many batches a data loader's iterator has given; 0 if unknown.
 
     For the iterator of a StatefulDataLoader that continues from a restored state, the batches
-    before that state count, too. This uses ``_num_yielded``. Without that name,
+    before that state count, too. This uses ``_num_yielded``. If torchdata removed it,
     ``skip_first_batches`` would skip those batches twice.
     """
     return getattr(reader, "_num_yielded", 0)

@@ -1597,7 +1597,7 @@ class Accelerator(ProcessInfo):
         """Index of the share of the data that this rank reads.
 
         Ranks with the same index read the same samples, as under tensor parallelism or in a
-        pipeline. Otherwise each rank has an index of its own.
+        pipeline. Ranks that read different samples have different indices.
         """
         return self._plan.strategy.data_group.index
 

@@ -452,7 +452,7 @@ class Agent:
     def _report_broken(self, rank: RankProcess) -> None:
         """Tell the kernel that user code broke a rank's connection: closed it, or wrote into it.
 
-        It is reported as an exception of the rank during a call, else as a line for the person.
+        It is reported as an exception of the rank during a call, else as a line for the user.
         """
         if not rank.is_in_call:
             self._post(wire.Notice, text=f"rank {rank.rank} {BROKEN}")

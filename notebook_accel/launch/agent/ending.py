@@ -8,12 +8,12 @@ No side effects here: an :class:`Ending` computes which stage is due; the agent 
     a: grace, or less if no rank makes progress for 1 s
 
 A launch runs one call, after which its rank processes end; a session keeps them for more calls.
-``grace`` is the number of seconds, set by the person, that ranks get to clean up before a harder
+``grace`` is the number of seconds, set by the user, that ranks get to clean up before a harder
 stage.
 
 A person may ask for any stage at any time; each stage leads to the next by itself. One exception:
 once every rank in the call has left its training loop or has read ``should_stop``, STOP leads no
-further, and the ranks take as long as they need, unless the person asks for a harder stage. Up to
+further, and the ranks take as long as they need, unless the user asks for a harder stage. Up to
 DISCONNECT the rank processes survive, and are ready for the next call; TERMINATE and KILL end them.
 
 When a rank fails, the others first get a settle window. If all ranks make the same mistake, each
@@ -135,7 +135,7 @@ class Ending:
         """Return the state after a rank failed: a settle window begins, then the others are ended.
 
         If the rank processes are to serve more calls, the other ranks get a KeyboardInterrupt and
-        the person's grace. If not (``is_last``), they get SIGTERM and soon SIGKILL. The state is
+        the user's grace. If not (``is_last``), they get SIGTERM and soon SIGKILL. The state is
         unchanged if a rank failed before, or INTERRUPT or a harder stage was entered.
         """
         if self.has_failed or self.stage >= Stage.INTERRUPT:

@@ -26,7 +26,7 @@ _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
-    """Return the gauges of a rank that was just started, for the device that it will use.
+    """Make the :class:`Gauges` that reads the use of a new rank's process and of its device.
 
     Args:
         launch: the request that started the rank; its environment decides which devices are seen.
@@ -71,7 +71,7 @@ class Gauges:
         cpu: mean CPU use of the process since the previous reading, in percent of one core.
         device_memory: bytes of device memory that the process holds, by NVML.
         device_use: percent of the time in which the device computed, for any process.
-        device: name of the device for a person; "" while unknown.
+        device: name of the device, shown to the user; "" while unknown.
         is_suspended: whether SIGSTOP or a debugger has stopped the process.
         nvidia: CUDA's name of the NVIDIA device to read (an index or UUID); None for no device, or
             once NVML has failed.
@@ -88,7 +88,7 @@ class Gauges:
                 UUID; None if the process has no NVIDIA device.
             is_pci_order: whether CUDA numbers devices by PCI slot, as NVML does
                 (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); by default CUDA puts the fastest first.
-            name: name of the device for a person, until NVML gives one.
+            name: name of the device, shown to the user until NVML gives one.
         """
         self.device = name
         self.memory: int | None = None

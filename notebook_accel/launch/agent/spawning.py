@@ -215,7 +215,7 @@ def _check_world(number: int) -> None:
 def _serve_failing(error: Exception) -> None:
     """Serve all ranks as threads of the leader, since ``xmp.spawn`` failed with ``error``.
 
-    Each call of each rank raises ``error``, so that the person sees it like any other error.
+    Each call of each rank raises ``error``, so that the user sees it like any other error.
     """
 
     def fail() -> None:

@@ -154,7 +154,7 @@ class Curve:
 class LiveCurves:
     """The curves of all metrics and ranks of a running run, in the order of their first values.
 
-    The call adds values in one thread while charts read in another.
+    The running call (:class:`RankCall`) adds values in one thread while charts read in another.
 
     Attributes:
         version: grows with each :meth:`add`; while it is the same, a chart need not be redrawn.

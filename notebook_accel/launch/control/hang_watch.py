@@ -137,7 +137,7 @@ class HangWatch:
     def _judge(self, state: RunState, alive: Sequence[RankState], now: float) -> RunState:
         """Return the state with the hang of the newest dumps, if the previous dumps show it too.
 
-        Otherwise the state has no hang, or one that only names suspended ranks.
+        If they do not show it, the state has no hang, or one that only names suspended ranks.
 
         Args:
             state: the newest state.

@@ -136,7 +136,7 @@ class ElasticEngine(MachinesEngine):
         """Wait until the other machines have joined, and return them; an interrupt ends the wait.
 
         Inside a Slurm job with enough nodes, ``srun`` runs the join command on these nodes.
-        Otherwise the command is shown to the user.
+        Outside of such a job, the command is shown to the user.
 
         Args:
             server: listens for the machines.

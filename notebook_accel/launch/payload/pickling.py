@@ -270,8 +270,8 @@ def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Set a learning rate scheduler's state, and wrap its optimizer's ``step`` as torch does.
 
     A new scheduler replaces the ``step`` of its optimizer by a function that torch recognises.
-    Without that function, torch warns at the scheduler's first step. A pickled optimizer has lost
-    it, so a second scheduler, which changes no learning rate, is made to set it.
+    If the optimizer lacks this function, torch warns at the scheduler's first step. A pickled
+    optimizer has lost it, so a second scheduler, which changes no learning rate, is made to set it.
     """
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -593,8 +593,8 @@ class ResultPickler(_Pickler):
 def _shows_little(tensor: Any) -> bool:
     """Return whether a tensor is a small view of a large storage, such as ``big[:3]``.
 
-    :class:`ResultPickler` then copies the view. Otherwise the notebook would keep the memory of the
-    whole storage for as long as it keeps the result.
+    :class:`ResultPickler` then copies the view. Without the copy, the notebook would keep the
+    memory of the whole storage for as long as it keeps the result.
     """
     if tensor.requires_grad or str(tensor.layout) != "torch.strided" or tensor.is_meta:
         return False

@@ -11,9 +11,8 @@ class TokenBucket:
     """Limits a rate: each action takes tokens out of a bucket, which fills up again with time.
 
     Args:
-        capacity: number of tokens in the full bucket, which is also the number at first; the
-            longest burst.
-        per_second: how many tokens come back each second; the lasting rate.
+        capacity: size of the bucket, which starts full; the largest burst.
+        per_second: tokens that come back each second; the long-term rate.
     """
 
     def __init__(self, capacity: int, per_second: float) -> None:

@@ -391,7 +391,8 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
     """Return the template for launches with this environment; start one if none fits.
 
     A template fits if it runs and was started with the same values of all variables that Python,
-    torch and the C libraries read at import. A template that does not fit is closed.
+    torch and the C libraries read at import, except the numbers of threads. A template that does
+    not fit is closed.
 
     Args:
         environment: of the launch; None for that of this process.
@@ -453,7 +454,8 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
     """Return a key that is equal for launches which can use the same template.
 
     It has this process's pid (a fork of the kernel needs its own template), the interpreter, and
-    the variables that are read at import.
+    the variables that Python, torch and the C libraries read at import. The numbers of threads
+    (such as OMP_NUM_THREADS) are left out, since they are set in each rank.
     """
     variables = tuple(
         sorted(

@@ -130,7 +130,7 @@ def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None
 class Token:
     """The credentials by which a joining machine and the notebook authenticate each other.
 
-    ``str(token)`` is the text that the person copies.
+    ``str(token)`` is the text that the user copies.
 
     Attributes:
         secret: random bytes that the machine sends to be admitted.

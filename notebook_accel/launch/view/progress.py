@@ -94,8 +94,8 @@ def named_lines(rank: RankState, *, throughput: float | None = None) -> list[Pro
     """Return the progress lines of a rank that a summary shows.
 
     If the rank's function returned, only the line of the outermost bar is returned ("epochs: 3/3").
-    Otherwise the lines of all bars are returned, since the inner bars tell how far the rank came
-    ("epochs: 1/3, train: 20/100").
+    If it did not return, the lines of all bars are returned, since the inner bars tell how far the
+    rank came ("epochs: 1/3, train: 20/100").
 
     Args:
         rank, throughput: as for :func:`progress_lines`.

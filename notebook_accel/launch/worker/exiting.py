@@ -5,7 +5,7 @@
 
 The agent has the result by then. The user's non-daemon threads are waited for without limit, as
 Python itself does. All later steps together get five seconds; then the process ends at once, and a
-line tells the person. Without this limit the notebook's cell would wait for a child that has
+line tells the user. Without this limit the notebook's cell would wait for a child that has
 nothing to do (idle workers of joblib stay for 300 s) or for a queue that nobody reads.
 """
 
@@ -48,7 +48,7 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
 
     Args:
         code: the exit code if the process is ended from here.
-        notice: shows the person one line of text; called only if the process is ended from here.
+        notice: shows the user one line of text; called only if the process is ended from here.
     """
     of_python.join_threads()
     # Never cancelled, so that it also bounds what multiprocessing does after this function.

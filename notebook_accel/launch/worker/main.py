@@ -211,7 +211,7 @@ class Worker:
     def serve(self) -> int:
         """Get ready and run calls until there are no more; return the exit code of the process.
 
-        An error while getting ready is raised by each call instead, so that the person sees it.
+        An error while getting ready is raised by each call instead, so that the user sees it.
         """
         self._enter()
         try:
@@ -251,7 +251,7 @@ class Worker:
         self.context.count_on(Scoreboard(self._inherited.board.num_ranks))
 
     def report_lost_output(self, error: OSError) -> None:
-        """Tell the person that output of this rank is lost, since its log cannot be written.
+        """Tell the user that output of this rank is lost, since its log cannot be written.
 
         Args:
             error: the error of the failed write.
@@ -299,13 +299,16 @@ class Worker:
     def _answer(self, message: wire.BeginCall, fds: list[int]) -> int:
         """Run one call and send the agent its result or error.
 
+        After an error in a call that is not the last one, this rank drops its process group, since
+        other ranks may wait for it in a collective.
+
         Args:
             message: the request.
             fds: descriptor of the memory segment with the pickled function and arguments; empty if
                 they are in the message itself.
 
         Returns:
-            The exit code of the process, if no other call follows.
+            The exit code that the process has if this was its last call.
         """
         self._enter_call(message)
         outcome = self.run_call(message, fds)
@@ -508,7 +511,7 @@ class Outcome:
     Attributes:
         message: the message to send.
         fds: descriptors to send with the message, which are closed once they are sent.
-        exitcode: exit code of the process, if no other call follows.
+        exitcode: the exit code that the process has if this was its last call.
         sent: the notebook's classes and functions that came with this call and all earlier ones;
             None if this call could not be unpacked.
     """
@@ -631,7 +634,7 @@ def _pack_training(
 
     Returns:
         The packet and the descriptors to send with it; (None, ()) if there is no training, or if no
-        form can be pickled; in the second case the person is told.
+        form can be pickled; in the second case the user is told.
     """
     problem: Exception | None = None
     try:
@@ -665,7 +668,7 @@ def _classify(error: BaseException) -> tuple[str, int]:
 
 
 def _shm_hint(error: BaseException, traceback: str) -> str:
-    """Return advice for the person if the machine's shared memory is full; "" for other errors.
+    """Return advice for the user if the machine's shared memory is full; "" for other errors.
 
     Args:
         error: what the call raised.
@@ -683,7 +686,7 @@ def _shm_hint(error: BaseException, traceback: str) -> str:
 def _lost_peer(error: BaseException) -> bool:
     """Whether torch raised the error because it lost the connection to another rank.
 
-    Then the other rank's error, not this one, is the cause to show to the person.
+    Then the other rank's error, not this one, is the cause to show to the user.
     """
     is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     is_plain = type(error) is RuntimeError

@@ -221,7 +221,10 @@ class _RankStreams:
         self._of_rank: dict[int, io.TextIOWrapper] = {}
 
     def add(self, number: int, fd: int) -> None:
-        """Have the prints of this rank's Python code written to the descriptor ``fd``."""
+        """Have what the Python code of rank ``number`` prints written to the descriptor ``fd``.
+
+        The descriptor has to stay open.
+        """
         file = open(fd, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
         self._of_rank[number] = io.TextIOWrapper(
             file, "utf-8", errors="replace", line_buffering=True

@@ -2,7 +2,7 @@
 
 ``NOTEBOOK_ACCEL_TORCH_FIXES=0`` in the environment of a launch leaves torch unpatched. If the
 installed torch lacks a function to be patched, or has it with other parameters, that patch is left
-out, and the person is told so by a line (:func:`untold`).
+out, and the user is told so by a line (:func:`untold`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _missing: list[str] = []
 
 
 def untold() -> list[str]:
-    """Return a list with one line for the person: the patches that do not apply to this torch.
+    """Return a list with one line for the user: the patches that do not apply to this torch.
 
     The list is empty if all apply, or if an earlier call has returned the line.
     """
@@ -90,12 +90,12 @@ def avoid_hang_when_model_outlives_group() -> None:
 
 
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
-    """Patch torch to make each process group in ``with making():`` and, for gloo, await all ranks.
+    """Patch torch so that each process group is made inside ``with making():``.
 
     ``making()`` lets the caller record the group's sockets, which is possible only while the group
-    is made. With gloo, a new group is returned only once all its ranks have made it. Otherwise a
-    rank that destroys the group at once closes connections that another rank still waits for, whose
-    ``init_process_group`` then fails ("Connection closed by peer").
+    is made. A gloo group is returned only once all its ranks have made it. Without this wait, a
+    rank could destroy its group right after making it. That closes connections which other ranks
+    still wait for, and their ``init_process_group`` fails ("Connection closed by peer").
 
     Args:
         making: returns a context manager, entered around the making of each group.

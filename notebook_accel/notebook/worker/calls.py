@@ -6,7 +6,7 @@ The notebook makes an instance of a request class, and each rank calls that inst
 of the call are the variables that the notebook pushes along. A rank answers with the changes of its
 own variables.
 
-``%accelerate debug`` sends a :class:`DebugCall` for each command of pdb that the person types. It
+``%accelerate debug`` sends a :class:`DebugCall` for each command of pdb that the user types. It
 looks into the frames that an error has left in a rank, and cannot resume them: the failed call is
 over, and the ranks wait for the next one.
 """

@@ -134,7 +134,8 @@ class Checkpoints:
 
         Args:
             output_dir: the folder; None makes the next numbered checkpoint.
-            safe: write whole (not sharded) weights as safetensors.
+            safe: the file format of the weights: safetensors if True, torch's files if False. It
+                has no effect on sharded weights, nor where DeepSpeed writes the model.
             in_background: return once the states are copied; a thread writes the copies.
             own_options: arguments of DeepSpeed's ``save_checkpoint``, where DeepSpeed writes the
                 model.
@@ -225,13 +226,13 @@ class Checkpoints:
     ) -> None:
         """Write the weights of one model; all ranks call it if the model is spread over them.
 
-        Otherwise a rank that writes may call it alone.
+        If it is not spread, a rank that writes may call it alone.
 
         Args:
             collect: returns the weights. It is a collective if the model is spread over the ranks.
             folder: the folder to write into.
             max_shard_size: largest size of a file, in bytes or as text such as "10GB".
-            safe: write safetensors rather than torch's files.
+            safe: the file format: safetensors if True, torch's files if False.
             writes: whether this rank writes the files.
         """
         self.wait()
@@ -343,8 +344,8 @@ class Checkpoints:
     def _require_seen(self, found: Sequence[Path]) -> None:
         """Raise on all ranks if some rank sees none of the checkpoints that rank 0 found.
 
-        Otherwise a machine without rank 0's disk would begin anew while others resume. All ranks
-        call it.
+        Without this check, a machine that does not see rank 0's disk would begin anew while others
+        resume. All ranks call it.
         """
         is_unseen = bool(found) and not any(one.exists() for one in found)
         text = f"not seen on the machine of rank {self._plan.topology.process_index}"
@@ -424,8 +425,8 @@ class Checkpoints:
     ) -> Iterator[Piece]:
         """Yield the pieces with the states of models and optimizers; all ranks iterate together.
 
-        If the strategy saves shards, each rank yields its own. Otherwise only ranks that write
-        (``writes``) yield pieces, with whole states; the others help to join these.
+        If the strategy saves shards, each rank yields its own. If it saves whole states, only ranks
+        that write (``writes``) yield pieces; the others help to join the states.
         """
         strategy = self._plan.strategy
         optimizers = [known.optimizer for known in self._prepared.optimizers]

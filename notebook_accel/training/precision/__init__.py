@@ -156,7 +156,7 @@ def resolve_precision(asked: str | None) -> str:
             unset, the precision is "no" (full precision).
 
     Raises:
-        ConfigError: there is no precision of that name.
+        ConfigError: the name is not that of a known precision.
     """
     given = asked if asked is not None else environment.read("MIXED_PRECISION") or "no"
     name = str(given).lower()

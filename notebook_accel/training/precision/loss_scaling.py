@@ -24,8 +24,8 @@ __all__ = ["LossScaling", "gradient_marks"]
 class LossScaling:
     """Wraps a ``GradScaler`` so that all optimizers divide by the scale that the loss had.
 
-    The scale is updated only before the next loss is scaled, not after each optimizer's step.
-    Otherwise a second optimizer would divide gradients by another scale than the loss had.
+    The scale is updated only before the next loss is scaled. If it were updated after each
+    optimizer's step, a second optimizer would divide gradients by another scale than the loss had.
 
     Args:
         scaler: torch's scaler, which holds the scale.

@@ -229,7 +229,7 @@ def resolve_project(
     Args:
         config: the argument ``project_config``. It is changed in place, since user code may read
             the folder from its own object. None: the defaults.
-        project_dir: the argument of that name; ignored if ``config`` has a folder.
+        project_dir: the argument ``project_dir``; ignored if ``config`` has a folder.
 
     Raises:
         ConfigError: ``config`` is of the wrong class.
@@ -277,7 +277,7 @@ def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ..
         device: the device of this rank. Its type is a valid name, too, unless that is "cpu".
 
     Raises:
-        ConfigError: this rank has no random state of that name.
+        ConfigError: a name stands for no random state of this rank.
     """
     names = tuple(str(getattr(kind, "value", kind)) for kind in given)
     known = ["torch", "generator"] + [device.type] * (device.type != "cpu")

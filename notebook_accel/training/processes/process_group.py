@@ -106,7 +106,7 @@ def close_process_group(group: dist.ProcessGroup | None = None) -> None:
 def _close_at_exit(pid: int) -> None:
     """Destroy the default process group when a script ends (an ``atexit`` function).
 
-    Otherwise a gloo thread that still holds a tensor aborts the process as Python ends
+    Without this, a gloo thread that still holds a tensor aborts the process as Python ends
     ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
     Destroying the group ends these threads. If a prepared model keeps the group alive, the threads
     go on, so the function also waits until they are idle.

@@ -190,8 +190,8 @@ def _read_mpi_environment(*, cpu: bool) -> None:
     """Set torchrun's environment variables from those of MPI, if ``mpirun`` started this rank.
 
     As in Accelerate, this happens only if the user asked the ranks to compute on the CPU (``cpu``
-    or the variable ACCELERATE_USE_CPU). Otherwise the MPI variables may belong to the cluster job
-    in which a notebook's kernel runs, and say nothing of ranks.
+    or the variable ACCELERATE_USE_CPU). If the user did not ask, the MPI variables may belong to
+    the cluster job in which a notebook's kernel runs, and say nothing of ranks.
     """
     is_told = "WORLD_SIZE" in os.environ or has_process_group() or current().launched
     if is_told or not (cpu or environment.read_flag("USE_CPU")):

@@ -105,7 +105,7 @@ def get_rng_state() -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Restore a state of the XLA device's random numbers that :func:`get_rng_state` returned."""
+    """Set the state of the XLA device's random numbers to what :func:`get_rng_state` returned."""
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(int(state) % 2**64)

@@ -432,7 +432,8 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
 
         Raises:
             ConfigError: the configuration enables fp16 or bf16, and ``asked`` (if None: the
-                environment variable) names another mixed precision.
+                variable ACCELERATE_MIXED_PRECISION) names another mixed precision. "no" is no
+                conflict: the configuration's precision is used.
         """
         wanted = (asked or environment.read("MIXED_PRECISION") or "no").lower()
         for name in ("fp16", "bf16"):

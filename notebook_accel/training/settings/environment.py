@@ -106,8 +106,8 @@ def ranks_of_mpi() -> dict[str, int]:
     """Return this process's global and local rank and world size, by torchrun's variable names.
 
     The keys are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Each number comes from the
-    environment variable of that name, else from the variable of an MPI library; else ranks are 0
-    and sizes 1.
+    environment variable with the key's name; if that is not set, from the variable of an MPI
+    library; if there is none, ranks are 0 and sizes 1.
     """
     return {
         name: get_int_from_env(

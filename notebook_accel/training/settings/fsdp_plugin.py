@@ -392,9 +392,17 @@ _SAID = "environment before Transformers was told"
 def _tell_transformers(*, reads_on_rank_0: bool) -> None:
     """Tell Transformers, by environment variables, whether only rank 0 reads a checkpoint.
 
-    The former values are stored, and :meth:`FullyShardedDataParallelPlugin.resolve` restores them
-    when the next ``Accelerator`` is made. Otherwise ACCELERATE_USE_FSDP would shard the models of
-    an ``Accelerator`` without a plugin.
+    FSDP_CPU_RAM_EFFICIENT_LOADING is set to ``reads_on_rank_0``. If that is True,
+    ACCELERATE_USE_FSDP is set to "True" too, unless it has a value: Transformers reads both
+    variables. If it is False and FSDP_CPU_RAM_EFFICIENT_LOADING is not set, nothing is done.
+
+    The former values of both variables are kept, and
+    :meth:`FullyShardedDataParallelPlugin.resolve` restores them when the next ``Accelerator`` is
+    made. That ``Accelerator`` reads ACCELERATE_USE_FSDP too, and would use FSDP although it was
+    given no plugin.
+
+    Args:
+        reads_on_rank_0: whether only rank 0 reads a checkpoint.
     """
     known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
     if not reads_on_rank_0 and known[0] not in os.environ:

@@ -364,7 +364,8 @@ class ProfileKwargs(KwargsHandler):
 class GradientAccumulationPlugin(KwargsHandler):
     """Settings of gradient accumulation: gradients of several batches are summed for one step.
 
-    The batches between two optimizer steps are called a window.
+    The batches between two optimizer steps are called a window. ``Accelerator.backward`` divides
+    each loss by ``num_steps``, the number of batches of a full window.
 
     Raises:
         ConfigError: ``num_steps`` is no whole number of at least 1.
@@ -377,13 +378,13 @@ class GradientAccumulationPlugin(KwargsHandler):
     """
 
     num_steps: int = 1
-    """Batches a window; None: one."""
+    """Batches per window; None means 1."""
     adjust_scheduler: bool = True
     """Accepted; without effect, as in Accelerate: a prepared scheduler counts real steps alone."""
     sync_with_dataloader: bool = True
     """Whether the last batch of a loader ends a window that is still short."""
     sync_each_batch: bool = False
-    """Whether ranks exchange gradients at every batch: slower, with less memory for some."""
+    """Whether ranks exchange gradients at every batch: slower, but needs less memory under FSDP."""
 
     def __post_init__(self) -> None:
         if self.num_steps is None:

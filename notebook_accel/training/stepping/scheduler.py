@@ -107,7 +107,11 @@ class AcceleratedScheduler:
         self.num_steps = 1 if value else self._num_shares
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule if the optimizers made a step, or if ``step_with_optimizer`` is False.
+        """Move the schedule by ``num_steps`` if the optimizers made a step.
+
+        There are two exceptions. With ``step_with_optimizer=False`` the schedule moves one step on
+        every call. A ``ReduceLROnPlateau`` moves one step on every call, except on batches that
+        only accumulate gradients.
 
         The arguments are passed to the wrapped scheduler. If the schedule does not move, that
         scheduler is left untouched: not even its ``_step_count`` changes, since torch's schedulers

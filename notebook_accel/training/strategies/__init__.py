@@ -60,8 +60,8 @@ def _wants_weights_in_parts(request: Request) -> bool:
 class Choice(NamedTuple):
     """An entry of ``STRATEGIES``: a strategy class, and the condition for choosing it.
 
-    ``module`` is the file with the class, ``name`` the class. The first entry whose
-    ``is_asked_for(request)`` is True is chosen.
+    ``module`` is the name of the module in this package that has the class, ``name`` the class's
+    name. The first entry whose ``is_asked_for(request)`` is True is chosen.
     """
 
     is_asked_for: Callable[[Request], bool]

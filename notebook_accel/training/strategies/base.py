@@ -128,9 +128,11 @@ class Strategy:
         return [self.prepare_model(each) for each in call.models], call.optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """Return the model that the loop calls: on its device, compiled, wrapped or sharded.
+        """Return the model that the training loop calls.
 
-        Before it calls this, :meth:`prepare` sets the mixed precision of the model's forward.
+        The base class moves the model to its device and compiles it if asked for; subclasses also
+        wrap or shard it. :meth:`prepare` has already set the mixed precision of the model's
+        forward.
         """
         return compile_model(self.place(given), self.dynamo)
 

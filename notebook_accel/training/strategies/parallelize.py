@@ -4,19 +4,25 @@ The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, 
 
 1. Initialize: weights on the meta device get memory and values, and all ranks get rank 0's weights.
    With sharding alone, this is done module by module within step 6, so that a device never needs
-   memory for the full model. Otherwise the full model is initialized on the CPU.
+   memory for the full model. In a pipeline, with tensor parallelism or with modules that sharding
+   ignores, the full model is initialized on the CPU.
 2. Pipeline: each rank keeps the blocks of its stages. Later steps see these alone.
 3. Tensor parallelism: the layers named by the plan are divided over the ranks of the mesh
    dimension "tp".
 4. Activation checkpointing: around blocks, so that it contains the divided layers.
-5. Compile: the whole model including its activation checkpointing, or each block inside of its
-   activation checkpointing. In a pipeline, the blocks are compiled, since a stage ends the model's
-   forward by an exception, which a compiled graph cannot contain.
+5. Compile: the whole model, including its activation checkpointing. If the user asked for
+   ``use_regional_compilation``, each repeated block is compiled instead, inside of its activation
+   checkpointing. In a pipeline, always each block: a stage ends the model's forward by an
+   exception, which a compiled graph cannot contain.
 6. Data: weights are sharded over the ranks that read different samples, or (context parallelism)
-   different parts of sequences. Gradients of weights that are not sharded are averaged by hooks in
-   each backward. In a pipeline, each block is sharded on its own, since a stage ends in the middle
-   of the model's forward; weights outside of the blocks are not sharded (without ``dp_shard_size``
-   no weights are), and their gradients are averaged after the batch.
+   different parts of sequences.
+
+   - Without a pipeline, the whole model is sharded, except modules that the plugin ignores. The
+     gradients of these modules are averaged by hooks in each backward.
+   - In a pipeline, each block is sharded on its own, since a stage ends in the middle of the
+     model's forward. Weights outside of the blocks stay whole, as does a block that shares a weight
+     with another module; without ``dp_shard_size`` all weights stay whole. The gradients of whole
+     weights are averaged once, after the batch.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def GatheredParameters(  # noqa: N802 (Accelerate's name)
         params: one weight, or several.
         modifier_rank: the rank whose changes of the weights are kept, and sent to all ranks; None
             discards changes.
-        fwd_module: the argument of that name of ``deepspeed.zero.GatheredParameters``.
+        fwd_module: passed to ``deepspeed.zero.GatheredParameters`` as its ``fwd_module``.
         enabled: False makes the context manager do nothing.
     """
     given = [params] if hasattr(params, "numel") else list(params)

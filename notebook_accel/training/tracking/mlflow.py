@@ -73,7 +73,7 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the MLflow run; create the experiment first if there is none of that name."""
+        """Begin the MLflow run; first create the project's experiment if it does not exist."""
         mlflow = self.library()
         found = mlflow.get_experiment_by_name(self.run_name)
         if found is None:
