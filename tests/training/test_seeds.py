@@ -50,6 +50,9 @@ def classifier() -> nn.Module:
             intermediate_size=16,
             max_position_embeddings=8,
             num_labels=2,
+            # A loss of two samples falls surely without it alone.
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
     )
 
