@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from notebook_accel.launch.transport import segment
 from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
-from tests.engines.processes import below, gone
+from tests.engines.processes import below
 from tests.launches import launch
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
@@ -132,7 +131,7 @@ def test_a_peer_that_is_not_the_kernel_starts_nothing_and_hurts_nobody(
         with pytest.raises(LaunchError, match="did not start"):
             on_cpu(train, str(tmp_path))
     eventually(
-        lambda: {process.pid for process in below(template().pid)} == before,
+        lambda: {process.pid for process in below(template().pid)} <= before,
         within=SOON,
         what="nothing was left of the other launch",
     )
@@ -194,15 +193,16 @@ def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind() -> None:
 
     for number in (4400, 4600):
         view = Slow()
+        # Agents of launches before may still be ending.
+        source = psutil.Process(template().pid)
+        before = {process.pid for process in source.children()}
         run = on_cpu(train, number, n=1, view=view, block=False)
-        agent = next(process.pid for process in below(template().pid))
+        (agent,) = {process.pid for process in source.children()} - before
         # It has nothing to do any more: the rank has ended, and the kernel does not read.
         _until_idle(agent)
         view.go_on.set()
         assert run.wait(SOON).results == [7]
         assert len(run.metrics) == number
-        # An agent that is still ending must not be taken for the next launch's.
-        eventually(partial(gone, [agent]), within=SOON, what="the agent ended")
 
 
 def _until_idle(pid: int) -> None:

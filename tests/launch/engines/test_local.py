@@ -165,10 +165,12 @@ def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_link_knows_its_ranks_ends_its_agent_and_says_how_that_ended() -> None:
     (ranks,) = RankPlan.of_sizes(2).agents
+    # Agents of launches before may still be ending.
+    before = {child.pid for child in below(template().pid)}
     link = fork_agent(
         request().environment, ranks, socket.socketpair, run=uuid4().hex, sees_files=True
     )
-    (agent,) = [child.pid for child in below(template().pid) if os.getsid(child.pid) == child.pid]
+    (agent,) = {child.pid for child in below(template().pid)} - before
     assert link.rank_numbers == (0, 1)
     link.kill()
     eventually(lambda: gone([agent]), within=SECONDS, what="the agent is gone")
