@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "config.setting",
         "launch.group_store",
         "launch.rank",
+        "launch.wire",
         "private",
     },
     "notebook": {"errors", "config", "launch", "private", "text_values"},

@@ -1,6 +1,6 @@
 """Prints the output of several ranks in one terminal: labelled lines, with progress bars below.
 
-    files of ranks --tail (torchrun's --tee)--> RankOutput.write --> lines, and bars that stay
+    files of ranks => torchrun (its option --tee) => RankOutput.write => lines, and bars below them
 
 If the output is no terminal, or Rich is not installed, progress bars are not drawn: of each, only
 its state at 100% is printed, as a line.

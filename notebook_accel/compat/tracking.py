@@ -1,7 +1,7 @@
 """Makes ``notebook_accel.tracking`` a counterpart of ``accelerate.tracking``.
 
-It has this package's versions of names that Accelerate's module defines or imports. Other names
-come from Accelerate, if it is installed (see ``_accelerate.door``).
+That module has this package's versions of names that Accelerate's module defines or imports. Other
+names come from Accelerate, if it is installed (see ``_accelerate.door``).
 """
 
 from notebook_accel.compat import _accelerate

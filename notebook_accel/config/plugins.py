@@ -1,4 +1,4 @@
-"""Kinds of parallelism that settings of a launch can choose: the function need not change.
+"""Kinds of parallelism that a launch's settings choose, without a change to the user's function.
 
     LaunchConfig(fsdp={...}) --check--> environment variables --> the plugin in a rank
 

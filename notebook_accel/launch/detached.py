@@ -3,7 +3,7 @@
 A separate process, the keeper (keeper.py), launches such a run and controls it in place of a
 kernel::
 
-    launch_detached: --exec, Detach--> keeper: starts the ranks; writes the run's folder
+    launch_detached (starts it, sends Detach) -> keeper: starts the ranks; writes the run's folder
     kernel: AttachedCall <--RunSnapshot---- keeper       over the socket pair of the launch
     later:  attach -> AttachedCall <------ keeper       over the socket in the run's folder
 

@@ -144,6 +144,14 @@ class RankContext:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
         )
 
+    def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        """Send a message about this rank's current call to the kernel; a no-op in this base class.
+
+        Args:
+            kind: class of the message.
+            **fields: its fields, without those that say of which run, call and rank it is.
+        """
+
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Report metrics, shown live and kept in ``run.metrics``; a no-op in this base class.
 
@@ -326,7 +334,7 @@ class LaunchedContext(RankContext):
         return kind(run=self.run, call=self.call, rank=self.rank, **fields)
 
     def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
-        """Send a message made by :meth:`message` to the agent; do nothing in a forked child."""
+        # A child that the rank forked is another process, of which the agent knows nothing.
         if self.is_own_process:
             self.send(self.message(kind, **fields))
 

@@ -104,7 +104,11 @@ class Ownership:
         self._keys_at_call = self._keys()
 
     def note_assigned(self, names: Iterable[str]) -> None:
-        """Record the names that a plain cell of the notebook has assigned; called at its end."""
+        """Record the names that a cell run in the notebook, not on the ranks, has assigned.
+
+        Called when the cell ends. A name that was pushed or pulled after the cell had assigned it
+        is skipped.
+        """
         for name in names:
             agreed = self._known.get(name) if name in self._agreed_in_cell else None
             # It was pushed or pulled after the cell had assigned it: what the ranks have made of

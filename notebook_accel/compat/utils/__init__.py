@@ -1,7 +1,7 @@
 """Makes ``notebook_accel.utils`` a counterpart of ``accelerate.utils`` and its submodules.
 
-It has this package's versions of names that Accelerate's ``utils`` defines. Other names come from
-Accelerate, if it is installed (see ``_accelerate.door``).
+That module has this package's versions of names that Accelerate's ``utils`` defines. Other names
+come from Accelerate, if it is installed (see ``_accelerate.door``).
 """
 
 from notebook_accel.compat import _accelerate

@@ -91,7 +91,8 @@ class RankPool:
         run: id of the run or session.
         processes: the newest state of each rank's process, in the order of the ranks.
         ended: set once all rank processes have ended.
-        grace: after a timeout, seconds from each attempt to end a call to the next, harder one.
+        grace: seconds that the ranks get to react to each attempt to end a call whose time is out,
+            before the next, harder attempt.
     """
 
     def __init__(

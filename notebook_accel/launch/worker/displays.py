@@ -230,7 +230,7 @@ def figure_png(figure: Any) -> bytes:
 
 
 def _as_text(data: object) -> str:
-    """Return text unchanged and bytes in base64; "" for any other type, such as metadata."""
+    """Return text unchanged and bytes in base64; "" for anything else, such as a dict."""
     if isinstance(data, bytes):
         return base64.b64encode(data).decode()
     return data if isinstance(data, str) else ""

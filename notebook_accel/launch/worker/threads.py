@@ -231,7 +231,11 @@ class _RankStreams:
         )
 
     def install(self) -> None:
-        """Replace ``sys.stdout`` and ``sys.stderr`` by streams that choose a log for each print."""
+        """Replace ``sys.stdout`` and ``sys.stderr`` by streams that write to the log of a rank.
+
+        For each print, that is the rank whose thread prints. ``sys.__stdout__`` and
+        ``sys.__stderr__`` are replaced, too.
+        """
         for name in ("stdout", "stderr"):
             stream = _RankStream(self._of_rank, getattr(sys, name))
             setattr(sys, name, stream)

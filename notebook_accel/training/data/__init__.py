@@ -1,10 +1,10 @@
 """Prepared DataLoaders: which samples each rank gets, and how an epoch is resumed in its middle.
 
-``distribute`` makes prepared loaders from the user's. ``samplers`` and ``iterable_datasets`` choose
-the samples where each rank reads its own, and ``rounds`` divides the batches where rank 0 reads for
-all. ``loaders`` and ``dispatch`` have the classes of prepared loaders, and ``replay`` gives a
-resumed epoch the samples and random numbers that it would have had without the interruption.
-``stepping/active_loaders`` tells which loader is being iterated.
+``distribute`` makes prepared loaders from the user's. If each rank reads its own samples,
+``samplers`` and ``iterable_datasets`` choose them; if rank 0 reads for all ranks, ``rounds``
+divides its batches. ``loaders`` and ``dispatch`` have the classes of prepared loaders, and
+``replay`` gives a resumed epoch the samples and random numbers that it would have had without the
+interruption. ``stepping/active_loaders`` tells which loader is being iterated.
 
 Three words are used throughout. A *round* is the samples on which all ranks work at the same step,
 a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data

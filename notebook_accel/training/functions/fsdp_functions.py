@@ -190,8 +190,8 @@ def load_fsdp_optimizer(
         accelerator: the ``Accelerator`` that prepared the optimizer.
         optimizer: the prepared optimizer.
         model: the prepared model whose weights the optimizer steps.
-        input_dir: the folder that was given to the save or, for shards, the folder ``optimizer_0``
-            in it.
+        input_dir: the folder that was given to the save. For shards, its subfolder
+            ``optimizer_<optimizer_index>`` is accepted as well.
         optimizer_index: the optimizer's number in the names of files.
         adapter_only: accepted without effect, since an optimizer only has states of trainable
             weights.

@@ -190,7 +190,8 @@ def _count_weights(module: nn.Module) -> int:
 def _find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
     """Find the list of blocks: the ``ModuleList`` or ``Sequential`` with the most weights.
 
-    A model that is a ``Sequential`` itself is taken, if it has a child for each stage.
+    If the model itself is a ``Sequential`` with at least one child per stage, it is the list, even
+    if a list inside it would be one as well.
 
     Returns:
         The prefix of the names of the blocks, such as "layers.", and the module whose children they
