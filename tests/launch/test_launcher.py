@@ -131,7 +131,7 @@ def test_a_peer_that_is_not_the_kernel_starts_nothing_and_hurts_nobody(
         with pytest.raises(LaunchError, match="did not start"):
             on_cpu(train, str(tmp_path))
     eventually(
-        lambda: {process.pid for process in below(template().pid)} <= before,
+        lambda: {process.pid for process in below(template().pid)} == before,
         within=SOON,
         what="nothing was left of the other launch",
     )
