@@ -221,3 +221,25 @@ def test_two_notebooks_at_once(book: Notebook) -> None:
         other.manager.shutdown_kernel(now=True)
         eventually(lambda: not other.others(), within=SLOW, what="its template ended with it")
     assert book.run("print(launch(lambda: 1).results)") == "[1, 1]\n"
+
+
+def test_a_managers_proxies_reach_it_from_the_ranks(book: Notebook) -> None:
+    book.run("""
+        import multiprocessing
+        manager = multiprocessing.Manager()
+        seen, queue, lock = manager.dict(inner=manager.list()), manager.Queue(), manager.Lock()
+
+        def tell(seen, queue, lock):
+            rank = int(os.environ["RANK"])
+            with lock:
+                seen[rank] = os.getpid()
+                seen["inner"].append(rank)
+            queue.put(rank)
+            return seen
+
+        run = launch(tell, seen, queue, lock)
+        assert [seen[0], seen[1]] == run.pids and sorted(seen["inner"]) == [0, 1]
+        assert sorted([queue.get(timeout=9), queue.get(timeout=9)]) == [0, 1]
+        assert run[1].keys() == seen.keys()
+        manager.shutdown()
+    """)

@@ -166,7 +166,7 @@ def pack_call(
     return PackedCall(
         packed=_as_packed(body, buffers, used_sources),
         registry=Registry((*before, *pickler.sent)),
-        notices=_moved_notice(pickler.moved),
+        notices=(*_moved_notice(pickler.moved), *_shared_notice(pickler.num_shared)),
         models=_unique(name for each in named for name in each if _is_model(each[name])),
         # A function that goes by reference has nothing of its module in the pickle.
         uses_torch=b"torch" in body
@@ -253,6 +253,14 @@ def _moved_notice(moved: Sequence[tuple[str, int]]) -> tuple[str, ...]:
         f"{tensors} ({size:.1f} MB) on {devices} arrive in the ranks on the CPU: "
         "prepare the model there, or move them with `.to(accelerator.device)`."
     )
+    return (text,)
+
+
+def _shared_notice(num_shared: int) -> tuple[str, ...]:
+    if not num_shared:
+        return ()
+    tensors = "1 tensor" if num_shared == 1 else f"{num_shared} tensors"
+    text = f"{tensors} in shared memory: each rank has a copy, and what it writes only it sees."
     return (text,)
 
 

@@ -25,6 +25,7 @@ import sys
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.process import current_process
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class NotebookState:
             the root logger first.
         disabled_level: level that was given to ``logging.disable``.
         warning_filters: arguments of ``warnings.filterwarnings``, highest precedence first.
+        authkey: by which proxies of the notebook's ``multiprocessing.Manager()`` reach it.
     """
 
     python: tuple[Any, ...]
@@ -81,6 +83,7 @@ class NotebookState:
     loggers: tuple[tuple[Any, ...], ...] = ()
     disabled_level: int = 0
     warning_filters: tuple[tuple[Any, ...], ...] = ()
+    authkey: bytes = field(default=b"", repr=False)
 
 
 # ---- in the notebook -----------------------------------------------------------------------
@@ -106,6 +109,7 @@ def capture(seed: int | None = None) -> NotebookState:
         loggers=_loggers(),
         disabled_level=logging.root.manager.disable,
         warning_filters=_warning_filters(),
+        authkey=bytes(current_process().authkey),
     )
 
 
@@ -244,6 +248,7 @@ def apply_notebook_state(state: NotebookState) -> None:
     for entry in reversed(state.warning_filters):  # each one is put before all others
         warnings.filterwarnings(*entry)
     logging.disable(state.disabled_level)
+    current_process().authkey = state.authkey
     for logger in state.loggers:
         _apply_logger(*logger)
     if state.torch_settings:

@@ -57,10 +57,19 @@ _INSIDE = "make it inside the function"
 _GROUP = "it belongs to a process group of this process; make it inside the function"
 _WRAPPED = "it is bound to a process group of this process; send its `.module` and wrap it inside"
 _WIDGET = "it lives in the notebook's page; print, or report from the function, instead"
+_NO_SHELL = (
+    "ranks have no shell of IPython: instead of `!command` write "
+    'subprocess.run("command", shell=True), instead of `%time` use time.perf_counter()'
+)
+_SHARED = (
+    "ranks are no children of this process: send one of a manager, as "
+    "`multiprocessing.Manager().Queue()`, which has locks, queues, events and values"
+)
 
 # By name, since importing torch, a widget library or another launcher to ask would cost seconds.
 _REMEDIES = {
-    "IPython.core.interactiveshell.InteractiveShell": "it is the notebook itself",
+    "IPython.core.autocall.IPyAutocall": "call `sys.exit()` instead",
+    "IPython.core.interactiveshell.InteractiveShell": _NO_SHELL,
     "accelerate.accelerator.Accelerator": _INSIDE,
     "accelerate.data_loader.DataLoaderDispatcher": _INSIDE,
     "accelerate.data_loader.DataLoaderShard": _INSIDE,
@@ -69,6 +78,16 @@ _REMEDIES = {
     "ipywidgets.widgets.widget.Widget": _WIDGET,
     "lightning.fabric.fabric.Fabric": _INSIDE,
     "lightning_fabric.fabric.Fabric": _INSIDE,
+    "multiprocessing.connection.Connection": _SHARED,
+    "multiprocessing.managers.BaseManager": "send what it has made, as `manager.dict()`",
+    "multiprocessing.pool.Pool": _INSIDE,
+    "multiprocessing.queues.Queue": _SHARED,
+    "multiprocessing.queues.SimpleQueue": _SHARED,
+    "multiprocessing.sharedctypes.SynchronizedBase": _SHARED,
+    "multiprocessing.synchronize.Barrier": _SHARED,
+    "multiprocessing.synchronize.Condition": _SHARED,
+    "multiprocessing.synchronize.Event": _SHARED,
+    "multiprocessing.synchronize.SemLock": _SHARED,
     "notebook_accel.launch.rank.RankContext": _INSIDE,
     "notebook_accel.launch.run.Run": "take what you need of it (`run[0]`) and send that",
     "torch.distributed.distributed_c10d.ProcessGroup": _GROUP,
@@ -316,6 +335,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         moved: (device, number of bytes) of each storage that was copied to the CPU to be pickled.
+        num_shared: number of storages in shared memory, of which each process gets a copy.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
@@ -323,6 +343,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.moved: list[tuple[str, int]] = []
+        self.num_shared = 0
         self._routes: dict[type, Callable[[Any], Any]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
 
@@ -341,6 +362,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_module
         if issubclass(kind, BaseException):
             return _reduce_exception
+        if issubclass(kind, io.TextIOWrapper):
+            return _reduce_file
         remedy = remedy_of(kind)
         if remedy:
             return _refuse(remedy)
@@ -388,6 +411,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if storage.device.type != "cpu":
             self.moved.append((str(storage.device), size))
             storage = storage.cpu()
+        elif storage.is_shared():
+            self.num_shared += 1
         return rebuild_storage, (pickle.PickleBuffer(_memory(storage)),)
 
     # ---- classes, functions, modules ----
@@ -470,6 +495,14 @@ def _reduce_exception(error: BaseException) -> Any:
     if not is_plain or not isinstance(kind.__init__, types.FunctionType):
         return NotImplemented
     return rebuild_exception, (kind, error.args), vars(error) or None
+
+
+def _reduce_file(file: io.TextIOWrapper) -> Any:
+    # cloudpickle would send the text of one that is also open for reading, and lose what a rank
+    # writes to it.
+    if not file.closed and file.writable() and file not in (sys.stdout, sys.stderr):
+        raise Refused("create it inside the function (it is open for writing)")
+    return NotImplemented
 
 
 def _refuse(remedy: str) -> Callable[[Any], Any]:

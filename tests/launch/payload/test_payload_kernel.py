@@ -112,9 +112,22 @@ def test_cells_of_a_kernel(run: Callable[[str], str], tmp_path: Path) -> None:
     """)
     assert 'Cell In[3], line 6, in fail\n    raise ValueError("too bad")' in printed
     printed = run("""
-        try:
-            payload.pack_call(lambda: get_ipython().run_cell("1"))
-        except Exception as error:
-            print(error)
+        def shell():
+            !nvidia-smi
+        def timed():
+            %time train("work")
+        def leaves():
+            exit()
+        for function in (shell, timed, leaves):
+            try:
+                payload.pack_call(function)
+            except Exception as error:
+                print(error)
     """)
-    assert "cannot travel; it is the notebook itself" in printed
+    shell, timed, leaves = printed.splitlines()
+    assert "used in shell, cannot travel; ranks have no shell" in shell
+    assert 'of `!command` write subprocess.run("command", shell=True)' in shell
+    assert "used in timed, cannot travel" in timed
+    assert "of `%time` use time.perf_counter()" in timed
+    assert leaves.startswith("`exit` (")
+    assert leaves.endswith("call `sys.exit()` instead")

@@ -15,6 +15,8 @@ from notebook_accel.launch import payload
 from notebook_accel.launch.payload.pickling import STAYS_HOME
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.launch.payload.clean_ranks import Notebook
 
 
@@ -124,7 +126,8 @@ def _bare(path: str) -> Any:
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [
-        ("IPython.core.interactiveshell.InteractiveShell", "the notebook itself"),
+        ("IPython.core.interactiveshell.InteractiveShell", "subprocess.run"),
+        ("IPython.core.autocall.ExitAutocall", "sys.exit"),
         ("notebook_accel.Accelerator", "make it inside the function"),
         ("notebook_accel.AcceleratedOptimizer", "make it inside the function"),
         ("notebook_accel.AcceleratedScheduler", "make it inside the function"),
@@ -200,3 +203,32 @@ def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> No
     with pytest.raises(LaunchError) as caught:
         notebook.pack("locked")
     assert caught.value.__cause__ is None
+
+
+def test_what_several_processes_would_share_is_refused_or_told(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    vars(notebook.main)["path"] = str(tmp_path / "text")
+    notebook.cell("""
+        import multiprocessing as mp, torch
+        files = {mode: open(path, mode) for mode in ("w+", "a+", "r+", "r")}
+        made = (mp.Lock(), mp.Event(), mp.Barrier(2), mp.Condition(), mp.Queue(), mp.SimpleQueue(),
+                mp.Value("i"), mp.Array("i", 2), mp.Pipe()[0])
+        shared = torch.zeros(3).share_memory_()
+        def writes(file): return file
+        def counts(): return shared
+    """)
+    for mode, file in notebook["files"].items():
+        if mode == "r":
+            assert notebook.pack("writes", file)
+        else:
+            assert refusal(notebook, "writes", file) == (
+                "`file` (_io.TextIOWrapper), used in writes, cannot travel; create it "
+                "inside the function (it is open for writing)"
+            )
+        file.close()
+    for value in notebook["made"]:
+        assert "multiprocessing.Manager()" in refusal(notebook, "writes", value), value
+    assert notebook.pack("counts").notices == (
+        "1 tensor in shared memory: each rank has a copy, and what it writes only it sees.",
+    )
