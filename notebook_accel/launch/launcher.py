@@ -411,6 +411,7 @@ def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall
         request.kwargs,
         sources=request.sources,
         session=session,
+        setup=request.setup,
     )
 
 

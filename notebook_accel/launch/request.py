@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.setup.steps import Step
 
 __all__ = ["LaunchRequest"]
 
@@ -36,6 +37,7 @@ class LaunchRequest:
         name: name of the run; "" stands for the name of the function.
         view: shows the run.
         sources: the source of the notebook's cells, for error messages and exports.
+        setup: what the notebook did to libraries, which ranks repeat before the call.
         block: whether the launch waits for the end of the run and raises the run's error.
         timeout: seconds after which the run is ended; None for no limit.
         detach: whether the run goes on when this process ends (detached.py).
@@ -60,6 +62,7 @@ class LaunchRequest:
     name: str = ""
     view: View = field(default_factory=View)
     sources: Sequence[CellSource] = ()
+    setup: Sequence[Step] = ()
     block: bool = True
     timeout: float | None = None
     detach: bool = False

@@ -17,6 +17,7 @@ from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.debugger import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.session import session_for
@@ -215,6 +216,7 @@ def notebook_launcher(
         chosen, notices = ranks.config, list[str]()
     else:
         chosen, notices = resolve(settings, config)
+    setup = read_setup(get_ipython())
     with show_in_short():
         request = LaunchRequest(
             function=function,
@@ -223,9 +225,10 @@ def notebook_launcher(
             config=chosen,
             view=choose_view(view, waits=block),
             sources=cell_sources(get_ipython()),
+            setup=setup.steps,
             block=block,
             timeout=timeout,
-            notices=(*notices, *_unused(changed, chosen)),
+            notices=(*notices, *_unused(changed, chosen), *setup.notices),
             name=name or "",
             detach=detach,
         )
@@ -264,6 +267,7 @@ def launch_below(
     end_held_launch()
     chosen, notices = resolve({}, config)
     check_leaves_notebook_free(chosen)
+    setup = read_setup(get_ipython())
     request = LaunchRequest(
         function=function,
         args=args,
@@ -271,8 +275,9 @@ def launch_below(
         config=chosen,
         view=dashboard_in(find_kernel(), waits=False, slot=slot),
         sources=cell_sources(get_ipython()),
+        setup=setup.steps,
         block=False,
-        notices=(*notices, *_unused({}, chosen)),
+        notices=(*notices, *_unused({}, chosen), *setup.notices),
     )
     return launch(request)
 

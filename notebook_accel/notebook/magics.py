@@ -29,6 +29,7 @@ from notebook_accel.launch.template.handle import warm
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import debugger, session
 from notebook_accel.notebook.cell_script import script_of_cells
+from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.picker import config_picker
@@ -307,6 +308,27 @@ class AccelerateMagics(Magics):
         # With the magic's own line: the page counts lines from there.
         text = f"%%accelerate {line}\n{cell}"
         return CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text), number
+
+    @magic_arguments("%everywhere")
+    @argument("--list", action="store_true", help="show the cells that ranks run at their start")
+    @argument("--clear", action="store_true", help="take them all back")
+    @line_cell_magic
+    def everywhere(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell in the notebook now, and at the start of all ranks from now on.
+
+        For what sets a library up and does not reach the ranks by itself. A cell that is run again
+        takes the place of its earlier text. What it prints or displays shows once.
+        """
+        options = self.everywhere.parser.parse_args(_split(f"%everywhere {line}")[1:])
+        shell: Any = self.shell
+        if cell is not None:
+            label = f"Cell In[{len(shell.user_ns['In']) - 1}]"
+            return run_everywhere(shell, line, cell, label)
+        if options.clear:
+            EVERYWHERE.clear()
+        texts = [f"# {source.label}\n{source.text}" for _, source in EVERYWHERE.values()]
+        print("\n\n".join(texts) or "no %%everywhere cell")  # noqa: T201
+        return None
 
     # ---- %accelerate COMMAND ---------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
+from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.debugger import debug
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
@@ -246,6 +247,8 @@ class NotebookSession:
         # How each call has ended is noted before the next one is made, so that nothing depends on
         # who waited for it: which call was noted last, and what was sent since, with which names.
         self._noted: Run | None = None
+        # What the ranks repeated of the notebook's settings of libraries, by key.
+        self._setup: dict[str, bytes] = {}
         self._sent: tuple[CellCall | FunctionCall | None, frozenset[str]] = (None, frozenset())
         # Whether all ranks had a process group that they have left since: the next cell or function
         # call makes it anew. Whether they have names that they could not tell: a call raised.
@@ -319,6 +322,7 @@ class NotebookSession:
         )
         self.left_out[number] = "did not end well"
         block = not options.in_background
+        setup = read_setup(self._shell)
         try:
             run = self._begin(
                 request,
@@ -327,6 +331,8 @@ class NotebookSession:
                     config=self.config,
                     view=choose_view("auto", waits=block, is_cell=block),
                     sources=[source, *cell_sources(self._shell)],
+                    setup=setup.steps,
+                    notices=setup.notices,
                     block=block,
                     asked=options.ranks,
                 ),
@@ -420,6 +426,7 @@ class NotebookSession:
                     function=called,
                     args=(),
                     kwargs=push.values,
+                    setup=[one for one in request.setup if self._setup.get(one.key) != one.body],
                     notices=(*self._notices, *request.notices, *push.lines),
                     advise=False,
                     brings_globals=False,
@@ -437,6 +444,7 @@ class NotebookSession:
         finally:
             if self.session.newest_call is not self._noted:  # it was sent
                 self._notices = ()
+                self._setup = {one.key: one.body for one in request.setup}
                 self._owners.note_pushed(push)
 
     def _conclude(

@@ -60,7 +60,8 @@ class Packed:
     """A pickled value; the memory of its tensors and arrays is outside of the pickle (out of band).
 
     Attributes:
-        buffers: first the pickled sources of the notebook cells that define the value's functions;
+        buffers: first the pickled sources of the notebook cells that define the value's functions,
+            and what ranks do before they unpickle the value;
             then the memory of each tensor and array; last, the pickle itself. All are contiguous
             views of bytes.
     """
@@ -134,6 +135,7 @@ def pack_call(
     *,
     sources: Sequence[CellSource] = (),
     session: Registry | None = None,
+    setup: Sequence[Any] = (),
 ) -> PackedCall:
     """Pickle a function, its arguments, and the notebook's definitions and variables that it uses.
 
@@ -144,6 +146,7 @@ def pack_call(
         session: None for a launch. For a session, whose ranks serve several calls: the registry of
             the previous call (empty for the first). The notebook's functions then travel without
             their global variables, and use the session's variables of the same names.
+        setup: what each rank does before it unpickles the function (launch/setup).
 
     Raises:
         LaunchError: something cannot be pickled, or would be useless in a rank; the message names
@@ -164,7 +167,7 @@ def pack_call(
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
     return PackedCall(
-        packed=_as_packed(body, buffers, used_sources),
+        packed=_as_packed(body, buffers, used_sources, setup),
         registry=Registry((*before, *pickler.sent)),
         notices=(*_moved_notice(pickler.moved), *_shared_notice(pickler.num_shared)),
         models=_unique(name for each in named for name in each if _is_model(each[name])),
@@ -174,7 +177,12 @@ def pack_call(
     )
 
 
-def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> UnpackedCall:
+def unpack_call(
+    packed: Packed,
+    *,
+    sent_before: Sequence[Any] | None = None,
+    take_over: Callable[[Sequence[Any]], object] = bool,
+) -> UnpackedCall:
     """Unpickle a function and its arguments, in a rank.
 
     The first call that a process unpacks replaces its ``__main__`` by an empty module. Every call
@@ -185,11 +193,13 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
         packed: the packed call. Its buffers must be writable and private to this process, since the
             tensors use their memory.
         sent_before: :attr:`UnpackedCall.sent` of this process's previous call; None for the first.
+        take_over: called with the ``setup`` of :func:`pack_call` before the function is unpickled.
     """
-    sources, body, buffers = _open_pickle(packed)
+    (sources, setup), body, buffers = _open_pickle(packed)
     cells.install_sources(sources)
     if sent_before is None:
         cells.fresh_main()
+    take_over(setup)
     function, args, kwargs, num_before, sent = load(body, buffers=buffers)
     cells.fill_main(sent)
     # A call that failed to unpack here left no objects: None fills their places, so that indices
@@ -227,17 +237,16 @@ def _as_packed(
     body: bytes,
     buffers: Sequence[pickle.PickleBuffer],
     sources: tuple[CellSource, ...] = (),
+    setup: Sequence[Any] = (),
 ) -> Packed:
     views = (buffer.raw() for buffer in buffers)
-    return Packed((memoryview(pickle.dumps(sources)), *views, memoryview(body)))
+    return Packed((memoryview(pickle.dumps((sources, tuple(setup)))), *views, memoryview(body)))
 
 
-def _open_pickle(
-    packed: Packed,
-) -> tuple[tuple[CellSource, ...], memoryview, tuple[memoryview, ...]]:
-    """Split packed buffers into the cell sources, the pickle, and its out-of-band buffers."""
-    sources, *buffers, body = packed.buffers
-    return load(sources), body, tuple(buffers)
+def _open_pickle(packed: Packed) -> tuple[Any, memoryview, tuple[memoryview, ...]]:
+    """Split packed buffers into the sources and setup, the pickle, and its out-of-band buffers."""
+    first, *buffers, body = packed.buffers
+    return load(first), body, tuple(buffers)
 
 
 # ---- notices for the person ---------------------------------------------------------------

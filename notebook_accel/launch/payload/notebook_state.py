@@ -7,9 +7,8 @@ states of the random number generators, torch's settings, levels and plain handl
 filters of warnings. Each rank gets the same state, so that an unseeded ``random_split`` gives the
 same split on all ranks.
 
-Not carried are: torch's default device (each rank has its own), gradient mode and print options;
-logging handlers and formatters of custom classes, or with filters; and warning filters for
-categories that are not built into Python.
+Not carried are torch's default device (each rank has its own), and logging handlers and formatters
+of custom classes, or with filters. What cells did to other libraries is in launch/setup.
 """
 
 from __future__ import annotations

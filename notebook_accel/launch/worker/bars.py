@@ -17,8 +17,8 @@ from typing import Any
 from tqdm.std import tqdm
 
 from notebook_accel.launch import rank
+from notebook_accel.launch.system.after_import import change_module
 from notebook_accel.launch.system.token_bucket import TokenBucket
-from notebook_accel.launch.worker.after_import import change_module
 
 __all__ = ["install"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import contextlib
 import io
 import sys
 import threading
@@ -20,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from notebook_accel.launch import rank, wire
+from notebook_accel.launch.system.after_import import change_module
 from notebook_accel.launch.system.token_bucket import TokenBucket
-from notebook_accel.launch.worker.after_import import change_module
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["display", "figure_png", "flush", "format_by", "install", "mime_bundle"]
+__all__ = ["display", "figure_png", "flush", "format_by", "install", "mime_bundle", "muted"]
 
 # The most bytes of one display: with more a page freezes, and the notebook's file keeps them.
 _MAX_BYTES = 2_000_000
@@ -36,6 +37,8 @@ _PER_SECOND = 0.5
 # What is replaced in a loop: so often at most, and `_MAX_BYTES` a second.
 _REPLACE_SECONDS = 0.2
 
+# Whether displays are dropped (muted).
+_is_muted = False
 # IPython's formatters, which know what each value is as data.
 _formatter: Any = None
 
@@ -50,6 +53,17 @@ def format_by(formatter: Any) -> None:
     figures = formatter.formatters["image/png"]
     figures.for_type_by_name("matplotlib.figure", "Figure", figure_png)
     _formatter = formatter
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Drop all displays of the block, which the notebook has shown itself."""
+    global _is_muted
+    _is_muted = True
+    try:
+        yield
+    finally:
+        _is_muted = False
 
 
 def install() -> None:
@@ -100,6 +114,8 @@ def display(
     """
     if update and not display_id:
         raise TypeError("display_id required for update_display")
+    if _is_muted:
+        return None
     name = uuid4().hex if display_id is True else str(display_id or "")
     if name and not values:
         # A place for what comes later.

@@ -37,6 +37,7 @@ from notebook_accel.errors import LaunchError, RunStopped
 from notebook_accel.launch import payload, rank, wire
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.notebook_state import apply_notebook_state
+from notebook_accel.launch.setup.steps import take_over
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.log_files import FULL_DISK
 from notebook_accel.launch.transport.channel import ProtocolError
@@ -58,6 +59,7 @@ from notebook_accel.private import of_python
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from notebook_accel.launch.setup.steps import Step
     from notebook_accel.launch.transport.channel import Channel
 
 __all__ = [
@@ -356,7 +358,7 @@ class Worker:
             interrupts.begin_call(message.call)
             if self._setup_error is not None:
                 raise self._setup_error
-            call = payload.unpack_call(packed, sent_before=self._sent)
+            call = payload.unpack_call(packed, sent_before=self._sent, take_over=self._take_over)
             if message.by_value:
                 call = replace(call, sent=())
             context.report(wire.CallStarted)
@@ -382,6 +384,10 @@ class Worker:
             if message.keeps_error:
                 context.kept_error = rank.KeptError(error)
             return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
+
+    def _take_over(self, steps: Sequence[Step]) -> None:
+        with displays.muted():
+            take_over(steps, self.context.notice)
 
     def _enter_call(self, message: wire.BeginCall) -> None:
         output.reopen_streams(self.report_lost_output)

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.worker.after_import import change_module
+from notebook_accel.launch.system.after_import import change_module
 
 if TYPE_CHECKING:
     from pathlib import Path

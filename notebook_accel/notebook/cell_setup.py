@@ -1,0 +1,297 @@
+"""Reads in the notebook's cells what they did to libraries, for the ranks to repeat.
+
+    cells' text --> assignments, calls --+
+    rows of launch/setup/libraries.py ---+--> SetUp(steps, notices) --> LaunchRequest
+    ``%%everywhere`` cells --------------+
+
+Only statements at the top level of a cell count, also under ``if``, ``for`` and ``try``. A cell's
+text says which place of which library it changed; the value is the one that stands there at the
+launch. A call of which nobody knows whether it can be repeated is named to the user, once.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.payload import CellSource
+from notebook_accel.launch.setup import libraries
+from notebook_accel.launch.setup.steps import assign, call, pack_step, run_cell, value_at
+from notebook_accel.launch.text.terminal_text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from notebook_accel.launch.setup.steps import Path, Step
+
+__all__ = ["EVERYWHERE", "SetUp", "read_setup", "run_everywhere"]
+
+# Python's own state, which ranks get otherwise or have of their own.
+_NOT_SET = ("os.environ", "sys.", "os.path", "builtins.display", "logging.root")
+# Cell magics whose cell is Python that runs in the notebook.
+_RUNS_ITS_CELL = ("time", "timeit", "capture", "prun")
+# Nodes of an expression that can be evaluated once more without an effect.
+_PLAIN = (
+    ast.Attribute,
+    ast.Constant,
+    ast.Dict,
+    ast.List,
+    ast.Name,
+    ast.Set,
+    ast.Subscript,
+    ast.Tuple,
+    ast.UnaryOp,
+    ast.expr_context,
+    ast.unaryop,
+)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_MAX_LABEL = 80
+# Lines that the user was told in this kernel.
+_told: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetUp:
+    """What ranks repeat before the function, and lines for the user about what they cannot."""
+
+    steps: tuple[Step, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A statement of a cell: an assignment to ``path`` below a name, or a call of what is there."""
+
+    label: str
+    root: str
+    path: Path
+    called: ast.Call | None = None
+
+
+def read_setup(shell: InteractiveShell | None) -> SetUp:
+    """Return what the cells that ``shell`` has run did to libraries; empty if it is None."""
+    if shell is None:
+        return SetUp()
+    steps: dict[str, Step] = {}
+    lost: list[str] = []
+    for key, label, module, do, *arguments in (*_states(), *_repeated(shell, lost)):
+        try:
+            steps[key] = pack_step(key, label, module, do, *arguments)
+        except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
+            lost.append(f"`{label}` ({one_line(str(error) or type(error).__name__, 80)})")
+    everywhere = [
+        pack_step(key, source.label, "", run_cell, code, source)
+        for key, (code, source) in EVERYWHERE.items()
+    ]
+    notices = [] if not (lost := [text for text in lost if text not in _told]) else [_lost(lost)]
+    _told.update(lost)
+    return SetUp(steps=(*steps.values(), *everywhere), notices=tuple(notices))
+
+
+def _lost(texts: Sequence[str]) -> str:
+    named = ", ".join(texts)
+    return (
+        f"only in the notebook, not in the ranks: {named}. Put it into the function, or into a "
+        "cell that begins with %%everywhere"
+    )
+
+
+# ---- states --------------------------------------------------------------------------------
+
+
+def _states() -> Iterator[tuple[Any, ...]]:
+    for row in libraries.ROWS:
+        module = sys.modules.get(row.module)
+        if module is None:
+            continue
+        try:
+            state = row.read(module)
+        except Exception:  # another version of the library, or one that is being imported
+            continue
+        if state is not None and state != {}:
+            yield f"state {row.module}", f"settings of {row.module}", row.module, row.set, state
+    for number, (name, arguments) in enumerate(libraries.warning_filters()):
+        key, label = f"warnings {number}", "warnings.filterwarnings"
+        yield key, label, name, libraries.set_warning_filter, arguments
+
+
+# ---- statements of cells -------------------------------------------------------------------
+
+
+def _repeated(shell: InteractiveShell, lost: list[str]) -> Iterator[tuple[Any, ...]]:
+    namespace = shell.user_ns
+    for text in namespace.get("In", ()):
+        for found in _statements(text):
+            root = _root(namespace.get(found.root))
+            if root is None:
+                continue
+            name, path = root[0], (*root[1], *found.path)
+            try:
+                value = value_at(sys.modules[name], path)
+            except (AttributeError, LookupError, TypeError):
+                continue  # it was taken back, or the cell ended before it
+            dotted = ".".join([name, *(str(part) for part in path)])
+            if found.called is None:
+                if not dotted.startswith(_NOT_SET):
+                    yield dotted, found.label, name, assign, path, value
+                continue
+            names = (dotted, f"{getattr(value, '__module__', '')}.{_qualified(value)}")
+            arguments = _arguments(found.called, namespace)
+            if arguments is not None and libraries.is_repeated(*names):
+                yield f"{dotted} {found.label}", found.label, name, call, path, *arguments
+            elif libraries.is_repeated(*names) or libraries.is_unknown_setter(*names):
+                lost.append(f"`{found.label}`")
+
+
+def _root(value: Any) -> tuple[str, Path] | None:
+    """Return the module of a library's module, class or function, and the path to it from there.
+
+    None for anything else, and for what the notebook's cells define.
+    """
+    if isinstance(value, types.ModuleType):
+        name, path = value.__name__, ""
+    elif isinstance(value, _NAMED):
+        name, path = value.__module__ or "", value.__qualname__
+    else:
+        return None
+    if name == "__main__" or name not in sys.modules:
+        return None
+    return name, tuple(path.split(".")) if path else ()
+
+
+def _qualified(value: Any) -> str:
+    return getattr(value, "__qualname__", "") or type(value).__qualname__
+
+
+def _arguments(node: ast.Call, namespace: dict[str, Any]) -> tuple[list[Any], Any] | None:
+    """Return the arguments of a call; None where evaluating them again could have an effect."""
+    parts = [*node.args, *(keyword.value for keyword in node.keywords)]
+    if any(keyword.arg is None for keyword in node.keywords):
+        return None
+    if not all(isinstance(inner, _PLAIN) for part in parts for inner in ast.walk(part)):
+        return None
+    try:
+        values = [_value(part, namespace) for part in parts]
+    except Exception:  # a name that was deleted, say
+        return None
+    names = [keyword.arg for keyword in node.keywords]
+    return values[: len(node.args)], dict(zip(names, values[len(node.args) :], strict=True))
+
+
+def _value(node: ast.expr, namespace: dict[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), "<cell>", "eval"), namespace)
+
+
+@lru_cache(maxsize=4096)
+def _statements(text: str) -> tuple[_Found, ...]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return ()
+    return tuple(_in_block(tree.body))
+
+
+def _in_block(block: Iterable[ast.stmt]) -> Iterator[_Found]:
+    for node in block:
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                yield from _found(target, node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield from _in_call(node.value)
+        else:
+            for part in ("body", "orelse", "finalbody"):
+                if isinstance(node, (ast.If, ast.For, ast.Try)):
+                    yield from _in_block(getattr(node, part, ()))
+
+
+def _in_call(node: ast.Call) -> Iterator[_Found]:
+    match node:
+        case ast.Call(func=ast.Name("setattr"), args=[owner, ast.Constant(str(name)), _]):
+            yield from _found(ast.Attribute(owner, name), node)
+        case ast.Call(
+            func=ast.Attribute(ast.Call(func=ast.Name("get_ipython")), "run_cell_magic"),
+            args=[ast.Constant(magic), _, ast.Constant(cell)],
+        ) if magic in _RUNS_ITS_CELL:
+            yield from _statements(cell)
+        case ast.Call(func=ast.Attribute(owner, "update"), args=[ast.Dict(keys=keys)]):
+            for key in keys:
+                if isinstance(key, ast.Constant):
+                    yield from _found(ast.Subscript(owner, key), node)
+        case _:
+            yield from _found(node.func, node, called=node)
+
+
+def _found(
+    target: ast.expr, statement: ast.AST, called: ast.Call | None = None
+) -> Iterator[_Found]:
+    path: list[Any] = []
+    while isinstance(target, (ast.Attribute, ast.Subscript)):
+        if isinstance(target, ast.Attribute):
+            path.insert(0, target.attr)
+        elif isinstance(target.slice, ast.Constant):
+            path.insert(0, (target.slice.value,))
+        else:
+            return
+        target = target.value
+    # An assignment to a name alone is the notebook's own.
+    if isinstance(target, ast.Name) and (path or called is not None):
+        label = one_line(ast.unparse(statement), _MAX_LABEL)
+        yield _Found(label=label, root=target.id, path=tuple(path), called=called)
+
+
+# ---- cells that run everywhere -------------------------------------------------------------
+
+# By cell: its code for the ranks, and its source for tracebacks; in the order of their first runs.
+EVERYWHERE: dict[str, tuple[str, CellSource]] = {}
+
+
+def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) -> Any:
+    """Run a cell in the notebook, and at the start of all ranks from now on.
+
+    A cell that is run again takes the place of its earlier text.
+
+    Args:
+        shell: the notebook's shell.
+        line: the rest of the magic's line.
+        cell: the text of the cell, without that line.
+        label: what tracebacks call the cell, as "Cell In[3]".
+
+    Returns:
+        The value of the cell's last expression; None if there is none.
+    """
+    text = f"%%everywhere {line}\n{cell}"
+    source = CellSource(shell.compile.cache(text), label, text)
+    untyped: Any = shell
+    code = "\n" + untyped.transform_cell(cell)
+    tree = ast.parse(code, source.filename)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, source.filename, "exec"), shell.user_ns)
+    value = None
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), source.filename, "eval"), shell.user_ns)
+    EVERYWHERE[_cell_id(shell) or text] = _for_ranks(code), source
+    return value
+
+
+def _for_ranks(code: str) -> str:
+    """Return code without the lines of magics and shell commands, which are the notebook's."""
+    lines = code.splitlines()
+    for node in ast.parse(code).body:
+        if "get_ipython()" in ast.unparse(node):
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = ""
+    return "\n".join(lines)
+
+
+def _cell_id(shell: InteractiveShell) -> str:
+    """Return the id that the page has given the running cell; "" if it gives none."""
+    kernel: Any = getattr(shell, "kernel", None)
+    request = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
+    return str(request.get("metadata", {}).get("cellId", ""))

@@ -1,0 +1,195 @@
+"""What cells did to libraries, ranks have as well, or it is named: in a real kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.notebook.used_names import names_of
+from tests.kernel.notebooks import open_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.kernel.notebooks import Notebook
+
+# Settings of first cells: what a rank is asked, and what a cell has done for it.
+_SETTINGS = """
+ImageFile.LOAD_TRUNCATED_IMAGES             <- ImageFile.LOAD_TRUNCATED_IMAGES = True
+Image.MAX_IMAGE_PIXELS                      <- Image.MAX_IMAGE_PIXELS = None
+torch.load("no file")                       <- original = torch.load; torch.load = patched
+nn.Linear(2, 3).num_params()                <- nn.Module.num_params = num_params
+torch.ones(1).twice().item()                <- setattr(torch.Tensor, "twice", lambda self: self * 2)
+json.JSONEncoder.default.__name__           <- json.JSONEncoder.default = default
+csv.QUOTE_MINE                              <- csv.QUOTE_MINE = 7
+torch._dynamo.config.suppress_errors        <- torch._dynamo.config.suppress_errors = True
+torch._dynamo.config.cache_size_limit       <- torch._dynamo.config.cache_size_limit += 3
+textwrap.TextWrapper.x                      <- if torch: textwrap.TextWrapper.x = "x"
+mimetypes.types_map[".mine"]                <- mimetypes.types_map[".mine"] = "text/mine"
+mimetypes.types_map[".ours"]                <- mimetypes.types_map.update({".ours": "text/ours"})
+tqdm.tqdm.monitor_interval                  <- tqdm.tqdm.monitor_interval = 0
+string.Template.delimiter                   <- string.Template.delimiter = "%"
+plt.rcParams["figure.dpi"]                  <- plt.rcParams["figure.dpi"] = 77
+plt.rcParams["figure.figsize"]              <- plt.rcParams.update({"figure.figsize": (3, 2)})
+plt.rcParams["axes.grid"]                   <- plt.style.use("ggplot")
+plt.rcParams["lines.linewidth"]             <- matplotlib.rc("lines", linewidth=4.5)
+pd.get_option("display.max_rows")           <- pd.set_option("display.max_rows", 123)
+pd.get_option("display.max_columns")        <-
+pd.options.display.precision                <- pd.options.display.precision = 3
+np.get_printoptions()["precision"]          <- np.set_printoptions(precision=3, suppress=True)
+np.geterr()["divide"]                       <- np.seterr(divide="raise")
+sklearn.get_config()["transform_output"]    <- sklearn.set_config(transform_output="pandas")
+transformers.logging.get_verbosity()        <- transformers.logging.set_verbosity_error()
+is_progress_bar_enabled()                   <- disable_progress_bar()
+type(AutoConfig.for_model("mine")).__name__ <- AutoConfig.register("mine", MyConfig)
+type(AutoModel.from_config(MyConfig())).__name__ <- AutoModel.register(MyConfig, MyModel)
+sys.getrecursionlimit()                     <- sys.setrecursionlimit(4321)
+decimal.getcontext().prec                   <- decimal.getcontext().prec = 9
+gc.get_threshold()[0]                       <- gc.set_threshold(1234)
+socket.getdefaulttimeout()                  <- socket.setdefaulttimeout(12.5)
+locale.setlocale(locale.LC_NUMERIC)         <- locale.setlocale(locale.LC_NUMERIC, "C.UTF-8")
+[f[0] for f in warnings.filters if f[2] is ConvergenceWarning] <- ignore("ignore", "mine", CONVERGE)
+logging.getLogger("httpx").level            <- logging.getLogger("httpx").setLevel(logging.ERROR)
+torch.get_num_threads()                     <- torch.set_num_threads(3)
+torch.multiprocessing.get_sharing_strategy() <- set_sharing_strategy("file_system")
+torch.is_grad_enabled()                     <- torch.set_grad_enabled(False)
+torch.backends.cudnn.benchmark              <- torch.backends.cudnn.benchmark = True
+str(torch.tensor(1 / 3))                    <- torch.set_printoptions(precision=2)
+torch.hub.get_dir()                         <- torch.hub.set_dir("/tmp/hub")
+MyConfig in get_safe_globals()               <- add_safe_globals([MyConfig])
+pd.Series([1, 2]).progress_apply(len_of).sum() <- tqdm.tqdm.pandas()
+"""
+_PAIRS = [line.split("<-") for line in _SETTINGS.strip().splitlines()]
+_QUESTIONS = [question.strip() for question, _ in _PAIRS]
+
+_IMPORTS = """
+import csv, decimal, gc, json, locale, logging, mimetypes, socket, string, sys, textwrap, warnings
+import matplotlib, numpy as np, pandas as pd, sklearn, torch, torch._dynamo, tqdm, transformers
+import matplotlib.pyplot as plt
+from PIL import Image, ImageFile
+from sklearn.exceptions import ConvergenceWarning
+from torch import nn
+from torch.multiprocessing import set_sharing_strategy
+from torch.serialization import add_safe_globals, get_safe_globals
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, is_progress_bar_enabled
+from notebook_accel import notebook_launcher
+
+class MyConfig(PretrainedConfig):
+    model_type = "mine"
+
+class MyModel(PreTrainedModel):
+    config_class = MyConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.post_init()
+
+CONVERGE = ConvergenceWarning
+ignore = warnings.filterwarnings
+
+def len_of(value):
+    return len(str(value))
+
+def default(self, value):
+    return str(value)
+
+def num_params(self):
+    return sum(p.numel() for p in self.parameters())
+
+def patched(*args, **kwargs):
+    return "patched" if args == ("no file",) else original(*args, **kwargs)
+"""
+_ASK = """
+def ask():
+    import torch._dynamo
+    found = {}
+    for text in questions:
+        try:
+            found[text] = eval(text, globals())
+        except Exception as error:
+            found[text] = repr(error)
+    return found
+"""
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
+        with open_notebook() as notebook:
+            notebook.run(_IMPORTS)
+            notebook.run(_ASK)
+            yield notebook
+
+
+@pytest.mark.timeout(240)
+def test_forty_settings_of_first_cells_reach_the_ranks(book: Notebook) -> None:
+    for _, cell in _PAIRS:
+        book.run(cell)
+    # The globals that the texts use are named in the function, as in one that a person writes.
+    names = {name for text in _QUESTIONS for name in names_of(text).used}
+    book.run(f"questions = {_QUESTIONS!r}\ndef used(): return {', '.join(sorted(names))}")
+    shown = book.run("""
+        run = notebook_launcher(lambda: (used(), ask())[1], num_processes=2, view="text")
+        here = ask()
+        for found in run:
+            print({text: (found[text], here[text]) for text in here if found[text] != here[text]})
+    """)
+    assert shown.count("differs: {}") == 2, shown
+    assert "not in the ranks" not in shown
+
+
+def test_a_setter_that_nobody_knows_is_named_once(book: Notebook) -> None:
+    book.run("import textwrap\ntextwrap.enable_mine = lambda: None\ntextwrap.enable_mine()")
+    launch = "_ = notebook_launcher(lambda: None, num_processes=1, view='text')"
+    shown = book.run(launch)
+    assert "`textwrap.enable_mine()`" in shown
+    assert "%%everywhere" in shown
+    assert "enable_mine" not in book.run(launch)
+
+
+def test_what_does_not_pickle_is_named_and_stops_nothing(book: Notebook) -> None:
+    book.run("import threading, json\njson.lock = threading.Lock()")
+    shown = book.run(
+        "run = notebook_launcher(lambda: 5, num_processes=1, view='text')\nprint(run[0])"
+    )
+    assert "`json.lock = threading.Lock()`" in shown
+    assert shown.rstrip().endswith("5")
+    book.run("del json.lock")
+
+
+def test_a_cell_for_everywhere_runs_in_the_notebook_and_in_ranks(book: Notebook) -> None:
+    book.run("%load_ext notebook_accel")
+    shown = book.run("%%everywhere\nimport textwrap\nprint('once')\ntextwrap.shown = [3]\n!true")
+    assert shown.strip() == "once"
+    shown = book.run("""
+        def look():
+            import textwrap
+            return textwrap.shown
+        run = notebook_launcher(look, num_processes=2, view="text")
+        print(run.results, "once" in run.logs())
+    """)
+    assert "[[3], [3]] False" in shown
+    assert "textwrap.shown = [3]" in book.run("%everywhere --list")
+    book.run("%%everywhere\nimport os\nif 'RANK' in os.environ: raise ValueError('in ranks only')")
+    error = book.fails("notebook_launcher(look, num_processes=1, view='text')")
+    assert "in ranks only" in error
+    assert "Cell In[" in error
+    assert "no %%everywhere cell" in book.run("%everywhere --clear")
+
+
+def test_a_session_gets_what_cells_set_meanwhile(book: Notebook) -> None:
+    book.run("import mimetypes\nmimetypes.types_map['.late'] = 'one'")
+
+    def in_session() -> str:
+        book.run("%%accelerate -n 1\nimport mimetypes\nfound = mimetypes.types_map['.late']")
+        return book.run("%accelerate pull found\nprint(found)").strip()
+
+    assert in_session() == "one"
+    book.run("mimetypes.types_map['.late'] = 'two'")
+    assert in_session() == "two"
+    # What the session changed itself stays, until the notebook changes it anew.
+    book.run("%%accelerate\nmimetypes.types_map['.late'] = 'mine'")
+    assert in_session() == "mine"
+    book.run("%accelerate stop")
