@@ -134,7 +134,8 @@ def test_forty_settings_of_first_cells_reach_the_ranks(book: Notebook) -> None:
         run = notebook_launcher(lambda: (used(), ask())[1], num_processes=2, view="text")
         here = ask()
         for found in run:
-            print({text: (found[text], here[text]) for text in here if found[text] != here[text]})
+            others = {text: (found[text], here[text]) for text in here}
+            print("differs:", {key: two for key, two in others.items() if two[0] != two[1]})
     """)
     assert shown.count("differs: {}") == 2, shown
     assert "not in the ranks" not in shown
