@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from typing import TYPE_CHECKING
@@ -61,6 +62,26 @@ def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later()
         (html,) = send_all(window).values()
         found = re.findall("data-time='(.*?)'.*?<pre>(.*?)</pre>", html, flags=re.DOTALL)
         assert found == [(clock(second), lines) for second, lines in expected]
+
+
+def test_a_line_that_takes_seconds_is_shown_and_has_the_time_at_which_it_began() -> None:
+    for pieces in itertools.product(("a", "\n", "a\n", "\nb", "\r"), repeat=4):
+        state, window, began, expected = running(1), LogWindow([0]), 0, [""]
+        for second, piece in enumerate(pieces, start=1000):
+            state = after(state, wire.Output(rank=0, text=piece, wall=second + 0.5))
+            window.read(state)
+            for letter in piece:
+                began = began or second
+                if letter == "\n":
+                    expected, began = [*expected[:-1], f"{began} {expected[-1]}", ""], 0
+                elif letter != "\r":
+                    expected[-1] += letter
+        block = window.next_block()
+        lines = [] if block is None else [f"{second} {text}" for _, second, text in block.lines]
+        # What comes after a carriage return replaces what was there.
+        if "\r" not in pieces:
+            assert lines == expected[:-1], pieces
+        assert [line.split()[0] for line in lines] == [line.split()[0] for line in expected[:-1]]
 
 
 def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one() -> None:

@@ -493,7 +493,9 @@ def _(message: wire.Output, state: RunState) -> RunState:
         before = Tail() if message.skipped else Tail(rank.tail, rank.open_line, rank.rewound)
         tail = append_output(before, message.text, limit=_MAX_TAIL_LINES)
         times, mark = rank.times, (rank.num_lines + rank.open_line, int(message.wall))
-        if not times or (times[-1][0] < mark[0] and times[-1][1] != mark[1]):
+        # Text within an open line begins no line: the next one may come seconds later.
+        begins = message.skipped or not rank.open_line or "\n" in message.text[:-1]
+        if begins and message.text and (not times or times[-1][1] != mark[1]):
             times = (*times, mark)[-_MAX_TAIL_LINES:]
         return _changed(
             rank,
