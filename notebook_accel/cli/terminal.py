@@ -25,7 +25,8 @@ __all__ = ["LABEL", "ranks_in_terminal"]
 LABEL = "[rank ${rank}] "
 _LABELLED = re.compile(r"\[rank (\d+)\] ")
 # What tqdm draws: "train:  45%|####5     | 45/100 [00:01<00:02, 30.1it/s]", "12it [00:01, ...]".
-_BAR = re.compile(r"(\d+)%\|.*\| *\S+/\S+ \[|^\D*\d+it \[")
+# It ends with the bracket, in which values that the program shows may have brackets, too.
+_BAR = re.compile(r"(?:(\d+)%\|[^|]*\| *\S+/\S+ |^\D*\d+it )\[(?:[^\[\]]|\[[^\[\]]*\])*\]?")
 _MAX_BARS = 16
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -125,18 +126,28 @@ class RankOutput:
             self._print(rank, whole[:-1])
         else:
             self._open[rank] = whole
-            if _BAR.search(whole):
-                self._display.bar(rank, plain_text(whole))
+            self._show_bar(rank, whole)
 
-    def _print(self, rank: int, text: str) -> None:
-        # Torch labels tracebacks itself.
-        text = text.removeprefix(f"[rank{rank}]: ")
+    def _show_bar(self, rank: int, text: str) -> re.Match[str] | None:
+        """Show the progress bar with which a line begins, if it does; return where it stands."""
         found = _BAR.search(text)
         if found:
-            self._display.bar(rank, plain_text(text))
-        # A bar that is overwritten is a line here, too: torchrun reads "\r" as the end of one.
-        if text and (not found or found[1] == "100"):
-            self._display.line(self._stream, rank, text)
+            self._display.bar(rank, plain_text(text[: found.end()]))
+        return found
+
+    def _print(self, rank: int, text: str) -> None:
+        found = self._show_bar(rank, text)
+        lines = [text]
+        if found:
+            # A bar that is overwritten is a line here, too: torchrun reads "\r" as the end of one.
+            # What a program prints while the bar stands comes behind it.
+            bar, behind = text[: found.end()], text[found.end() :].lstrip(" ")
+            lines = [bar] * (found[1] == "100") + [behind] * bool(plain_text(behind).strip())
+        for line in lines:
+            # Torch labels tracebacks itself.
+            said = line.removeprefix(f"[rank{rank}]: ")
+            if said:
+                self._display.line(self._stream, rank, said)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

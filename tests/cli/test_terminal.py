@@ -45,6 +45,28 @@ def test_plain_lines_have_whole_bars_alone(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+def test_what_is_printed_behind_a_standing_bar_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    bar = "ep:  50%|##  | 1/2 [00:01<00:01, 1.0it/s, at=[1, 2]]"
+    with ranks_in_terminal():
+        for behind in ("INFO step 3", "\x1b[A", "  one | 1/2 [x]"):
+            sys.stdout.write(f"[rank 0] {bar}{behind}\n")
+        sys.stdout.write(f"[rank 1] {bar}")
+        sys.stdout.write("[rank 1]   [rank1]: Trace")
+        sys.stdout.write("[rank 1] back\n")
+        sys.stdout.write(f"[rank 1] {DONE.removeprefix('[rank 1] ').rstrip()}done\n")
+        sys.stdout.write(f"[rank 1] {bar}the end")
+    assert out.getvalue().splitlines() == [
+        "[rank 0] INFO step 3",
+        "[rank 0] one | 1/2 [x]",
+        "[rank 1] Traceback",
+        DONE.rstrip(),
+        "[rank 1] done",
+        "[rank 1] the end",
+    ]
+
+
 def test_a_terminal_shows_the_bar_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     ours, theirs = pty.openpty()
