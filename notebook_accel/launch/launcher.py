@@ -116,6 +116,8 @@ def _begin_and_wait(
     begin: Callable[[NewCall], AbstractContextManager[Call]],
     world_size: int,
     session: RunFolder | None = None,
+    *,
+    is_listed: bool = True,
 ) -> Run:
     """Begin a call, list and show its run, and return the run.
 
@@ -132,6 +134,7 @@ def _begin_and_wait(
         world_size: number of ranks.
         session: the folder of the session whose ranks are called; None for a launch, which starts
             ranks of its own.
+        is_listed: whether the list of runs has the run.
     """
     run: Run | None = None
     try:
@@ -144,7 +147,8 @@ def _begin_and_wait(
                     # From here on the call itself ends what it has begun.
                     undo.pop_all()
                     call.folder.save(call.state, call.config)
-                    run_list.add(run)
+                    if is_listed:
+                        run_list.add(run)
                     request.view.open(Run(call))
                 # Only now, while the ranks work.
                 if call.number % _CALLS_BETWEEN_REMOVALS <= 1:
@@ -215,11 +219,11 @@ class Session:
             weakref.finalize(self, self._pool.kill).atexit = False
             undo.pop_all()
 
-    def call(self, request: LaunchRequest) -> Run:
+    def call(self, request: LaunchRequest, *, is_listed: bool = True) -> Run:
         """Call the function of ``request`` on every rank, and return the run of this call.
 
         If ``request.block`` is true, it returns once the call has ended, otherwise once the call
-        was sent.
+        was sent. The list of runs has the run if ``is_listed`` is true.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -230,7 +234,7 @@ class Session:
         packed = _pack(request, None if request.brings_globals else self._registry)
         request = replace(request, notices=(*packed.notices, *request.notices))
         begin = partial(self._send, packed)
-        return _begin_and_wait(request, begin, self.world_size, self._folder)
+        return _begin_and_wait(request, begin, self.world_size, self._folder, is_listed=is_listed)
 
     @contextlib.contextmanager
     def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
@@ -268,7 +272,7 @@ class Session:
         request = replace(self.request, function=function, kwargs=kwargs, view=View(), block=False)
         run: Run | None = None
         try:
-            run = self.call(request)
+            run = self.call(request, is_listed=False)
             _wait_in_cell(run)
             return list(run)
         except BaseException as error:
@@ -278,7 +282,7 @@ class Session:
             raise
         finally:
             if run is not None:
-                run_list.discard(run)
+                call_of(run).folder.remove()
 
     @property
     def world_size(self) -> int:

@@ -33,8 +33,9 @@ __all__ = ["Run", "call_of", "raise_error", "results_now"]
 # How long results are kept; two errors end with these words.
 _KEPT = (
     "The kernel that launched a run has its results and rescued models while you hold the handle "
-    "that notebook_launcher gave; of runs that raised, it has those of the newest few. Keep the "
-    "handle: run = notebook_launcher(...), or run = last_run() right after an error"
+    "that notebook_launcher gave; what was never read is in last_run() until the next launch, and "
+    "of runs that raised it has those of the newest few. Keep the handle: "
+    "run = notebook_launcher(...), or run = last_run() after it"
 )
 
 E = TypeVar("E", bound=BaseException)
@@ -44,7 +45,7 @@ class Run:
     """A run: its results, logs, metrics and progress, while it runs and afterwards.
 
     ``run[r]`` is what rank r returned, ``len(run)`` the number of ranks. Results live as long as
-    this object.
+    this object; if none was read, they live until the next launch.
 
     Attributes:
         id: name of the run's folder, by which ``find_run`` and ``attach`` find the run.

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from notebook_accel.launch.control.call import CallView
+    from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder
 
 __all__ = [
     "add",
-    "discard",
     "expression",
     "expression_now",
     "expression_to_attach",
@@ -70,6 +70,9 @@ class _ListedRun:
 
 
 _known: list[_ListedRun] = []
+# The newest run with its results, if its handle is gone and they were never read: nobody has
+# assigned the value of the launch, and last_run() has them.
+_unread: Run | None = None
 # Held by whoever changes it: a cell in the background may end while another launch begins.
 # Reentrant: with a run objects of the user are freed, whose finalizers may come back to this list.
 _lock = threading.RLock()
@@ -78,12 +81,24 @@ _lock = threading.RLock()
 def add(run: Run) -> None:
     """Add a run that begins to the list, and drop the oldest runs if the list is too long.
 
-    The list does not keep the run's results alive.
+    The list keeps the run's results alive only if they are not read before the handle is gone, and
+    then until the next run is added.
     """
+    global _unread
+    call = call_of(run)
+    if call.results is not None:
+        weakref.finalize(run, _keep_unread, call, call.results).atexit = False
     with held(), _lock:
-        # The oldest is dropped only here: a run that was added and discarded pushes out no other.
+        _unread = None
         others = [known for known in _newest() if known.run.id != run.id]  # attached once more
         _known[:] = [*others, _ListedRun(handle=weakref.ref(run), run=Run(call_of(run)))]
+
+
+def _keep_unread(call: Call, results: Results) -> None:
+    global _unread
+    with held(), _lock:
+        if not results.was_read and _known and _known[-1].run.id == call.folder.id:
+            _unread = Run(call, results=results)
 
 
 def _newest() -> list[_ListedRun]:
@@ -115,13 +130,6 @@ def keep(run: Run) -> None:
         failed = [index for index in kept if index not in rescued]
         for index in (*rescued[:-_MAX_HANDLES], *failed[:-_MAX_HANDLES]):
             _known[index] = replace(_known[index], run=Run(call_of(_known[index].run)))
-
-
-def discard(run: Run) -> None:
-    """Remove a run that has ended from the list, and delete its files."""
-    with held(), _lock:
-        _known[:] = [known for known in _known if known.run.id != run.id]
-    call_of(run).folder.remove()
 
 
 def expression(run_id: str) -> str:
@@ -183,8 +191,8 @@ def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) 
         everywhere: whether to add the runs on disk that the list does not have.
         view: makes the view of a run that another process launched.
     """
-    handles = [(known.handle(), known.run) for known in _newest()]
-    here = [run if handle is None else handle for handle, run in handles]
+    unread = {} if _unread is None else {_unread.id: _unread}
+    here = [known.handle() or unread.get(known.run.id, known.run) for known in _newest()]
     if not everywhere:
         return here
     known = {run.id: run for run in here}

@@ -161,9 +161,9 @@ def last_run() -> Run:
 
     Example:
         >>> from notebook_accel import last_run, notebook_launcher
-        >>> run = notebook_launcher(abs, (-1,), num_processes=1, name="absolute")
-        >>> last_run().name
-        'absolute'
+        >>> _ = notebook_launcher(abs, (-1,), num_processes=1, name="absolute")
+        >>> last_run().name, last_run().results
+        ('absolute', [1])
     """
     here = runs()
     if not here:
@@ -178,8 +178,9 @@ def runs(*, everywhere: bool = False) -> RunTable[Run]:
     """Return the runs of this process, the newest last, failed and interrupted ones too.
 
     A notebook shows the list as a table. Results are kept as long as something refers to the handle
-    that the launch returned; without it a run has logs, metrics and state only. A launch that
-    raised returned no handle; the newest few of these runs keep their results.
+    that the launch returned, and unread ones of the newest run until the next launch; else a run
+    has logs, metrics and state only. A launch that raised returned no handle; the newest few of
+    these runs keep their results.
 
     Args:
         everywhere: also return the runs that other processes and earlier kernels left on disk; all

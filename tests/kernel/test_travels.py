@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import TYPE_CHECKING
 
 import pytest
@@ -243,3 +244,61 @@ def test_a_managers_proxies_reach_it_from_the_ranks(book: Notebook) -> None:
         assert run[1].keys() == seen.keys()
         manager.shutdown()
     """)
+
+
+def test_a_launch_whose_value_nobody_assigned_has_its_results_in_the_last_run(
+    book: Notebook,
+) -> None:
+    book.run("""
+        from notebook_accel import last_run
+        launch(lambda: int(os.environ["RANK"]));
+        older = last_run().id
+        assert last_run().results == [0, 1]
+        assert last_run()[0] == 0
+        launch(lambda: "newer");
+        assert last_run().results == ["newer", "newer"]
+        assert [run for run in runs() if run.id == older][0].results == [None, None]
+    """)
+
+
+def test_a_session_drops_the_functions_and_classes_that_the_notebook_has_dropped(
+    notebook: Notebook,
+) -> None:
+    notebook.run("""
+        %load_ext notebook_accel
+        import gc, os
+        import numpy as np, psutil
+        from notebook_accel import notebook_launcher
+
+        def make(number):
+            class Part:
+                data = np.full(10_000_000, number, np.uint8)
+            def part(data=np.full(10_000_000, number, np.uint8)):
+                return os.getpid(), int(data[0]), Part, part
+            return part
+
+        def megabytes(pid):
+            return psutil.Process(pid).memory_info().rss / 1e6
+
+        def send(numbers):
+            for number in numbers:
+                part = make(number)
+                pid, first, kind, back = notebook_launcher(
+                    part, num_processes=1, session=True, view="none"
+                )[0]
+                assert first == number and back is part
+                assert kind.__qualname__ == "make.<locals>.Part" and kind.data[0] == number
+                del kind, back, part
+                gc.collect()
+            return pid
+
+        pid = send(range(5))
+        before = megabytes(os.getpid()), megabytes(pid)
+        send(range(30))
+        grown = megabytes(os.getpid()) - before[0], megabytes(pid) - before[1]
+    """)
+    kernel, rank = ast.literal_eval(notebook.run("print(grown)"))
+    print(f"grown by {kernel:.0f} MB in the kernel, {rank:.0f} MB in the rank")
+    # All that was sent is 600 MB.
+    assert kernel < 150
+    assert rank < 150

@@ -676,6 +676,8 @@ class RankCall(Call):
         lines += closing_advice(self.state, advised) if advised is not None else ()
         for line in lines:
             state = apply(wire.Notice(text=line), state)
+        if results is not None:
+            results.end_call()
         has_rescued = results is not None and results.has_rescued
         state = replace(state, has_rescued=has_rescued)
         lost_notice = self.folder.save(state)

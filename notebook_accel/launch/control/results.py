@@ -4,7 +4,8 @@ Each value is kept as its pickle until it is asked for, and as the unpickled obj
 
 While the run goes on, its call and its handle share one :class:`Results`; once the run has ended,
 only the handle refers to it. So a result of gigabytes is freed with the user's last handle. The
-list of runs and the views, which live longer, keep a ``Run`` without results.
+list of runs and the views, which live longer, keep a ``Run`` without results; but what nobody has
+read when the handle is gone, the list keeps until the next launch.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Results:
         raised: with ``engine="inline"``, whose rank is this process, the exception object that the
             function raised; else None.
         lost: a message for the user about each result that could not be kept.
+        was_read: whether a result was ever asked for.
     """
 
     raised: BaseException | None = None
     lost: tuple[str, ...] = ()
+    was_read = False
 
     def __init__(self, registry: payload.Registry) -> None:
         self._registry = registry
@@ -44,6 +47,7 @@ class Results:
         self._values: dict[int, Any] = {}
         self._parts: dict[int, payload.Packed] = {}
         self._rescued: Any = None
+        self._used: set[int] = set()
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
         """Keep the pickled result of a rank.
@@ -53,7 +57,7 @@ class Results:
             packet: the pickle, as the rank's message carried it.
             fds: file descriptors of the pickle's memory, from the same message; closed here.
         """
-        self._packed[rank] = unpack(packet, fds)
+        self._packed[rank] = self._unpacked(packet, fds)
 
     def put(self, rank: int, value: object) -> None:
         """Keep the result of a rank that runs in this process, unpickled (``engine="inline"``)."""
@@ -71,6 +75,7 @@ class Results:
             KeyError: there is no result of this rank (:meth:`has`).
             Exception: whatever unpickling the user's classes raises.
         """
+        self.was_read = True
         with self._lock:
             if rank not in self._values:
                 packed = self._packed[rank]
@@ -93,7 +98,16 @@ class Results:
             packet: the pickled part, as the rank's message carried it.
             fds: file descriptors of the pickle's memory, from the same message; closed here.
         """
-        self._parts[rank] = unpack(packet, fds)
+        self._parts[rank] = self._unpacked(packet, fds)
+
+    def _unpacked(self, packet: wire.Packet, fds: list[int]) -> payload.Packed:
+        packed = unpack(packet, fds)
+        self._used.update(payload.numbers_in(packed))
+        return packed
+
+    def end_call(self) -> None:
+        """Note that no more comes: what is here may contain few of the notebook's objects."""
+        self._registry.hold_only(self._used)
 
     @property
     def has_rescued(self) -> bool:

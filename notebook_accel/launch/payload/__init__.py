@@ -14,9 +14,10 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import CellSource, name_cells
@@ -35,7 +36,7 @@ from notebook_accel.launch.payload.pickling import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "CellSource",
@@ -44,6 +45,7 @@ __all__ = [
     "Registry",
     "UnpackedCall",
     "name_cells",
+    "numbers_in",
     "pack_call",
     "pack_exception",
     "pack_result",
@@ -60,28 +62,44 @@ class Packed:
     """A pickled value; the memory of its tensors and arrays is outside of the pickle (out of band).
 
     Attributes:
-        buffers: first the pickled sources of the notebook cells that define the value's functions,
-            and what ranks do before they unpickle the value;
-            then the memory of each tensor and array; last, the pickle itself. All are contiguous
-            views of bytes.
+        buffers: first a pickle: of a call, the sources of the notebook cells that define its
+            functions, and what ranks do before they unpickle it; of a result, the numbers of the
+            notebook's objects in it. Then the memory of each tensor and array; last, the pickle
+            itself. All are contiguous views of bytes.
     """
 
     buffers: tuple[memoryview, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Registry:
-    """The notebook's classes, functions and type variables that a call sent to its ranks by value.
+    """The notebook's classes, functions and type variables that calls sent to ranks by value.
 
-    Where a result contains one of them, the pickle of the result has only the index into
-    :attr:`objects`. :func:`unpack_result` replaces the index by the notebook's own object, so that
-    a returned instance has the notebook's class.
+    Where a result contains one of them, the pickle of the result has only its number.
+    :func:`unpack_result` replaces the number by the notebook's own object, so that a returned
+    instance has the notebook's class.
 
     Attributes:
-        objects: the classes, functions and type variables, in the order in which they were pickled.
+        sent: the classes, functions and type variables of a call, by their numbers.
+        earlier: those of earlier calls of the session that the notebook still has: weak references.
+        held: those of ``earlier`` that results of this call may contain: all while it runs.
+        num_sent: how many numbers were given. None is given twice: a rank that could not unpickle
+            a call may still have the objects of an older one.
     """
 
-    objects: tuple[Any, ...] = ()
+    sent: Mapping[int, Any] = field(default_factory=dict)
+    earlier: Mapping[int, Any] = field(default_factory=dict)
+    held: Mapping[int, Any] = field(default_factory=dict)
+    num_sent: int = 0
+
+    @property
+    def objects(self) -> dict[int, Any]:
+        """All of the objects, by their numbers."""
+        return {**self.earlier, **self.sent}
+
+    def hold_only(self, numbers: Iterable[int]) -> None:
+        """Keep alive only these objects of earlier calls, once all results have come."""
+        self.held = {number: self.held[number] for number in numbers if number in self.held}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +130,15 @@ class UnpackedCall:
         function: the function to call.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        sent: this rank's copies of the objects in the notebook's :class:`Registry`, at the same
-            indices. In a session, whose ranks serve several calls, those of earlier calls come
-            first.
+        sent: this rank's copies of the objects in the notebook's :class:`Registry`, by the same
+            numbers.
         sources: sources of the notebook cells that define the function and what it uses.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    sent: tuple[Any, ...] = ()
+    sent: Mapping[int, Any] = field(default_factory=dict)
     sources: tuple[CellSource, ...] = ()
 
 
@@ -154,11 +171,12 @@ def pack_call(
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     make = CallPickler if session is None else SessionPickler
-    before = () if session is None else session.objects
+    session = Registry() if session is None else session
+    before = session.objects
     try:
         # `own.sent` fills up while what stands before it is pickled: it must come last.
         body, buffers, pickler = _dump(
-            make, lambda own: (function, args, kwargs, len(before), own.sent)
+            make, lambda own: (function, args, kwargs, [*before], session.num_sent, own.sent)
         )
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
         raise cannot_travel(function, args, kwargs, error) from cause(error)
@@ -167,8 +185,13 @@ def pack_call(
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
     return PackedCall(
-        packed=_as_packed(body, buffers, used_sources, setup),
-        registry=Registry((*before, *pickler.sent)),
+        packed=_as_packed(body, buffers, (used_sources, tuple(setup))),
+        registry=Registry(
+            sent=dict(enumerate(pickler.sent, session.num_sent)),
+            earlier=WeakValueDictionary(before),
+            held=before,
+            num_sent=session.num_sent + len(pickler.sent),
+        ),
         notices=(*_moved_notice(pickler.moved), *_shared_notice(pickler.num_shared)),
         models=_unique(name for each in named for name in each if _is_model(each[name])),
         # A function that goes by reference has nothing of its module in the pickle.
@@ -180,7 +203,7 @@ def pack_call(
 def unpack_call(
     packed: Packed,
     *,
-    sent_before: Sequence[Any] | None = None,
+    sent_before: Mapping[int, Any] | None = None,
     take_over: Callable[[Sequence[Any]], object] = bool,
 ) -> UnpackedCall:
     """Unpickle a function and its arguments, in a rank.
@@ -200,16 +223,16 @@ def unpack_call(
     if sent_before is None:
         cells.fresh_main()
     take_over(setup)
-    function, args, kwargs, num_before, sent = load(body, buffers=buffers)
+    function, args, kwargs, still_there, first, sent = load(body, buffers=buffers)
     cells.fill_main(sent)
-    # A call that failed to unpack here left no objects: None fills their places, so that indices
-    # still match `Registry.objects` in the notebook.
-    known = [*(sent_before or ()), *[None] * num_before][:num_before]
+    # What the notebook no longer has is dropped here, too. A call that failed to unpack here left
+    # no objects.
+    known = {number: one for number, one in (sent_before or {}).items() if number in still_there}
     return UnpackedCall(
         function=function,
         args=args,
         kwargs=kwargs,
-        sent=(*known, *sent),
+        sent={**known, **dict(enumerate(sent, first))},
         sources=sources,
     )
 
@@ -236,17 +259,16 @@ def _dump(
 def _as_packed(
     body: bytes,
     buffers: Sequence[pickle.PickleBuffer],
-    sources: tuple[CellSource, ...] = (),
-    setup: Sequence[Any] = (),
+    head: tuple[Any, ...],
 ) -> Packed:
     views = (buffer.raw() for buffer in buffers)
-    return Packed((memoryview(pickle.dumps((sources, tuple(setup)))), *views, memoryview(body)))
+    return Packed((memoryview(pickle.dumps(head)), *views, memoryview(body)))
 
 
 def _open_pickle(packed: Packed) -> tuple[Any, memoryview, tuple[memoryview, ...]]:
-    """Split packed buffers into the sources and setup, the pickle, and its out-of-band buffers."""
-    first, *buffers, body = packed.buffers
-    return load(first), body, tuple(buffers)
+    """Split packed buffers into their head, the pickle, and its out-of-band buffers."""
+    head, *buffers, body = packed.buffers
+    return load(head), body, tuple(buffers)
 
 
 # ---- notices for the person ---------------------------------------------------------------
@@ -299,12 +321,18 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
     Raises:
         TypeError: something in ``value`` cannot be pickled; the message names it.
     """
-    sent = call.sent if call else ()
+    sent = call.sent if call else {}
     try:
-        body, buffers, _ = _dump(partial(ResultPickler, sent=sent), lambda _: value)
+        body, buffers, pickler = _dump(partial(ResultPickler, sent=sent), lambda _: value)
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
         raise cannot_return(value, sent, error) from cause(error)
-    return _as_packed(body, buffers)
+    return _as_packed(body, buffers, tuple(pickler.returning))
+
+
+def numbers_in(result: Packed) -> tuple[int, ...]:
+    """Return the numbers (:class:`Registry`) of the notebook's objects that a result contains."""
+    numbers: tuple[int, ...] = load(result.buffers[0])
+    return numbers
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:
@@ -329,7 +357,7 @@ def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> by
     """
     file = io.BytesIO()
     try:
-        ResultPickler(file, sent=call.sent if call else ()).dump(error)
+        ResultPickler(file, sent=call.sent if call else {}).dump(error)
     except (Exception, SystemExit):  # an exception may hold anything
         return None
     return file.getvalue()

@@ -22,7 +22,7 @@ from notebook_accel.launch.payload.pickling import (
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = [
     "arguments",
@@ -211,7 +211,7 @@ def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchEr
     return LaunchError(culprit.sentence(" cannot travel to the session", advice))
 
 
-def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:
+def cannot_return(value: object, sent: Mapping[int, Any], error: BaseException) -> TypeError:
     """Return the error for a result that could not be pickled; it names the value at fault.
 
     Args:

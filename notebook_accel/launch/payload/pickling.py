@@ -20,6 +20,7 @@ from collections import ChainMap
 from contextvars import ContextVar
 from importlib import import_module
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import cloudpickle
@@ -28,7 +29,7 @@ from notebook_accel.launch.payload import cells
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
     "BY_TYPE",
@@ -216,7 +217,7 @@ _LARGE_BYTES = 1 << 20
 _UNWRAP = "__notebook_accel_unwrap__"
 _WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
 
-_objects: ContextVar[Sequence[Any]] = ContextVar("notebook_accel_objects")
+_objects: ContextVar[Mapping[int, Any]] = ContextVar("notebook_accel_objects")
 
 
 # ---- what pickles name ---------------------------------------------------------------------
@@ -230,9 +231,9 @@ def itself(value: Any) -> Any:
     return value
 
 
-def notebook_object(index: int) -> Any:
-    """Return the notebook's object at ``index`` of the ``objects`` that :func:`load` was given."""
-    return _objects.get()[index]
+def notebook_object(number: int) -> Any:
+    """Return the notebook's object of this number from the ``objects`` given to :func:`load`."""
+    return _objects.get()[number]
 
 
 def import_named(name: str) -> types.ModuleType:
@@ -585,7 +586,10 @@ class ResultPickler(_Pickler):
         file: the pickle is written to it.
         buffer_callback: takes the memory of tensors and arrays; None puts it into the pickle.
         sent: this rank's copies of the objects that the notebook sent by value, as in
-            ``UnpackedCall.sent``. Each is pickled as its index in this sequence.
+            ``UnpackedCall.sent``. Each is pickled as its number there.
+
+    Attributes:
+        returning: the numbers that are in the pickle.
     """
 
     def __init__(
@@ -593,10 +597,11 @@ class ResultPickler(_Pickler):
         file: Any,
         buffer_callback: Callable[[Any], Any] | None = None,
         *,
-        sent: Sequence[Any] = (),
+        sent: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(file, buffer_callback)
-        self._index = {id(value): index for index, value in enumerate(sent)}
+        self._numbers = {id(value): number for number, value in sent.items()}
+        self.returning: set[int] = set()
 
     def _route(self, kind: type) -> Callable[[Any], Any]:
         if callable(getattr(kind, _UNWRAP, None)):
@@ -617,9 +622,10 @@ class ResultPickler(_Pickler):
         return super()._reduce_tensor(tensor)
 
     def _reduce_definition(self, value: Any) -> Any:
-        index = self._index.get(id(value))
-        if index is not None:
-            return notebook_object, (index,)
+        number = self._numbers.get(id(value))
+        if number is not None:
+            self.returning.add(number)
+            return notebook_object, (number,)
         return super()._reduce_definition(value)
 
 
@@ -645,13 +651,15 @@ def _unwrap(value: Any) -> Any:
 # ---- unpickling ----------------------------------------------------------------------------
 
 
-def load(data: Any, *, buffers: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Any:
+def load(
+    data: Any, *, buffers: Sequence[Any] = (), objects: Mapping[int, Any] = MappingProxyType({})
+) -> Any:
     """Unpickle ``data``; the caller has made sure that it comes from a process of this package.
 
     Args:
         data: the pickle.
         buffers: its out-of-band buffers, in order.
-        objects: the notebook's own objects, to which indices in the pickle refer.
+        objects: the notebook's own objects, to which numbers in the pickle refer.
 
     Raises:
         RuntimeError: a class in the pickle raised SystemExit. It is converted, since reading a

@@ -57,7 +57,7 @@ from notebook_accel.launch.worker.tracebacks import error_text, exit_code, forma
 from notebook_accel.private import of_python
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from notebook_accel.launch.setup.steps import Step
     from notebook_accel.launch.transport.channel import Channel
@@ -204,8 +204,8 @@ class Worker:
         # that is freed clears its globals, and its functions still use them.
         self._agents_main = sys.modules["__main__"]
         # The notebook's classes and functions that calls brought, which may go back in a later
-        # one; None before the first.
-        self._sent: tuple[Any, ...] | None = None
+        # one, by number; None before the first.
+        self._sent: Mapping[int, Any] | None = None
         self._may_disconnect = False
         # Held while connections are shut down for a call: the call does not end meanwhile.
         self._end_lock = threading.Lock()
@@ -360,7 +360,7 @@ class Worker:
                 raise self._setup_error
             call = payload.unpack_call(packed, sent_before=self._sent, take_over=self._take_over)
             if message.by_value:
-                call = replace(call, sent=())
+                call = replace(call, sent={})
             context.report(wire.CallStarted)
             try:
                 value = call.function(*call.args, **call.kwargs)
@@ -518,14 +518,14 @@ class Outcome:
         message: the message to send.
         fds: descriptors to send with the message, which are closed once they are sent.
         exitcode: the exit code that the process has if this was its last call.
-        sent: the notebook's classes and functions that came with this call and all earlier ones;
-            None if this call could not be unpacked.
+        sent: the notebook's classes and functions that came with this call and earlier ones, as
+            ``UnpackedCall.sent``; None if this call could not be unpacked.
     """
 
     message: wire.Returned | wire.Raised
     fds: tuple[int, ...] = ()
     exitcode: int = 0
-    sent: tuple[Any, ...] | None = None
+    sent: Mapping[int, Any] | None = None
 
 
 def _finish(context: rank.LaunchedContext) -> None:
