@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from notebook_accel.errors import LaunchError
+from notebook_accel.private.of_debugpy import without_debugger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -147,14 +148,15 @@ def launch_variables(environment: Mapping[str, str], num_ranks: int) -> dict[str
     """
     asked = [sys.executable, "-c", _ASK_TORCH_TPU, str(num_ranks)]
     try:
-        told = subprocess.run(
-            asked,
-            env={**environment, AUTOLOAD: "0"},
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SECONDS,
-            check=True,
-        ).stdout
+        with without_debugger():
+            told = subprocess.run(
+                asked,
+                env={**environment, AUTOLOAD: "0"},
+                capture_output=True,
+                text=True,
+                timeout=_ASK_SECONDS,
+                check=True,
+            ).stdout
     except subprocess.SubprocessError as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
         last = (said.strip().splitlines() or [str(error)])[-1]

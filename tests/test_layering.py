@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "errors": set(),
     "text_values": {"errors"},
-    "tpu": {"errors"},
+    "tpu": {"errors", "private"},
     "private": set(),
     "config": {"errors", "text_values"},
     "launch": {"errors", "config", "private", "text_values", "tpu"},

@@ -49,6 +49,7 @@ from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
+from notebook_accel.private.of_debugpy import without_debugger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +123,7 @@ def launch_detached(
         notebook=pickle.dumps(capture(request.config.seed)),
     )
     described = replace(packed, packed=Packed(), registry=Registry())
-    with tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:
+    with without_debugger(), tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
         undo.callback(channel.close)

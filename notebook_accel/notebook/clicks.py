@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -358,8 +357,9 @@ class ClicksInColab(ClicksByPump):
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:
-        # Colab's kernels have imported it before the first cell.
-        return "google.colab" in sys.modules and super().works_in(kernel)
+        # Kaggle and others have google.colab too, and plotly imports it: only the shell tells.
+        shell = type(getattr(kernel, "shell", None))
+        return shell.__module__.startswith("google.colab.") and super().works_in(kernel)
 
 
 CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (

@@ -167,7 +167,8 @@ def test_interrupt_ends_the_ranks_and_the_cell(kernel: Kernel, tmp_path: Path) -
 def colab() -> Iterator[Kernel]:
     """A kernel with Colab's pins, which takes itself for Colab's."""
     with open_kernel(MATRIX[0]) as kernel:
-        run(kernel, "import sys, types; sys.modules['google.colab'] = types.ModuleType('colab')")
+        name = "{'__module__': 'google.colab._shell'}"
+        run(kernel, f"get_ipython().__class__ = type('Shell', (type(get_ipython()),), {name})")
         run(kernel, SETUP)
         run(kernel, "notebook_launcher(train, (2,), num_processes=1)")
         yield kernel

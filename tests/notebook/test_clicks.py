@@ -153,9 +153,13 @@ def test_each_kernel_has_its_way(kernel: Any, way: type[ClicksAfterTheCell]) -> 
     assert type(clicks_for(kernel)) is way
 
 
-def test_colabs_kernel_is_known_by_what_it_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colabs_kernel_is_known_by_its_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kaggle's image has it as well.
     monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
+    assert type(clicks_for(OldKernel())) is ClicksByPump
+    shell = type("Shell", (), {"__module__": "google.colab._shell"})()
     for kernel, way in ((OldKernel(), ClicksInColab), (NewKernel(), ClicksBySubshell)):
+        kernel.shell = shell  # type: ignore[attr-defined]
         assert type(clicks_for(kernel)) is way
 
 

@@ -27,6 +27,7 @@ from notebook_accel.launch.engines.machines import (
     notices_of,
     torchelastic_variables,
 )
+from notebook_accel.private.of_debugpy import without_debugger
 
 if TYPE_CHECKING:
     from notebook_accel.launch.engines.machines import JoinedMachine
@@ -170,7 +171,8 @@ def _connected() -> Any:
             "launch again"
         ) from None
     if not ray.is_initialized():
-        ray.init(log_to_driver=False)
+        with without_debugger():
+            ray.init(log_to_driver=False)
     return ray
 
 

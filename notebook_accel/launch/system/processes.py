@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ __all__ = [
     "await_exit",
     "describe_exit",
     "die_with_parent",
+    "end_on_hangup",
     "has_children",
     "import_path",
     "is_readable",
@@ -31,6 +33,7 @@ __all__ = [
     "lives",
     "reset_signals",
     "signal_name",
+    "stay_on_hangup",
     "supported",
     "watch_exit",
 ]
@@ -119,6 +122,22 @@ def await_exit(pid: int, seconds: float) -> None:
             is_readable(exit_fd, seconds)
         finally:
             os.close(exit_fd)
+
+
+def end_on_hangup(fd: int, pid: int) -> None:
+    """Have a process get SIGIO, which ends it, when the other end of its socket ``fd`` is closed.
+
+    Signals also come with data, so the process calls :func:`stay_on_hangup` before it lets its peer
+    send any. This ends a process that does not run our code yet, or hangs in a library's.
+    """
+    with contextlib.suppress(OSError):  # a sandbox without such signals
+        fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def stay_on_hangup(fd: int) -> None:
+    """Undo :func:`end_on_hangup`."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.system.processes import import_path, is_readable
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
+from notebook_accel.private.of_debugpy import without_debugger
 from notebook_accel.text_values import parse_flag
 from notebook_accel.tpu import AUTOLOAD
 
@@ -128,7 +129,7 @@ class Template:
         self._lock = threading.Lock()
         self._exits: dict[int, wire.AgentExited] = {}
         self._devices: dict[tuple[tuple[str, str], ...], wire.Devices] = {}
-        with naming_what_is_short(), contextlib.ExitStack() as undo:
+        with naming_what_is_short(), without_debugger(), contextlib.ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
             self._stderr = undo.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
@@ -141,6 +142,7 @@ class Template:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+            processes.end_on_hangup(theirs.fileno(), self._process.pid)
             undo.pop_all()
         theirs.close()
         assert self._process.stdin is not None

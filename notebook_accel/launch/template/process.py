@@ -101,6 +101,7 @@ def serve(fd: int, kernel_pid: int) -> None:
         gc.enable()
         gc.collect()
         gc.freeze()
+        processes.stay_on_hangup(fd)
         channel = accept(socket.socket(fileno=fd), secret, timeout=_IDLE_SECONDS)
         channel.send(wire.TemplateReady())
     Server(channel, kernel).run()
