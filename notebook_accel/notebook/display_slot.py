@@ -8,6 +8,7 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class DisplaySlot:
         self._id = f"notebook-accel-{uuid.uuid4().hex}"
         self._bundle: Mapping[str, Any] = _NOTHING
         self.is_placed = False
+        # The header of the cell's request, where the slot was placed last.
+        self._cell: Mapping[str, Any] = {}
         self._lock = threading.RLock()
 
     def show(self, bundle: Mapping[str, Any], *, is_to_place: bool = True) -> None:
@@ -83,6 +86,7 @@ class DisplaySlot:
         """
         with self._lock:
             self.is_placed = True
+            self._cell = getattr(_publisher(), "parent_header", {})
             display(dict(self._bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
 
     def send_again(self) -> None:
@@ -96,3 +100,25 @@ class DisplaySlot:
             except LookupError:
                 # ipykernel 7.0 knows no cell but that of the context.
                 replace()
+            self._send_as_answer_to_cell()
+
+    def _send_as_answer_to_cell(self) -> None:
+        """Send the contents as an answer to the cell that has the slot, if others came later.
+
+        VS Code sends hidden requests between cells, and draws nothing that answers those.
+        """
+        publisher = _publisher()
+        try:
+            newest = contextvars.Context().run(getattr, publisher, "parent_header", {})
+        except LookupError:
+            newest = self._cell
+        if self._cell.get("msg_id") != newest.get("msg_id"):
+            place = {"metadata": {}, "transient": {"display_id": self._id}}
+            content = {"data": dict(self._bundle), **place}
+            sent = publisher.pub_socket, "update_display_data", content
+            publisher.session.send(*sent, parent=self._cell, ident=publisher.topic)
+
+
+def _publisher() -> Any:
+    """Return what sends displays to the pages of this kernel; None outside of IPython."""
+    return getattr(get_ipython(), "display_pub", None)

@@ -29,6 +29,7 @@ __all__ = [
     "TRAIN",
     "Kernel",
     "Reply",
+    "VSCode",
     "kernel_environment",
     "open_kernel",
     "overlay",
@@ -290,9 +291,32 @@ class Kernel:
             reply.status = "ok"
 
 
+class VSCode(Kernel):
+    """A client that draws what VS Code does: updates of displays only if they answer a cell."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        super().__init__(manager, client)
+        self._cells: set[str] = set()
+
+    def start(self, code: str, *, allow_stdin: bool = True) -> str:
+        cell = super().start(code, allow_stdin=allow_stdin)
+        self._cells.add(cell)
+        return cell
+
+    def ask_hidden(self) -> None:
+        """Ask for the variables, as it does between cells."""
+        asked = self.client.execute("1", silent=True, store_history=False, allow_stdin=False)
+        assert self.answers(asked, seconds=30)
+
+    def _take(self, message: dict[str, Any], reply: Reply) -> None:
+        is_update = message["msg_type"] == "update_display_data"
+        if not is_update or message["parent_header"].get("msg_id") in self._cells:
+            super()._take(message, reply)
+
+
 @contextmanager
-def open_kernel(version: str = INSTALLED) -> Iterator[Kernel]:
-    """A kernel for the time of the block, shut down at its end."""
+def open_kernel(version: str = INSTALLED, page: type[Kernel] = Kernel) -> Iterator[Kernel]:
+    """A kernel for the time of the block, shut down at its end; ``page`` is its client."""
     manager = KernelManager()
     environment = {**os.environ, **kernel_environment(version)}
     manager.start_kernel(env=environment, cwd=str(ROOT))
@@ -300,7 +324,7 @@ def open_kernel(version: str = INSTALLED) -> Iterator[Kernel]:
     client.start_channels()
     try:
         client.wait_for_ready(timeout=60)
-        yield Kernel(manager, client)
+        yield page(manager, client)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

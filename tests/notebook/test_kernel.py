@@ -12,7 +12,7 @@ import nbformat
 import papermill
 import pytest
 
-from tests.notebook.kernels import TRAIN, Kernel, Reply, Seen, open_kernel
+from tests.notebook.kernels import TRAIN, Kernel, Reply, Seen, VSCode, open_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -333,6 +333,23 @@ def test_an_executed_notebook_holds_the_summary_once(
         assert background["data"]["text/html"].count(words) == 1
         assert words not in str(outputs[3])
     assert outputs[3][-1]["text"].endswith("[0]\n")
+
+
+def test_hidden_requests_of_vs_code_hide_no_panel_and_no_summary(tmp_path: Path) -> None:
+    with open_kernel(page=VSCode) as kernel:
+        assert isinstance(kernel, VSCode)
+        run(kernel, TRAIN)
+        run(kernel, "from notebook_accel import notebook_launcher")
+        go_on = tmp_path / "go on"
+        call = f"train_until, ({str(go_on)!r}, 20), num_processes=2, block=False"
+        run(kernel, f"run = notebook_launcher({call})")
+        kernel.ask_hidden()
+        kernel.wait_for_panel(seconds=60)
+        kernel.ask_hidden()
+        go_on.touch()
+        (shown,) = kernel.displays.values()
+        is_over = lambda: "succeeded" in shown["data"].get("text/html", "")  # noqa: E731
+        assert kernel.listen_until(is_over, seconds=60)
 
 
 def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Kernel) -> None:
