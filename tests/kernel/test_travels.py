@@ -246,6 +246,17 @@ def test_a_managers_proxies_reach_it_from_the_ranks(book: Notebook) -> None:
     """)
 
 
+def test_streams_of_the_notebook_are_those_of_the_rank(book: Notebook) -> None:
+    book.run("""
+        import sys
+        def speak(out=sys.stdout, **more):
+            print("heard", file=out)
+            return out is sys.stdout and more["err"] is sys.stderr
+        run = launch(speak, kwargs={"err": sys.stderr})
+        assert run.results == [True, True] and run.logs(0) == "heard\\n"
+    """)
+
+
 def test_a_launch_whose_value_nobody_assigned_has_its_results_in_the_last_run(
     book: Notebook,
 ) -> None:

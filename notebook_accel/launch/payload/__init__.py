@@ -26,6 +26,7 @@ from notebook_accel.launch.payload.culprits import (
     cannot_return,
     cannot_travel,
     cause,
+    pickled,
     variables,
 )
 from notebook_accel.launch.payload.pickling import (
@@ -173,13 +174,14 @@ def pack_call(
     make = CallPickler if session is None else SessionPickler
     session = Registry() if session is None else session
     before = session.objects
-    try:
+
+    def content(own: CallPickler) -> tuple[Any, ...]:
         # `own.sent` fills up while what stands before it is pickled: it must come last.
-        body, buffers, pickler = _dump(
-            make, lambda own: (function, args, kwargs, [*before], session.num_sent, own.sent)
-        )
-    except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
-        raise cannot_travel(function, args, kwargs, error) from cause(error)
+        return function, args, kwargs, [*before], session.num_sent, own.sent
+
+    body, buffers, pickler = pickled(
+        partial(_dump, make, content), partial(cannot_travel, function, args, kwargs)
+    )
     # Each of the call's objects from the notebook, by its name.
     named = [arguments(function, args, kwargs), *(variables(*used) for used in pickler.used)]
     files = {used.__code__.co_filename for used, _ in pickler.used}
@@ -192,7 +194,11 @@ def pack_call(
             held=before,
             num_sent=session.num_sent + len(pickler.sent),
         ),
-        notices=(*_moved_notice(pickler.moved), *_shared_notice(pickler.num_shared)),
+        notices=(
+            *_moved_notice(pickler.moved),
+            *_shared_notice(pickler.num_shared),
+            *_imported_notice(pickler.imported),
+        ),
         models=_unique(name for each in named for name in each if _is_model(each[name])),
         # A function that goes by reference has nothing of its module in the pickle.
         uses_torch=b"torch" in body
@@ -292,6 +298,17 @@ def _shared_notice(num_shared: int) -> tuple[str, ...]:
         return ()
     tensors = "1 tensor" if num_shared == 1 else f"{num_shared} tensors"
     text = f"{tensors} in shared memory: each rank has a copy, and what it writes only it sees."
+    return (text,)
+
+
+def _imported_notice(imported: Sequence[str]) -> tuple[str, ...]:
+    names = _unique(f"`{name}`" for name in imported if not name.startswith("sys."))
+    if not names:
+        return ()
+    text = (
+        f"{', '.join(names)} cannot be pickled, and ranks import it: what cells changed in it, "
+        "change in the function or in a `%%everywhere` cell."
+    )
     return (text,)
 
 

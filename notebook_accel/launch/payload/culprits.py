@@ -8,7 +8,7 @@ import inspect
 import types
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.payload.pickling import (
@@ -16,6 +16,7 @@ from notebook_accel.launch.payload.pickling import (
     Discard,
     Refused,
     ResultPickler,
+    importing,
     remedy_of,
     used_globals,
 )
@@ -30,8 +31,11 @@ __all__ = [
     "cannot_return",
     "cannot_travel",
     "cause",
+    "pickled",
     "variables",
 ]
+
+T = TypeVar("T")
 
 # Values that are looked into, and parts of each of them that are pickled to see which cannot be.
 _MAX_LOOKS = 100
@@ -223,6 +227,22 @@ def cannot_return(value: object, sent: Mapping[int, Any], error: BaseException) 
     culprit = culprit or Culprit("result", value, "", error)
     advice = "return values, tensors or models instead"
     return TypeError(culprit.sentence(", returned, cannot travel to the notebook", advice))
+
+
+def pickled(dump: Callable[[], T], refusal: Callable[[BaseException], LaunchError]) -> T:
+    """Return ``dump()``; if it fails, call it once more with objects of libraries by their names.
+
+    Raises:
+        LaunchError: what ``refusal`` returns for the second failure.
+    """
+    try:
+        return dump()
+    except (Exception, SystemExit):  # whatever a user's object does to be pickled
+        with importing():
+            try:
+                return dump()
+            except (Exception, SystemExit) as error:
+                raise refusal(error) from cause(error)
 
 
 def cause(error: BaseException) -> BaseException | None:

@@ -14,9 +14,10 @@ import contextlib
 import hashlib
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.payload.culprits import cannot_be_pushed, cause
+from notebook_accel.launch.payload.culprits import cannot_be_pushed, pickled
 from notebook_accel.launch.payload.pickling import Discard, SessionPickler, itself
 from notebook_accel.private import of_torch
 
@@ -61,13 +62,14 @@ def look_at(name: str, value: object) -> NameFacts:
         LaunchError: the value cannot be pickled; the message names the part at fault and says what
             to do.
     """
-    file = _Digest()
-    pickler = _LookingPickler(file)
-    try:
+
+    def look() -> NameFacts:
+        file = _Digest()
+        pickler = _LookingPickler(file)
         pickler.dump(value)
-    except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
-        raise cannot_be_pushed(name, value, error) from cause(error)
-    return NameFacts(file.digest(), frozenset(pickler.names), pickler.num_bytes)
+        return NameFacts(file.digest(), frozenset(pickler.names), pickler.num_bytes)
+
+    return pickled(look, partial(cannot_be_pushed, name, value))
 
 
 def names_used(value: object) -> frozenset[str]:

@@ -8,6 +8,7 @@ useless in another process, such as a process group, are refused with advice.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -29,7 +30,7 @@ from notebook_accel.launch.payload import cells
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
     "BY_TYPE",
@@ -40,6 +41,7 @@ __all__ = [
     "ResultPickler",
     "STAYS_HOME",
     "SessionPickler",
+    "importing",
     "itself",
     "load",
     "remake",
@@ -217,6 +219,13 @@ _LARGE_BYTES = 1 << 20
 _UNWRAP = "__notebook_accel_unwrap__"
 _WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
 
+# Parts of these names are no library's, or are of the notebook's process alone.
+_NOT_IMPORTED = ("__main__", "__mp_main__", "builtins", "IPython", "ipykernel")
+
+# Modules and names of libraries' objects by ``id``, within :func:`importing`.
+_importable: ContextVar[Mapping[int, tuple[str, str]]] = ContextVar(
+    "notebook_accel_importable", default=MappingProxyType({})
+)
 _objects: ContextVar[Mapping[int, Any]] = ContextVar("notebook_accel_objects")
 
 
@@ -234,6 +243,11 @@ def itself(value: Any) -> Any:
 def notebook_object(number: int) -> Any:
     """Return the notebook's object of this number from the ``objects`` given to :func:`load`."""
     return _objects.get()[number]
+
+
+def import_attribute(module: str, name: str) -> Any:
+    """Import a module and return one of its attributes (used by unpickling)."""
+    return getattr(import_module(module), name)
 
 
 def import_named(name: str) -> types.ModuleType:
@@ -260,6 +274,14 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
 
     make: Any = TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def rebuild_script(buffer: Any) -> Any:
+    """Make a TorchScript module or function, on the CPU, from what ``torch.jit.save`` wrote."""
+    import torch
+
+    script: Any = torch.jit.load(io.BytesIO(buffer), map_location="cpu")  # type: ignore[no-untyped-call]
+    return script
 
 
 def rebuild_tensor(
@@ -382,6 +404,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_typed_storage
         if issubclass(kind, getattr(torch, "Tensor", ())):
             return self._reduce_tensor
+        jit = getattr(torch, "jit", None)
+        if issubclass(kind, (getattr(jit, "ScriptModule", ()), getattr(jit, "ScriptFunction", ()))):
+            return _reduce_script
         schedulers = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
         if issubclass(kind, schedulers):
             return _reduce_scheduler
@@ -486,6 +511,14 @@ def _reduce_scheduler(scheduler: Any) -> Any:
     return (*reduced, restore_scheduler) if is_marked and is_plain and not sets_state else reduced
 
 
+def _reduce_script(script: Any) -> Any:
+    import torch
+
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    return rebuild_script, (pickle.PickleBuffer(file.getvalue()),)
+
+
 def _reduce_typed_storage(storage: Any) -> Any:
     return rebuild_typed_storage, (of_torch.untyped_storage(storage), storage.dtype)
 
@@ -513,21 +546,52 @@ def _refuse(remedy: str) -> Callable[[Any], Any]:
     return refuse
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Let picklers of calls send what cannot be pickled as its name in a library, if it has one."""
+    found = {}
+    for name in sorted(sys.modules, key=len, reverse=True):  # the shortest name wins
+        module = sys.modules[name]
+        if getattr(module, "__spec__", None) and name.partition(".")[0] not in _NOT_IMPORTED:
+            found.update({id(value): (name, key) for key, value in [*vars(module).items()]})
+    token = _importable.set(found)
+    try:
+        yield
+    finally:
+        _importable.reset(token)
+
+
 class CallPickler(_Pickler):
     """Pickles a function and its arguments in the notebook, for ranks.
 
     Attributes:
+        imported: the name of each object that ranks import, since it cannot be pickled.
         sent: the classes, functions and type variables that are pickled by value, in order.
         used: each function that is pickled by value, and the globals that are pickled with it.
     """
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
         super().__init__(file, buffer_callback)
+        self._importable = _importable.get()
+        self.imported: list[str] = []
         self.sent: list[Any] = []
         self.used: list[tuple[types.FunctionType, dict[str, Any]]] = []
         # Functions with the same globals get one common dict where they arrive; cloudpickle looks
         # up here which. Those of `__main__` get the receiving process's own `__main__`.
         self.globals_ref[id(cells.main_namespace())] = _MainNamespace()
+
+    def _route(self, kind: type) -> Callable[[Any], Any]:
+        route = super()._route(kind)
+        if not self._importable or remedy_of(kind):
+            return route
+        return functools.partial(self._reduce_to_name, route)
+
+    def _reduce_to_name(self, route: Callable[[Any], Any], value: Any) -> Any:
+        place = self._importable.get(id(value))
+        if place is None or _can_be_pickled(value):
+            return route(value)
+        self.imported.append(".".join(place))
+        return import_attribute, place
 
     def _reduce_definition(self, value: Any) -> Any:
         reduced = super()._reduce_definition(value)
@@ -545,6 +609,16 @@ class CallPickler(_Pickler):
             if name in known:
                 used.setdefault(name, known[name])
         self.used.append((function, used))
+
+
+def _can_be_pickled(value: Any) -> bool:
+    pickler = CallPickler(Discard(), lambda _buffer: None)
+    pickler._importable = {}
+    try:
+        pickler.dump(value)
+    except (Exception, SystemExit):  # whatever a user's object does to be pickled
+        return False
+    return True
 
 
 class SessionPickler(CallPickler):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload
 from tests.launch.payload.clean_ranks import Notebook, Raised
 
@@ -310,6 +311,79 @@ def test_redefined_functions_reach_the_next_launch(notebook: Notebook) -> None:
     assert notebook.launch("train")[0] == "old"
     notebook.cell("def helper(): return 'new'")
     assert notebook.launch("train") == ("new", notebook["Net"])
+
+
+def test_what_a_library_has_at_a_name_travels_by_it_where_it_cannot_be_pickled(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a logger whose sinks hold open files and locks."""
+    packages = tmp_path / "site-packages"
+    (packages / "noisy").mkdir(parents=True)
+    (packages / "noisy" / "__init__.py").write_text("from noisy._logger import logger\n")
+    (packages / "noisy" / "_logger.py").write_text(
+        "import sys, threading\n"
+        "class Logger:\n"
+        "    def __init__(self): self.sinks = [open('/dev/null', 'a')]; self.lines = []\n"
+        "logger, LOCK, PLAIN = Logger(), threading.Lock(), Logger()\n"
+        "PLAIN.sinks.clear()\n"
+    )
+    monkeypatch.syspath_prepend(str(packages))
+    notebook.cell("""
+        import threading
+        from noisy import logger
+        from noisy._logger import LOCK, PLAIN
+        PLAIN.lines.append("set in a cell")
+        mine = threading.Lock()
+
+        def train(given):
+            import noisy
+            assert given["log"] is logger is noisy.logger and LOCK is noisy._logger.LOCK
+            assert PLAIN is not noisy._logger.PLAIN
+            return PLAIN.lines, logger.lines
+
+        def other(): return logger, mine
+    """)
+    notebook["logger"].lines.append("gone")
+    assert notebook.launch("train", {"log": notebook["logger"]}) == (["set in a cell"], [])
+    (notice,) = notebook.pack("train", {"log": notebook["logger"]}).notices
+    assert notice.startswith("`noisy.logger`, `noisy._logger.LOCK` cannot be pickled, and ranks im")
+    with pytest.raises(
+        LaunchError, match=r"^`mine` \(_thread\.lock\), used in other, cannot travel"
+    ):
+        notebook.pack("other")
+    for name in list(sys.modules):
+        if name.startswith("noisy"):
+            monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:Warning")
+def test_torchscript_travels_both_ways(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        net[0].weight.requires_grad_(False)
+        scripted = torch.jit.script(net).eval()
+        traced = torch.jit.trace(net, torch.zeros(1, 2))
+        class Around(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = scripted
+        around = Around()
+
+        @torch.jit.script
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        def train(x):
+            assert [p.requires_grad for p in scripted.parameters()] == [False, True]
+            assert not scripted.training
+            return scripted(x), traced(x), around.inner(x), double(x), scripted
+    """)
+    x = torch.randn(3, 2)
+    *outputs, twice, back = notebook.launch("train", x)
+    for output in (*outputs, back(x)):
+        assert torch.equal(output, notebook["net"](x))
+    assert torch.equal(twice, 2 * x)
 
 
 # ---- back by reference ---------------------------------------------------------------------
