@@ -1078,11 +1078,15 @@ class Accelerator(ProcessInfo):
     ) -> str:
         """Write a checkpoint of everything that was prepared and registered; all ranks call it.
 
-        The ranks wait for each other. The folder appears only once all ranks have written their
-        files. With ``async_save``, the call returns after the state is copied, and a thread writes
-        the copy while training continues. The next save, ``load_state``, ``wait_for_checkpoint``,
-        ``end_training`` and the end of a launched function wait for that thread, and raise if it
-        failed.
+        On one device and with DDP no rank waits for another, and rank 0 may call it alone. Rank 0
+        writes the checkpoint; each other rank adds its random states, and a resume without them
+        says so. If the model is spread over the ranks, they wait for each other. The folder is
+        never seen half written.
+
+        With ``async_save``, the call returns after the state is copied, and a thread writes the
+        copy while training continues. The next save waits for that thread. ``load_state``,
+        ``wait_for_checkpoint``, ``end_training`` and the end of a launched function wait until the
+        checkpoint has all that this rank has to say, and raise if it failed.
 
         A checkpoint saved while gradients accumulate holds the position right after the previous
         optimizer step, and no gradients. A resumed training goes back to that position with its
@@ -1104,8 +1108,8 @@ class Accelerator(ProcessInfo):
         Raises:
             ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state dict
                 holds an object that ``torch.load(weights_only=True)`` refuses to read.
-            NotebookAccelError: another rank could not write its part, a machine does not see the
-                disk of rank 0, or an earlier save in the background failed.
+            NotebookAccelError: another rank could not write what this one needs, a machine does not
+                see the disk of rank 0, or an earlier save failed.
 
         Example:
             >>> import tempfile
@@ -1120,7 +1124,7 @@ class Accelerator(ProcessInfo):
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint of the newest ``save_state(async_save=True)`` is complete.
+        """Wait until the checkpoints that this rank has saved are complete, its own files included.
 
         Return at once if no checkpoint is being written.
 

@@ -417,6 +417,7 @@ def save_and_load(folder: str) -> dict[str, Any]:
     random.seed(accelerator.process_index)
     model = accelerator.prepare(nn.Linear(2, 2))
     paths = [accelerator.save_state() for _ in range(2)]
+    accelerator.wait_for_everyone()
     there = sorted(os.listdir(Path(folder) / "checkpoints"))
     expected = random.random()
     drawn = torch.rand(1).item()

@@ -218,6 +218,7 @@ def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
     told = ""
     try:
         accelerator.save_state("state")
+        accelerator.wait_for_checkpoint()
     except NotebookAccelError as error:
         told = str(error)
     accelerator.save_model(model, "weights")
@@ -245,9 +246,11 @@ def test_each_machine_writes_where_it_is_asked_to(tmp_path: Path) -> None:
                 )
                 assert got["loaded"]
             else:
-                assert got["written"] == ([] if rank else by_rank_0)
-                assert "is not seen on the machine of rank 1: save to a disk" in got["told"]
-    assert "rank 1 could not write its part" in first["told"]
+                others = [name for name in got["written"] if not name.startswith("state")]
+                assert others == ([] if rank else by_rank_0)
+    # Rank 0 says so too, unless it has published before rank 1 came.
+    for got in (first, second) if first["told"] else (second,):
+        assert "is not seen on the machine of rank" in got["told"]
 
 
 # ---- one process

@@ -27,11 +27,12 @@ from notebook_accel.training.checkpoint.folders import (
     resolved,
 )
 from notebook_accel.training.checkpoint.joint_save import JointSave, describe
+from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 from notebook_accel.training.checkpoint.start import Start, candidates, find_damage
 from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.files import deepspeed_files
-from notebook_accel.training.files.atomic import StagedFolder, complete_version
+from notebook_accel.training.files.atomic import complete_version
 from notebook_accel.training.files.pieces import (
     Piece,
     complete,
@@ -87,6 +88,7 @@ class Checkpoints:
         self.numbering = Numbering(project)
         self._copies = HostCopies()
         self._background_save: BackgroundSave | None = None
+        self._unsettled: list[RankZeroSave] = []  # on ranks that do not publish
 
     def register(self, objects: Sequence[Any]) -> None:
         """Add objects whose ``state_dict`` is saved in each checkpoint, and restored from it.
@@ -128,9 +130,9 @@ class Checkpoints:
         in_background: bool = False,
         own_options: dict[str, Any] | None = None,
     ) -> str:
-        """Write a checkpoint and return its folder; all ranks call it.
+        """Write a checkpoint; return its folder. If models are whole, rank 0 may call it alone.
 
-        The checkpoint is complete when this returns, unless it is written in the background.
+        On rank 0 the checkpoint is there when this returns, unless it is written in the background.
 
         Args:
             output_dir: the folder; None makes the next numbered checkpoint.
@@ -146,20 +148,15 @@ class Checkpoints:
             ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state could
                 not be read again safely.
         """
-        self.wait()
-        if output_dir is None:
+        self._end_background_save()
+        asked = None if output_dir is None else resolved(output_dir)
+        if asked is None:
             self.numbering.folder()  # raises on every rank alike where there is none
-        save = JointSave("save_state()", self._plan.topology)
-        save.meet()
-        finish = partial(self._finish, save, is_numbered=output_dir is None)
+        save = self._begin_save()
+        finish = partial(self._finish, save, is_numbered=asked is None)
         try:
             # First: the pieces are collected as they are asked for, in its folder.
-            if output_dir is not None:
-                make = partial(StagedFolder.of, resolved(output_dir))
-            else:
-                numbers = self.numbering
-                make = partial(StagedFolder, numbers.folder(), NUMBERED.pattern, numbers.next)
-            save.open(make, each_machine=self._project.save_on_each_node)
+            save.open(asked, self.numbering)
             pieces = self._pieces(save, safe=safe, own_options=own_options or {})
             if not in_background:
                 finish(*write_one_by_one(pieces, save.staged))
@@ -176,20 +173,45 @@ class Checkpoints:
             self._background_save = BackgroundSave(
                 save, lambda: finish(taken, write_prepared(taken, save.staged))
             )
+        if isinstance(save, RankZeroSave) and not save.writes:
+            self._unsettled.append(save)
+        if in_background or self._unsettled:
             current().before_return[self] = self.wait
-        if output_dir is None:
+        if asked is None:
             self.numbering.follow(save.final)
         return str(save.final)
 
+    @property
+    def _needs_all(self) -> bool:
+        return self._plan.strategy.saves_together and self._plan.topology.num_processes > 1
+
+    def _begin_save(self) -> JointSave | RankZeroSave:
+        """Return the next save; drop earlier ones that have ended, or that rank 0 passed by."""
+        here, each_machine = self._plan.topology, self._project.save_on_each_node
+        if self._needs_all:
+            joint = JointSave("save_state()", here, each_machine=each_machine)
+            joint.meet()
+            return joint
+        place = self._progress.place
+        earlier, self._unsettled = self._unsettled, []
+        for one in earlier:
+            if one.look():
+                continue
+            if one.has_begun or one.place == place:
+                self._unsettled.append(one)
+            else:
+                one.give_up()
+        return RankZeroSave(here, place, each_machine=each_machine)
+
     def _finish(
         self,
-        save: JointSave,
+        save: JointSave | RankZeroSave,
         written: Sequence[Piece],
         results: Sequence[Any],
         *,
         is_numbered: bool,
     ) -> None:
-        """Publish the checkpoint once all ranks have written their files; all ranks call it.
+        """Publish the checkpoint once this rank has written its files.
 
         If the save is in the background, the thread that writes calls it.
 
@@ -201,18 +223,29 @@ class Checkpoints:
                 checkpoints beyond the user's limit are removed.
         """
         save.finish(results, lambda of_ranks: complete(written, of_ranks))
-        if save.folder is not None and is_numbered:
+        if save.writes and is_numbered:
             self.numbering.remove_oldest()
 
     def wait(self) -> None:
-        """Wait until this rank's save in the background has ended, if there is one.
+        """Wait until the saves that this rank took part in have ended.
 
         Raises:
             NotebookAccelError: the checkpoint could not be written.
         """
+        current().before_return.pop(self, None)
+        self._end_background_save()
+        unsettled, self._unsettled = self._unsettled, []
+        for one in unsettled:
+            if not one.settle():
+                notice(
+                    f"nothing was saved to {one.final}: rank 0, which writes, did not call "
+                    "save_state()",
+                    from_any_rank=True,
+                )
+
+    def _end_background_save(self) -> None:
         pending, self._background_save = self._background_save, None
         if pending is not None:
-            current().before_return.pop(self, None)
             pending.wait()
 
     def save_model(
@@ -236,7 +269,7 @@ class Checkpoints:
             writes: whether this rank writes the files.
         """
         self.wait()
-        needs_all = self._plan.strategy.saves_together
+        needs_all = self._needs_all
         if needs_all:
             # A rank that is alone here waits, and is named, before it begins a collective.
             JointSave("save_model()", self._plan.topology).meet()
@@ -320,6 +353,7 @@ class Checkpoints:
             RuntimeError, ValueError: the checkpoint is of another model or optimizer.
         """
         self.wait()
+        self._agree(None)  # now the saves of all ranks have ended
         root = resolved(folder)
         failed: list[str] = []
         found: list[Path]
@@ -390,13 +424,13 @@ class Checkpoints:
         return None
 
     def _pieces(
-        self, save: JointSave, *, safe: bool, own_options: dict[str, Any]
+        self, save: JointSave | RankZeroSave, *, safe: bool, own_options: dict[str, Any]
     ) -> Iterator[Piece]:
         """Yield this rank's pieces (files) of a checkpoint; save hooks run first.
 
-        All ranks iterate over it at the same time, because this may join sharded weights.
+        If weights are sharded, all ranks iterate over it at the same time, since this joins them.
         """
-        strategy, writes = self._plan.strategy, save.folder is not None
+        strategy, writes = self._plan.strategy, save.writes
         models = [known.inner for known in self._prepared.models]
         # Whole weights that are joined from parts go only to ranks that write; the others help to
         # join and get nothing, so their hosts need no room for them.
@@ -418,7 +452,7 @@ class Checkpoints:
             if strategy.scaling is not None:
                 scale = strategy.scaling.scaler.state_dict()
                 yield state_file(scale, SCALER_NAME, "the loss scale")
-        yield self._progress.own_piece()
+        yield self._progress.own_piece(save.id)
 
     def _trained_pieces(
         self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool

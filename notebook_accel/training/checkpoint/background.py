@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from notebook_accel.training.checkpoint.joint_save import JointSave
+    from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 
 __all__ = ["BackgroundSave", "HostCopies"]
 
@@ -38,11 +39,11 @@ class BackgroundSave:
     """A thread of this rank that writes and publishes a checkpoint, started by the constructor.
 
     Args:
-        save: this rank's :class:`JointSave`; its ``open`` has been called, so its folder exists.
+        save: this rank's part in the save; its ``open`` has been called, so its folder exists.
         finish: writes the pieces of this rank and publishes the checkpoint; the thread calls it.
     """
 
-    def __init__(self, save: JointSave, finish: Callable[[], None]) -> None:
+    def __init__(self, save: JointSave | RankZeroSave, finish: Callable[[], None]) -> None:
         self.final = save.final
         self._error: BaseException | None = None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.files.atomic import StagedFolder
 
 if TYPE_CHECKING:
     import os
@@ -129,6 +130,10 @@ class Numbering:
             (int(match[1]) for match in map(NUMBERED.fullmatch, names) if match), default=-1
         )
         return f"checkpoint_{max(self.project.iteration, newest + 1)}"
+
+    def make(self) -> StagedFolder:
+        """Return a new staged folder for the next numbered checkpoint."""
+        return StagedFolder(self.folder(), NUMBERED.pattern, self.next)
 
     def follow(self, written: Path) -> None:
         """Make the next number higher than that of ``written``, if ``written`` is numbered."""

@@ -1,4 +1,6 @@
-"""One save by all ranks: they agree on a folder, write into it, and rank 0 publishes it.
+"""One save by all ranks, each of which has a part of a model: rank 0 publishes what all wrote.
+
+They agree on a folder first. Where each rank has whole models, ``rank_zero_save`` takes its place.
 
 ::
 
@@ -36,9 +38,10 @@ from notebook_accel.training.files.atomic import StagedFolder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from notebook_accel.training.checkpoint.folders import Numbering
     from notebook_accel.training.processes.topology import Topology
 
-__all__ = ["JointSave", "describe"]
+__all__ = ["JointSave", "describe", "slices"]
 
 # How long a rank waits for another one, which may read or write slowly.
 _PATIENCE_SECONDS = 3600.0
@@ -55,29 +58,36 @@ class JointSave:
     Args:
         call: the call in the script, such as "save_state()", for messages.
         here: this rank.
+        each_machine: whether the user wants the checkpoint on the disk of each machine.
 
     Attributes:
+        id: None, since no rank comes late to it (see ``RankZeroSave``).
         final: where the checkpoint will be.
         staged: the temporary folder in which this rank writes the checkpoint.
         folder: the :class:`StagedFolder` at ``staged``, on a rank that has made one; None on the
             other ranks.
     """
 
+    id: str | None = None
     final: Path
     staged: Path
     folder: StagedFolder | None = None
 
-    def __init__(self, call: str, here: Topology) -> None:
+    def __init__(self, call: str, here: Topology, *, each_machine: bool = False) -> None:
         self._call = call
         self._here = here
         self._own = here.process_index
-        self._is_alone = here.num_processes == 1
+        self._each_machine = each_machine
         self._heard: NotebookAccelError | None = None  # why another rank could not write
-        if not self._is_alone:
-            store = exchange().store()
-            # All ranks call it equally often, and a group that is made anew begins at 1.
-            number = store.add(f"notebook_accel/saves of rank {self._own}", 1)
-            self._store = distributed_c10d.PrefixStore(f"notebook_accel/save {number}", store)
+        store = exchange().store()
+        # All ranks call it equally often, and a group that is made anew begins at 1.
+        number = store.add(f"notebook_accel/saves of rank {self._own}", 1)
+        self._store = distributed_c10d.PrefixStore(f"notebook_accel/save {number}", store)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the states that all ranks have."""
+        return self.folder is not None
 
     def meet(self) -> None:
         """Wait until every rank has called this for the same save.
@@ -85,12 +95,10 @@ class JointSave:
         Raises:
             NotebookAccelError: not every rank came within an hour.
         """
-        if self._is_alone:
-            return
         self._say(f"came/{self._own}")
         came = [f"came/{rank}" for rank in range(self._here.num_processes)]
         is_told = current().launched
-        for waited in self._wait():
+        for waited in slices(_PATIENCE_SECONDS):
             if self._store.check(came):
                 return
             if waited > _NOTICE_SECONDS and not is_told:
@@ -108,15 +116,15 @@ class JointSave:
             "all of them"
         )
 
-    def open(self, make: Callable[[], StagedFolder], *, each_machine: bool) -> None:
+    def open(self, asked: Path | None, numbers: Numbering) -> None:
         """Agree with the other ranks on the folder of the save; all ranks call it.
 
         Rank 0 makes the folder. With ``each_machine``, the first rank of each machine that does not
         see rank 0's folder makes another folder, with the same final path.
 
         Args:
-            make: makes the folder; called on rank 0 alone.
-            each_machine: whether the user wants the checkpoint on the disk of each machine.
+            asked: the folder that the user named; None makes a numbered checkpoint.
+            numbers: names the numbered checkpoint.
 
         Raises:
             NotebookAccelError: this machine does not see rank 0's folder, and ``each_machine`` is
@@ -125,10 +133,10 @@ class JointSave:
         here = self._here
         leader = self._own - here.local_process_index
         if self._own == 0:
-            self.folder = make()
+            self.folder = numbers.make() if asked is None else StagedFolder.of(asked)
         elif self._own == leader:
             ((final, staged),) = self._hear("folder/0")
-            if not Path(staged).exists() and each_machine:
+            if not Path(staged).exists() and self._each_machine:
                 self.folder = StagedFolder.of(Path(final))
             elif not Path(staged).exists():
                 raise NotebookAccelError(
@@ -140,7 +148,7 @@ class JointSave:
             final, staged = str(self.folder.final), str(self.folder.path)
         if self._own != leader:
             ((final, staged),) = self._hear(f"folder/{leader}")
-        elif not self._is_alone:
+        else:
             self._say(f"folder/{leader}", [final, staged])
         self.final, self.staged = Path(final), Path(staged)
 
@@ -161,8 +169,7 @@ class JointSave:
             self._publish()
             for key in others:  # of large models they have megabytes
                 self._store.delete_key(key)
-            if others:
-                self._say("done")
+            self._say("done")
             return
         if self.folder is not None:
             last = self._own + self._here.local_num_processes
@@ -182,7 +189,7 @@ class JointSave:
             NotebookAccelError: another rank failed before, and ``error`` is a consequence of that.
         """
         try:
-            if self._is_alone or error is self._heard:
+            if error is self._heard:
                 return
             with suppress(dist.DistError):  # of a store that went with its rank
                 # In this order: a rank that finds its folder gone finds the reason too.
@@ -204,7 +211,7 @@ class JointSave:
         """
         if not keys:
             return []
-        for _ in self._wait():
+        for _ in slices(_PATIENCE_SECONDS):
             if self._store.check(["failed"]):
                 raise self._failure_of_another()
             if self._store.check([*keys]):
@@ -222,14 +229,15 @@ class JointSave:
         )
         return self._heard
 
-    def _wait(self) -> Iterator[float]:
-        """Yield the seconds waited so far, with a short sleep after each, for an hour at most."""
-        # In slices, so that an interrupt is heard; the store's own wait would not hear it.
-        began, pause = time.monotonic(), 0.0005
-        while (waited := time.monotonic() - began) < _PATIENCE_SECONDS:
-            yield waited
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+
+def slices(seconds: float) -> Iterator[float]:
+    """Yield the seconds waited so far, with a short sleep after each, for so long at most."""
+    # In slices, so that an interrupt is heard; the store's own wait would not hear it.
+    began, pause = time.monotonic(), 0.0005
+    while (waited := time.monotonic() - began) < seconds:
+        yield waited
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
 
 
 def describe(error: BaseException) -> str:

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "SAVE_ID",
     "Start",
     "as_plain",
     "candidates",
     "find_damage",
+    "has_save_id",
     "random_states_file",
     "read_progress",
     "read_random_states",
@@ -37,6 +39,8 @@ __all__ = [
 # In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
 # them the seconds since 1970, which prepared loader they speak of, and the steps of each optimizer.
 _KEY, _WRITTEN = "training", "written"
+# Also in that file: which save it is of.
+SAVE_ID = "save_id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,15 @@ def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, An
     return {_KEY: {**known, "loader": loader, "steps": steps, _WRITTEN: time.time()}}
 
 
+def has_save_id(folder: Path, save_id: str) -> bool:
+    """Return whether a checkpoint has a file of random states from the save with this ID."""
+    with suppress(NotebookAccelError, OSError):
+        for path in complete_version(folder).glob("random_states_*.pkl"):
+            if path.stat().st_size and read_state(path).get(SAVE_ID) == save_id:
+                return True
+    return False
+
+
 def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, list[int]]:
     """Return the start, loader index and optimizer steps that :func:`as_plain` was given.
 
@@ -91,6 +104,8 @@ def read_random_states(
 ) -> dict[str, Any] | None:
     """Read the file with a rank's random states; None if the checkpoint has none for that rank.
 
+    An empty file counts as none: the rank came to a save of rank 0, and did not get to write.
+
     Args:
         folder: folder of the checkpoint.
         rank: the rank that saved the file.
@@ -100,7 +115,7 @@ def read_random_states(
         NotebookAccelError: the file is broken, or holds something else.
     """
     path = complete_version(folder) / random_states_file(rank)
-    if not path.exists():
+    if not path.exists() or (rank and path.stat().st_size == 0):
         return None
     found = read_state(path, options)
     if not isinstance(found, dict) or not isinstance(found.get(_KEY, {}), dict):

@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.rank import current
 from notebook_accel.training.checkpoint.start import (
+    SAVE_ID,
     Start,
     as_plain,
     random_states_file,
@@ -55,6 +57,8 @@ class TrainingProgress:
     def __init__(self, preparation: Preparation) -> None:
         self._prepared = preparation
         self._plan = preparation.plan
+        made = current().shared  # with each Accelerator, on all ranks, the places begin anew
+        self._number = made["trainings"] = made.get("trainings", 0) + 1
 
     def pieces_of_all(self) -> Iterator[Piece]:
         """Yield the files that rank 0 writes for all ranks: the positions of prepared loaders."""
@@ -62,7 +66,13 @@ class TrainingProgress:
             of_all = {k: v for k, v in self._state_of(loader).items() if k not in _NOT_OF_ALL}
             yield state_file(of_all, name, "the data loader")
 
-    def own_piece(self) -> Piece:
+    @property
+    def place(self) -> str:
+        """The place in the training; ranks that come to the same line of a loop have the same."""
+        steps = [known.num_steps for known in self._prepared.optimizers]
+        return f"{self._number} {steps} {self._plan.accumulation.step}"
+
+    def own_piece(self, save_id: str | None) -> Piece:
         """Return the piece with the file of random states, which each rank writes for itself."""
         here = self._plan.topology
         states = get_random_states(here.device)
@@ -74,7 +84,7 @@ class TrainingProgress:
             for position in reversed(window.loaders.stack):
                 if position.at_step[1] is None:  # the window began with this pass
                     states |= as_plain_states(position.begin or {})
-        states |= self._stands()
+        states |= {**self._stands(), SAVE_ID: save_id}
         states["loaders"] = [
             {k: v for k, v in self._state_of(loader).items() if k in _OF_RANK}
             for _, loader in self._loader_files()
@@ -119,10 +129,7 @@ class TrainingProgress:
 
         ``resume_or_start`` returns it to the user.
         """
-        # Rank 0's word counts on every rank that sees its file.
-        rank = self._plan.topology.process_index
-        states = read_random_states(folder, 0) or read_random_states(folder, rank)
-        start, index, _ = read_progress(states)
+        start, index, _ = read_progress(self._states_of_all(folder))
         start = replace(start, folder=str(folder))
         loaders = dict(enumerate(self._loaders()))
         if index not in loaders:
@@ -130,6 +137,17 @@ class TrainingProgress:
         # Asked of the loader, since it counts in batches of the ranks that there are now.
         epoch, batch, samples = loaders[index].progress()
         return replace(start, epoch=epoch, batch=batch, samples=samples)
+
+    def _states_of_all(
+        self, folder: Path, options: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the random states of rank 0, or else of the first rank whose file is seen here."""
+        here = self._plan.topology
+        machine = here.process_index - here.local_process_index
+        for rank in (0, machine, here.process_index):
+            if (states := read_random_states(folder, rank, options)) is not None:
+                return states
+        return None
 
     def _loaders(self) -> list[PreparedLoader]:
         return [one for one in self._prepared.loaders if isinstance(one, PreparedLoader)]
@@ -152,11 +170,7 @@ class TrainingProgress:
         here = self._plan.topology
         own = read_random_states(folder, here.process_index, options)
         if own is None:
-            notice_once(
-                "no random states",
-                f"{folder} has no random states for rank {here.process_index}: fewer ranks took "
-                "part when it was written; they stay as they are",
-            )
+            self._note_lack(folder)
         else:
             try:
                 set_random_states(own, here.device)
@@ -165,7 +179,7 @@ class TrainingProgress:
                 raise NotebookAccelError(explain(path, error)) from error
         # Where training stands is rank 0's word for all that see it, as a loader's position is:
         # ranks that disagree about their window would wait for each other.
-        stands = read_random_states(folder, 0, options) or own
+        stands = self._states_of_all(folder, options)
         if stands is not None:
             self._plan.accumulation.reset()
             self._plan.accumulation.step = stands.get("step", 0)
@@ -179,6 +193,21 @@ class TrainingProgress:
                 self._plan.accumulation.trained_on = loaders[index]
         self._plan.accumulation.note_random_states()
         self._load_loaders(folder, (own or {}).get("loaders", []), options)
+
+    def _note_lack(self, folder: Path) -> None:
+        """Say which ranks of this machine have no file in a checkpoint; the first of them does."""
+        here = self._plan.topology
+        machine = here.process_index - here.local_process_index
+        ranks = range(machine, machine + here.local_num_processes)
+        lacking = [rank for rank in ranks if read_random_states(folder, rank) is None]
+        if here.process_index == lacking[0]:
+            notice_once(
+                "no random states",
+                f"{folder} has no random states for rank {', '.join(map(str, lacking))}, which "
+                "took no part in saving it: what these ranks draw from now on (dropout, "
+                "augmentation) is not exactly what they would have drawn; all else is",
+                from_any_rank=True,
+            )
 
     def _load_loaders(
         self, folder: Path, own: Sequence[Mapping[str, Any]], options: dict[str, Any]

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "StagedFolder",
+    "add_entries",
     "complete_version",
+    "is_staged",
     "naming_full_disk",
     "replacing_file",
     "staging_path",
@@ -97,6 +99,11 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 def staging_path(final: Path) -> Path:
     """Return an unused path beside ``final``, on the same disk, to be renamed to ``final``."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+
+
+def is_staged(path: Path, final_name: str) -> bool:
+    """Return whether a path is one that :func:`staging_path` has returned for this name."""
+    return re.fullmatch(rf"\.{final_name}\.[0-9a-f]{{8}}{_PARTIAL}", path.name) is not None
 
 
 class StagedFolder:
@@ -167,6 +174,31 @@ class StagedFolder:
         self._unlock()
 
 
+def add_entries(source: Path, final: Path, belongs: Callable[[Path], bool]) -> bool:
+    """Move the entries of a folder into a published one, file by file; each is whole or not there.
+
+    Args:
+        source: the folder, which is empty or gone afterwards. If it is gone before, nothing is
+            moved.
+        final: the published folder.
+        belongs: whether the entries are still for what is at ``final``. While it runs, and until
+            they are there, nobody publishes.
+
+    Returns:
+        Whether they belonged.
+    """
+    final = final.resolve()
+    if not final.is_dir():
+        return False
+    with _locked(final.parent):
+        if not belongs(final):
+            return False
+        _finish_update(final)  # of a writer that died
+        _link_entries(source, final)
+    shutil.rmtree(source, ignore_errors=True)
+    return True
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Run a block while no other process or thread begins or publishes a folder in ``folder``."""
@@ -233,8 +265,16 @@ def _finish_update(final: Path) -> None:
     for name in json.loads((update / _REMOVED).read_text()):
         if name in present:
             _remove(final / name)
-    for source, folders, files in os.walk(update):
-        target = final / Path(source).relative_to(update)
+    _link_entries(update, final)
+    done = staging_path(final)
+    update.rename(done)
+    shutil.rmtree(done, ignore_errors=True)
+
+
+def _link_entries(top: Path, final: Path) -> None:
+    """Give ``final`` hard links to all files of a folder, in place of entries of their names."""
+    for source, folders, files in os.walk(top):
+        target = final / Path(source).relative_to(top)
         links = [name for name in folders if Path(source, name).is_symlink()]
         for name in set(folders) - set(links):
             if not _is_own_folder(target / name):
@@ -243,9 +283,6 @@ def _finish_update(final: Path) -> None:
         for name in (*files, *links):
             if name != _REMOVED:
                 _replace_by_link(Path(source, name), target / name, staging_path(final))
-    done = staging_path(final)
-    update.rename(done)
-    shutil.rmtree(done, ignore_errors=True)
 
 
 def _is_own_folder(path: Path) -> bool:

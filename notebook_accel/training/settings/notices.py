@@ -15,22 +15,22 @@ __all__ = ["notice", "notice_once"]
 _SHOWN = "notices shown"
 
 
-def notice(text: str) -> None:
+def notice(text: str, *, from_any_rank: bool = False) -> None:
     """Show one line to the user.
 
     The notebook shows equal lines of several ranks once. In ranks that our launcher did not start,
-    only the first rank of each machine issues a Python warning.
+    only the first rank of each machine issues a Python warning, or with ``from_any_rank`` each.
     """
     context = current()
     if context.launched:
         context.notice(text)
-    elif context.local_rank == 0:
+    elif from_any_rank or context.local_rank == 0:
         warnings.warn(text, stacklevel=3)
 
 
-def notice_once(key: str, text: str) -> None:
+def notice_once(key: str, text: str, *, from_any_rank: bool = False) -> None:
     """Show one line by :func:`notice`, unless this rank has done so for the same ``key``."""
     shown: set[str] = current().shared.setdefault(_SHOWN, set())
     if key not in shown:
         shown.add(key)
-        notice(text)
+        notice(text, from_any_rank=from_any_rank)

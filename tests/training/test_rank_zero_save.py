@@ -1,0 +1,209 @@
+"""Where each rank has whole models no rank waits for another in a save, whoever calls it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
+from notebook_accel.training.checkpoint import rank_zero_save
+from notebook_accel.training.collectives import wait
+from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
+from tests.waiting import eventually
+
+NUM_RANKS = 3
+FILES = ["model.safetensors", "optimizer.bin", *(f"random_states_{n}.pkl" for n in range(3))]
+OF_RANK_0 = FILES[:3]
+
+
+def setup(**settings: Any) -> tuple[Accelerator, Any]:
+    accelerator = Accelerator(cpu=True, **settings)
+    inner = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    return accelerator, (model, optimizer)
+
+
+def step(accelerator: Accelerator, parts: Any) -> None:
+    accelerator.backward(parts[0](torch.ones(1, 2)).sum())
+    parts[1].step()
+    parts[1].zero_grad()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def rank_0_alone(folder: Path) -> dict[str, Any]:
+    """It saves, numbered too, then all do; and all load what has one rank's random states."""
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator, parts = setup(project_config=project)
+    for _ in range(2):
+        step(accelerator, parts)
+        if accelerator.is_main_process:
+            accelerator.save_state(folder / "alone")
+            accelerator.save_state()
+    step(accelerator, parts)
+    paths = [accelerator.save_state(folder / "all"), accelerator.save_state()]
+    accelerator.wait_for_everyone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.load_state(folder / "alone")
+    return {
+        "paths": [Path(path).name for path in paths],
+        "there": {name: files(folder / name) for name in ("alone", "all", "checkpoints")},
+        "told": [str(one.message) for one in caught if "random states" in str(one.message)],
+    }
+
+
+def any_rank_but_0(folder: Path) -> dict[str, Any]:
+    """Each by its own validation loss, say."""
+    rank_zero_save._BEGIN_SECONDS = 0.2
+    accelerator, parts = setup()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if not accelerator.is_main_process:
+            accelerator.save_state(folder / "best")
+            accelerator.wait_for_checkpoint()
+    wait()
+    step(accelerator, parts)
+    accelerator.save_state(folder / "last")
+    accelerator.wait_for_checkpoint()
+    wait()
+    return {"there": files(folder), "last": files(folder / "last"), "told": len(caught)}
+
+
+def late_ranks(folder: Path) -> dict[str, Any]:
+    """Some come after rank 0 has published, and rank 2 once its checkpoint has been replaced."""
+    accelerator, _ = setup()
+    seen = []
+    for callers in ([0], [1], [0], [2], [1, 2]):
+        if accelerator.process_index in callers:
+            accelerator.save_state(folder / "state", async_save=callers == [1])
+            accelerator.wait_for_checkpoint()
+        wait()
+        seen.append(files(folder / "state"))
+        wait()
+    return {"seen": seen, "left": files(folder)}
+
+
+def a_failing_rank(folder: Path) -> dict[str, Any]:
+    told = []
+    for rank in range(2):
+        accelerator, parts = setup()
+        path = folder / f"of {rank}"
+
+        def hook(*_: Any, rank: int = rank, accelerator: Any = accelerator) -> None:
+            if accelerator.process_index == rank:
+                raise OSError("disk full")
+
+        handle = accelerator.register_save_state_pre_hook(hook)
+        try:
+            accelerator.save_state(path)
+            accelerator.wait_for_checkpoint()
+            told.append("")
+        except (OSError, NotebookAccelError) as error:
+            told.append(str(error))
+        handle.remove()
+        wait()
+        told.append(str(path.exists() and files(path)))
+        wait()
+        step(accelerator, parts)
+        accelerator.save_state(path)
+        accelerator.wait_for_checkpoint()
+        wait()
+        told.append(str(files(path)))
+    return {"told": told, "left": files(folder)}
+
+
+CASES = {one.__name__: one for one in (rank_0_alone, any_rank_but_0, late_ranks, a_failing_rank)}
+
+
+def all_cases(folder: str) -> dict[str, Any]:
+    results = {}
+    for name, case in CASES.items():
+        (Path(folder) / name).mkdir(exist_ok=True)
+        wait()
+        results[name] = case(Path(folder) / name)
+        wait()
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(all_cases, NUM_RANKS, str(tmp_path_factory.mktemp("saves")))
+
+
+def test_rank_0_may_save_alone(ranks: list[dict[str, Any]]) -> None:
+    got = [one["rank_0_alone"] for one in ranks]
+    for one in got:
+        assert one["paths"] == ["all", "checkpoint_2"]
+        checkpoints = [f"checkpoint_{number}" for number in range(3)]
+        assert one["there"] == {"alone": OF_RANK_0, "all": FILES, "checkpoints": checkpoints}
+    assert [len(one["told"]) for one in got] == [0, 1, 0], "in one line"
+    assert "alone has no random states for rank 1, 2, which took no part" in got[1]["told"][0]
+
+
+def test_other_ranks_alone_save_nothing_and_do_not_hang(ranks: list[dict[str, Any]]) -> None:
+    for rank, got in enumerate(ranks):
+        assert got["any_rank_but_0"] == {"there": ["last"], "last": FILES, "told": int(rank > 0)}
+
+
+def test_late_ranks_add_their_files_to_their_own_checkpoint(ranks: list[dict[str, Any]]) -> None:
+    for got in ranks:
+        assert got["late_ranks"]["seen"] == [OF_RANK_0, FILES[:4], OF_RANK_0, OF_RANK_0, FILES]
+        assert got["late_ranks"]["left"] == ["state"]
+
+
+def test_a_rank_that_cannot_write(ranks: list[dict[str, Any]]) -> None:
+    for rank, got in enumerate(ranks):
+        told = got["a_failing_rank"]["told"]
+        of_rank_0 = "rank 0 could not write the checkpoint (the last one stays as it is): OSError"
+        assert told[0].startswith(of_rank_0 if rank else "disk full")
+        assert told[1:3] == ["False", str(FILES)]
+        assert told[3] == ("disk full" if rank == 1 else "")
+        assert told[4:] == [str([*FILES[:3], FILES[4]]), str(FILES)]
+        assert got["a_failing_rank"]["left"] == ["of 0", "of 1"]
+
+
+def dies_in_its_save(folder: str) -> None:
+    accelerator, parts = setup()
+    accelerator.save_state(f"{folder}/checkpoint_0")
+    step(accelerator, parts)
+    if accelerator.process_index == 1:
+
+        def die(*_: Any) -> None:
+            published = Path(folder, "checkpoint_1").exists
+            eventually(published, within=30, what="rank 0 publishes")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        accelerator.register_save_state_pre_hook(die)
+    accelerator.save_state(f"{folder}/checkpoint_1")
+
+
+def resumes(folder: str) -> tuple[str | None, list[str]]:
+    accelerator, _ = setup()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = accelerator.resume_or_start(folder)
+        accelerator.load_state(Path(folder) / "checkpoint_1")
+    return start.folder, [str(one.message) for one in caught]
+
+
+def test_one_that_a_killed_rank_has_not_finished_is_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ended with status 9"):
+        run_ranks(dies_in_its_save, 2, str(tmp_path))
+    first, second = run_ranks(resumes, 2, str(tmp_path))
+    for folder, _ in (first, second):
+        assert folder == str(tmp_path / "checkpoint_0")
+    assert "passes over" in first[1][0]
+    assert "random_states_1.pkl is empty" in first[1][0]
+    # Asked for, it is loaded all the same.
+    assert "no random states for rank 1" in second[1][-1]
