@@ -48,6 +48,8 @@ EPOCHS, SAMPLES = 2, 24
 SCALE = GradScalerKwargs(init_scale=2.0**20, growth_interval=3)
 # A kill may come after the end, where the machine was slow as the time was measured.
 ATTEMPTS_A_KILL = 5
+# The checkpoint of a rank that was killed as it was to add its file is not the newest whole one.
+UNFINISHED = "a rank ended before it had written its random_states_1.pkl"
 KILLED = f"ended with status {int(signal.SIGKILL)},"  # how the harness says it
 
 
@@ -79,7 +81,8 @@ def train(folder: str, name: str, samples: int, victim: int, seconds: float) -> 
     with warnings.catch_warnings(record=True) as caught, _log(folder, accelerator) as log:
         warnings.simplefilter("always")
         start = accelerator.resume_or_start(f"{folder}/checkpoints")
-        broken = [str(one.message) for one in caught if "passes over" in str(one.message)]
+        told = [str(one.message) for one in caught if "passes over" in str(one.message)]
+        broken = [line for line in told if UNFINISHED not in line]
         log.writelines(f"broken {line}\n" for line in broken)
         for epoch in range(start.epoch, EPOCHS):
             begin = start.batch if epoch == start.epoch else 0

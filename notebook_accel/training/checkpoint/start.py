@@ -193,8 +193,11 @@ def _look_at(path: Path) -> None:
     """Read a file's header or table of contents, to find out whether the file is cut off.
 
     Raises:
+        NotebookAccelError: its rank did not get to write it.
         OSError, SafetensorError, ValueError, zipfile.BadZipFile: the file is broken.
     """
+    if path.name.startswith("random_states_") and path.stat().st_size == 0:
+        raise NotebookAccelError(f"a rank ended before it had written its {path.name}")
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt"):
             pass
