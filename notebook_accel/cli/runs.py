@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
-from notebook_accel.launch.system.log_files import log_path
+from notebook_accel.launch.system.log_files import open_to_read
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import as_shown, one_line, plain_text
 from notebook_accel.launch.view.summary import elapsed, num_ranks
@@ -147,10 +147,7 @@ def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
         the position after the last complete line, in bytes: the next ``start``.
     """
     folder.check()
-    with (
-        contextlib.suppress(FileNotFoundError),
-        log_path(folder.path, rank).open("rb") as file,
-    ):
+    with contextlib.suppress(FileNotFoundError), open_to_read(folder.path, rank) as file:
         file.seek(start)
         data = file.read()
         size = data.rfind(b"\n") + 1

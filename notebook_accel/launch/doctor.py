@@ -21,7 +21,7 @@ from notebook_accel import tpu
 from notebook_accel.config import resolve
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import preflight
-from notebook_accel.launch.control.run_folder import runs_folder
+from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
 from notebook_accel.launch.system.open_files import files_needed, hard_limit
 
@@ -241,6 +241,8 @@ def _folders(_machine: Machine) -> Iterator[Finding]:
         free = shutil.disk_usage(there).free
         if not os.access(there, os.W_OK):
             raise PermissionError(f"{there} cannot be written")
+        if folder.is_dir():
+            run_folders(folder)
     except (NotebookAccelError, OSError, RuntimeError) as error:
         remedy = "set NOTEBOOK_ACCEL_RUNS to a folder that can be written"
         yield Finding(subject="runs folder", found=str(error), remedy=remedy, stops=True)

@@ -1,10 +1,11 @@
-"""Another user of this machine can neither read a run nor take its port."""
+"""Another user of this machine can neither read a run, nor change it, nor take its port."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -14,6 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch.control.metrics_file import MetricStore
+from notebook_accel.launch.control.run_folder import RunFolder, run_folders
+from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.system.log_files import open_log
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
@@ -126,3 +133,59 @@ def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Pa
     assert run.wait(SOON).results == [1, 1]
     files = [str(path) for path in (run.log_dir, *run.log_dir.iterdir())]
     assert as_nobody(lambda: readable(files)) == []
+
+
+def test_a_folder_of_runs_that_another_user_can_change_is_refused(shared: Path) -> None:
+    root = shared / "new" / "runs"
+    RunFolder.make(root)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (root, root.parent)] == [0o700, 0o700]
+    assert len(run_folders(root)) == 1
+    root.chmod(0o777)
+    for refused in (lambda: RunFolder.make(root), lambda: run_folders(root)):
+        with pytest.raises(LaunchError, match="other users can write it"):
+            refused()
+    root.chmod(0o1777)
+    RunFolder.make(root)
+    theirs = "20200101-000000-abcdef"
+    assert as_nobody(lambda: [str(os.mkdir(root.parent.parent / "theirs"))]) == ["None"]
+    root.parent.chmod(0o755)
+    assert as_nobody(lambda: [str(os.mkdir(root / theirs))]) == ["None"]
+    assert theirs not in [folder.id for folder in run_folders(root)]
+    for refused in (
+        lambda: RunFolder.make(shared / "theirs"),
+        lambda: run_folders(shared / "theirs"),
+    ):
+        with pytest.raises(LaunchError, match="another user"):
+            refused()
+
+
+def test_files_that_another_user_put_into_a_run_are_neither_followed_nor_unpickled(
+    shared: Path,
+) -> None:
+    folder = RunFolder.make(shared / "runs")
+    mine, ran = shared / "mine", shared / "ran"
+    mine.write_text("kept")
+    mine.chmod(0o600)
+    folder.path.chmod(0o777)
+    (shared / "runs").chmod(0o755)
+
+    def attack() -> list[str]:
+        for name in ("begin.part", "config.yaml", "metrics.jsonl", "rank-0.log", ".stop.part"):
+            os.symlink(mine, folder.path / name)
+        code = f"cos\nsystem\n(S'touch {ran}'\ntR.".encode()
+        (folder.path / "result-0.pickle").write_bytes(f"[{len(code)}]\n".encode() + code)
+        return ["done"]
+
+    assert as_nobody(attack) == ["done"]
+    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
+    assert "how this run ended" in folder.save(state, LaunchConfig())
+    for act in (
+        lambda: open_log(folder.path, 0),
+        lambda: MetricStore(folder.path),
+        lambda: folder.ask_to_stop("stop"),
+        lambda: StoredResults(folder.path).get(0),
+    ):
+        with pytest.raises((OSError, LaunchError)):
+            act()
+    assert mine.read_text() == "kept"
+    assert not ran.exists()

@@ -16,6 +16,7 @@ import msgspec
 
 from notebook_accel.config.file import not_too_large
 from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
+from notebook_accel.launch.system.own_files import own_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +56,7 @@ class MetricReader:
             OSError: the file cannot be read, or is too large.
         """
         self.flush()
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb", opener=own_file) as file:
             return _rows(line for line in not_too_large(file) if line.endswith(b"\n"))
         return []
 
@@ -73,7 +74,7 @@ class MetricReader:
         with contextlib.suppress(FileNotFoundError):
             size = self.path.stat().st_size
             if size > max_bytes:
-                with self.path.open("rb") as file:
+                with open(self.path, "rb", opener=own_file) as file:
                     return _rows(_spread_lines(file, size, max_bytes))
         return self.read()
 
@@ -93,7 +94,7 @@ class MetricTail(MetricReader):
 
         The first call returns the rows in the last 8 MB of the file.
         """
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
+        with contextlib.suppress(OSError), open(self.path, "rb", opener=own_file) as file:
             if self._start is None:
                 self._start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
                 file.seek(self._start)
@@ -124,7 +125,7 @@ class MetricStore(MetricReader):
         super().__init__(folder)
         self.lost_notice = ""
         with making_files(folder):
-            self._file = self.path.open("ab")
+            self._file = open(self.path, "ab", opener=own_file)  # noqa: SIM115 (kept open)
 
     def add(self, metrics: Sequence[wire.Metric]) -> None:
         """Append values; readers see them after :meth:`flush`."""

@@ -29,7 +29,6 @@ import time
 import uuid
 import weakref
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -40,8 +39,9 @@ import platformdirs
 from notebook_accel.errors import LaunchError, NotebookAccelError
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.log_files import FULL_DISK, log_path
+from notebook_accel.launch.system.log_files import FULL_DISK, log_path, open_to_read
 from notebook_accel.launch.system.open_files import TOO_MANY_FILES, too_many_files
+from notebook_accel.launch.system.own_files import make_folder, open_folder, own_file
 from notebook_accel.launch.text.terminal_text import as_shown
 
 if TYPE_CHECKING:
@@ -141,9 +141,12 @@ class RunFolder:
         root = runs_folder() if root is None else root
         folder = cls(root / _new_id())
         try:
-            folder.path.mkdir(parents=True, mode=0o700)
+            make_folder(root)
+            with open_folder(root) as opened:
+                os.mkdir(folder.id, 0o700, dir_fd=opened)
             mark = folder.path / _LIVE
-            mark.write_text(_kernel_file(root).name)
+            with open(mark, "x", opener=own_file) as file:
+                file.write(_kernel_file(root).name)
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise too_many_files() from None
@@ -162,14 +165,15 @@ class RunFolder:
         Runs that a live kernel uses are kept. Of all others the newest are kept: at most 49 (50
         with this one), of at most 2 GB together. An error is ignored: a later launch tries again.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, LaunchError):
             _remove_old(self.path.parent, beside=self)
 
     @property
     def is_held(self) -> bool:
         """Whether a live kernel still uses the run, so that the folder must not be removed."""
         try:
-            name = (self.path / _LIVE).read_text(errors="replace")
+            with open(self.path / _LIVE, errors="replace", opener=own_file) as file:
+                name = file.read()
         except OSError:
             return False
         return bool(_KERNEL.fullmatch(name)) and _is_locked(self.path.parent / name)
@@ -238,7 +242,7 @@ class RunFolder:
         """
         self.check()
         try:
-            with log_path(self.path, rank).open("rb") as file:
+            with open_to_read(self.path, rank) as file:
                 file.seek(start)
                 data = file.read(-1 if end is None else max(0, end - start))
         except FileNotFoundError:  # the rank was never started
@@ -261,8 +265,10 @@ class RunFolder:
         part = path.with_suffix(".part")
         try:
             if config is not None:
-                self.config_path.write_text(_text_of(config), encoding="utf-8")
-            part.write_bytes(msgspec.msgpack.encode(state))
+                with open(self.config_path, "w", encoding="utf-8", opener=own_file) as settings:
+                    settings.write(_text_of(config))
+            with open(part, "wb", opener=own_file) as file:
+                file.write(msgspec.msgpack.encode(state))
             part.replace(path)
         except (OSError, UnicodeEncodeError) as error:
             return lost_files_notice(
@@ -279,7 +285,8 @@ class RunFolder:
         errors = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
         for name in (_STATE, _BEGIN):
             with contextlib.suppress(*errors):
-                state = msgspec.msgpack.decode((self.path / name).read_bytes(), type=RunState)
+                with open(self.path / name, "rb", opener=own_file) as file:
+                    state = msgspec.msgpack.decode(file.read(), type=RunState)
                 # Another kernel wrote it, maybe on another machine: its monotonic clock means
                 # nothing here.
                 return replace(state, began=None)
@@ -302,7 +309,7 @@ class RunFolder:
                 return (
                     f"all of it ({size / 1e9:.1f} GB, of which a run's folder takes at most {most})"
                 )
-            with open(part, "w+b", opener=partial(os.open, mode=0o600)) as file:
+            with open(part, "w+b", opener=own_file) as file:
                 results.rescued().write(file)
             part.replace(self._rescued_path)
         except Exception as error:  # what the user's classes raise, and torch on a full disk
@@ -319,7 +326,7 @@ class RunFolder:
             NotebookAccelError: the file is damaged.
         """
         try:
-            with self._rescued_path.open("rb") as file:
+            with open(self._rescued_path, "rb", opener=own_file) as file:
                 module = import_module("notebook_accel.training.preparing.state_after_stop")
                 return module.Rescued.read(file)
         except FileNotFoundError:
@@ -348,7 +355,8 @@ class RunFolder:
             how: "stop", "kill" or, with the grace period in seconds, "stop 3.0".
         """
         part = self._stop_path.with_suffix(".part")
-        part.write_text(how)
+        with open(part, "w", opener=own_file) as file:
+            file.write(how)
         part.replace(self._stop_path)
 
     def take_stop(self) -> str:
@@ -357,7 +365,8 @@ class RunFolder:
         The kernel that conducts the run calls it five times a second.
         """
         try:
-            asked = self._stop_path.read_text()
+            with open(self._stop_path, opener=own_file) as file:
+                asked = file.read()
             self._stop_path.unlink()
         except (OSError, UnicodeDecodeError):
             return ""
@@ -384,12 +393,23 @@ def _new_id() -> str:
 
 
 def run_folders(root: Path | None = None) -> list[RunFolder]:
-    """Return the folders of this user's runs on disk, oldest first."""
+    """Return the folders of this user's runs on disk, oldest first.
+
+    Raises:
+        LaunchError: another user could have put runs of his own there.
+    """
     root = runs_folder() if root is None else root
-    with contextlib.suppress(OSError):
-        names = sorted(entry.name for entry in os.scandir(root) if _is_own_run(entry))
-        return [RunFolder(root / name) for name in names]
-    return []
+    try:
+        with open_folder(root) as opened:
+            names = sorted(entry.name for entry in os.scandir(opened) if _is_own_run(entry))
+    except PermissionError as error:
+        raise LaunchError(
+            f"the folder of runs, {root}, is not read: {error}. Set NOTEBOOK_ACCEL_RUNS to a "
+            "folder of your own"
+        ) from None
+    except OSError:
+        return []
+    return [RunFolder(root / name) for name in names]
 
 
 def _is_own_run(entry: os.DirEntry[str]) -> bool:
@@ -461,7 +481,7 @@ def _kernel_file(root: Path) -> Path:
         if lock is None or not os.path.exists(lock.name):
             path = root / f".kernel-{uuid.uuid4().hex[:12]}"
             # Whoever may read it may lock it, too, and keep the runs of a dead kernel for good.
-            lock = open(path, "xb", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (kept open)
+            lock = open(path, "xb", opener=own_file)  # noqa: SIM115 (kept open)
             _kernel_locks[key] = lock
             atexit.register(_let_go, path, os.getpid())
             # On a file system without locks, to others a run lives as long as its mark is there.
@@ -487,7 +507,7 @@ def _is_locked(path: Path) -> bool:
     """
     try:
         # NFS locks only what is open for writing.
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=own_file) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -507,7 +527,8 @@ def _remove_old(root: Path, *, beside: RunFolder) -> None:
     """
     for entry in os.scandir(root):
         # A new one may not be locked yet.
-        is_old = entry.stat(follow_symlinks=False).st_mtime < time.time() - _DAY_SECONDS
+        found = entry.stat(follow_symlinks=False)
+        is_old = found.st_mtime < time.time() - _DAY_SECONDS and found.st_uid == os.geteuid()
         if is_old and _KERNEL.fullmatch(entry.name) and not _is_locked(Path(entry.path)):
             os.unlink(entry.path)
     kept, num_bytes = 1, 0  # the new run will be among those that stay

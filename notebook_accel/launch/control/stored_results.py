@@ -9,13 +9,12 @@ of JSON with the list of their sizes in bytes.
 from __future__ import annotations
 
 import json
-import os
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.run_folder import lost_files_notice
+from notebook_accel.launch.system.own_files import own_file
 from notebook_accel.launch.transport.segment import unpack
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class StoredResults(Results):
         packed = unpack(packet, fds)
         part = self._path(rank).with_suffix(".part")
         try:
-            with open(part, "wb", opener=partial(os.open, mode=0o600)) as file:
+            with open(part, "wb", opener=own_file) as file:
                 file.write(json.dumps([one.nbytes for one in packed.buffers]).encode() + b"\n")
                 file.writelines(packed.buffers)
             part.replace(self._path(rank))
@@ -71,7 +70,7 @@ class StoredResults(Results):
         Raises:
             OSError: the file does not exist, or its end is missing.
         """
-        with self._path(rank).open("rb") as file:
+        with open(self._path(rank), "rb", opener=own_file) as file:
             buffers = [bytearray(size) for size in json.loads(file.readline())]
             for buffer in buffers:
                 if file.readinto(buffer) != len(buffer):

@@ -10,8 +10,11 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import IO
 
-__all__ = ["FULL_DISK", "log_path", "open_log"]
+from notebook_accel.launch.system.own_files import own_file
+
+__all__ = ["FULL_DISK", "log_path", "open_log", "open_to_read"]
 
 # What the system says of a disk, or a user's share of it, that has no room left.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -28,5 +31,14 @@ def open_log(log_dir: str | Path, rank: int) -> int:
     The caller closes the descriptor.
     """
     # O_APPEND: all processes below the rank write to it, and none may overwrite another's lines.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    return os.open(log_path(log_dir, rank), flags, 0o600)
+    return own_file(log_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def open_to_read(log_dir: str | Path, rank: int) -> IO[bytes]:
+    """Open a rank's log file.
+
+    Raises:
+        OSError: there is no such file, or it is another user's.
+    """
+    # Resolved: a call of a session may have a link (RunFolder.link_logs).
+    return open(log_path(log_dir, rank).resolve(), "rb", opener=own_file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def test_metrics_come_back_in_order(tmp_path: Path) -> None:
@@ -49,8 +52,11 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_full_disk_ends_no_training_and_is_told(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_ends_no_training_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "notebook_accel.launch.control.metrics_file.own_file"
+    monkeypatch.setattr(full, lambda _, flags: os.open("/dev/full", flags))
     store = MetricStore(tmp_path)
     for step in range(2000):
         store.add([wire.Metric(wall=0, rank=0, step=step, values={"loss": 1.0})])
