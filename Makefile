@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# What pip takes into it.
+CONSTRAINTS ?= constraints.txt
 PYTEST := $(BIN)/python -m pytest
 # How many test files run at a time; with 1, one test after the other in one process. Tests wait more
 # than they compute: three at a time keep two cores busy.
@@ -18,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage docs test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-long test-pythons test-ray \
-  test-soak test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
+  test-soak test-torch test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
   clean
 
 help:
@@ -43,6 +45,7 @@ help:
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
 	@echo 'make test-ray        trains on a cluster of Ray of two nodes, which it gets'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
+	@echo 'make test-torch      the tests, browsers aside, on another torch: TORCH=2.11.0, else the newest'
 	@echo 'make test-torch-tpu  asks torch_tpu, which it gets, for what only it can say'
 	@echo 'make test-tpu        trains by torch_xla on its CPU device, which it gets: 7 GB'
 	@echo 'make test-wheel      make dist; a launch from a kernel that has the wheel alone, on each Python'
@@ -180,6 +183,18 @@ test-wheel: $(READY) dist
 	done; \
 	[ -z "$$failed" ] || { echo "Failed:$$failed"; exit 1; }
 
+# In an environment of its own. A constraint of the person's pip, which may cap torch, gives way to
+# ours; torch says itself which setuptools fits.
+newest_torch = $(PYTHON) -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\([0-9.]*\).*/\1/p'
+test-torch:
+	@torch=$(TORCH); torch=$${torch:-$$($(newest_torch))}; made=build/torch-$$torch; \
+	mkdir -p build && \
+	{ grep -Ev '^(torch|setuptools)==' constraints.txt; echo "torch==$$torch"; } >$$made.txt && \
+	PIP_CONSTRAINT="$$PWD/$$made.txt" $(MAKE) --no-print-directory env VENV=$$made CONSTRAINTS=$$made.txt && \
+	echo "== torch $$torch" && \
+	$$made/bin/python -m pytest \
+	  $(or $(ARGS),--numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial and not long')
+
 test-torch-tpu: $(READY)
 	$(call on_top,torch-tpu,--constraint constraints.txt torch_tpu==0.2.0)
 	build/torch-tpu/bin/python -m pytest tests/test_torch_tpu.py $(ARGS)
@@ -239,7 +254,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV); the first time takes some minutes.'
 	@# Most of its modules are never imported: Python compiles those that are.
 	$(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[dev]'
+	  --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
 # The browser tests need a Chromium, which only a system's package manager brings.
