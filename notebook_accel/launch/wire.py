@@ -208,6 +208,8 @@ class Displayed(Message, frozen=True, kw_only=True):
         display_id: id by which the rank may replace the output later; "" if it may not.
         replaces: whether it replaces the call's output of the same id. If the call has no output of
             that id, it is shown as new output.
+        clears: whether it clears all earlier output of the call first. Without data and id, that is
+            all that it does.
     """
 
     from_rank: ClassVar[bool] = True
@@ -215,6 +217,7 @@ class Displayed(Message, frozen=True, kw_only=True):
     data: dict[str, str]
     display_id: str = ""
     replaces: bool = False
+    clears: bool = False
 
 
 class Notice(Message, frozen=True, kw_only=True):

@@ -78,6 +78,10 @@ class DisplaySlot:
         """Show nothing in the slot; place it first, as :meth:`show` does, if it is in no output."""
         self.show(_NOTHING)
 
+    def forget(self) -> None:
+        """Keep the contents no longer; pages go on to show them."""
+        self._bundle = _NOTHING
+
     def place(self) -> None:
         """Add the slot to the output of the running cell, even if other cells have it already.
 

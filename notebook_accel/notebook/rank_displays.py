@@ -54,13 +54,16 @@ class RankDisplays:
 
     An output keeps all its MIME types: the page draws figures, HTML, Markdown and LaTeX as it draws
     those of an ordinary cell, and saves them with the notebook. A display that the rank updates
-    later is replaced in its place.
+    later is replaced in its place. What it displays after ``clear_output`` takes the places of what
+    was cleared, since no output can be removed.
     """
 
     def __init__(self) -> None:
         self._num_shown = 0
-        # By number, what may be replaced: its slot, and the data that it shows.
-        self._replaceable: dict[int, tuple[DisplaySlot, Mapping[str, str]]] = {}
+        # By number, the slots of each display, and its data if the rank may replace it.
+        self._shown: dict[int, tuple[list[DisplaySlot], Mapping[str, str] | None]] = {}
+        # The slots of displays that were cleared.
+        self._empty: list[list[DisplaySlot]] = []
         self._replace_due = 0.0
 
     def show_new(self, state: RunState) -> None:
@@ -68,24 +71,26 @@ class RankDisplays:
 
         Only the running cell's thread may call this.
         """
-        rank = first_asked(state)
-        if state.has_ended or time.monotonic() >= self._replace_due:
-            self._replace(rank)
-        new = [display for display in rank.displays if display.number >= self._num_shown]
-        self._num_shown = rank.num_displays
-        for display in new:
-            slot = _show(display, state, rank)
-            if display.display_id:
-                self._replaceable[display.number] = slot, display.data
-
-    def _replace(self, rank: RankState) -> None:
-        size = 0
+        rank, size = first_asked(state), 0
+        is_due = state.has_ended or time.monotonic() >= self._replace_due
+        cleared = [number for number in self._shown if number < rank.num_cleared]
+        if cleared and not is_due:
+            return
+        emptied = [self._shown.pop(number)[0] for number in cleared]
+        self._empty = [*emptied, *self._empty]
         for display in rank.displays:
-            slot, shown = self._replaceable.get(display.number, (None, None))
-            if slot is not None and shown is not display.data:
-                slot.show(display.data)
-                self._replaceable[display.number] = slot, display.data
-                size += sum(map(len, display.data.values()))
+            slots, data = self._shown.get(display.number, (None, None))
+            if display.number >= self._num_shown:
+                slots = self._empty.pop(0) if self._empty else None
+            elif not is_due or data is None or data is display.data:
+                continue
+            size += sum(map(len, display.data.values())) if slots else 0
+            slots = _show(display, state, rank, slots)
+            self._shown[display.number] = slots, display.data if display.display_id else None
+        self._num_shown = rank.num_displays
+        for slots in emptied:
+            for slot in slots if slots in self._empty else ():
+                slot.clear()
         if size:
             self._replace_due = time.monotonic() + seconds_to_wait(size)
 
@@ -126,7 +131,7 @@ def render_displays(state: RunState) -> Markup:
             break
         shown.insert(0, html)
     lines = [f"rank {rank.rank}"] if state.world_size > 1 and rank.displays else []
-    num_hidden = rank.num_displays - len(shown)
+    num_hidden = rank.num_displays - rank.num_cleared - len(shown)
     if num_hidden:
         lines.append(f"{num_hidden:,} more not shown here")
     if len(shown) < len(rank.displays):
@@ -157,22 +162,33 @@ def _contents(rank: RankState) -> list[dict[str, str]]:
     return [display.data for display in rank.displays]
 
 
-def _show(display: Display, state: RunState, rank: RankState) -> DisplaySlot:
+def _show(
+    display: Display, state: RunState, rank: RankState, slots: list[DisplaySlot] | None = None
+) -> list[DisplaySlot]:
     """Show a display as an output of the running cell; with several ranks, below its rank's label.
 
+    Args:
+        display: what to show.
+        state: the run's state.
+        rank: the state of the rank that displayed it.
+        slots: slots of the running cell whose contents it replaces; None for new ones.
+
     Returns:
-        The slot that holds the display, so that it can be replaced.
+        The slots that hold the label and the display, so that they can be replaced.
     """
-    if state.world_size > 1:
-        _say(f"rank {rank.rank}")
-    slot = DisplaySlot()
-    slot.show(display.data)
-    return slot
+    labels = [f"rank {rank.rank}"] if state.world_size > 1 else []
+    slots = slots or [DisplaySlot() for _ in (*labels, display)]
+    for slot, text in zip(slots, labels, strict=False):
+        _say(text, slot)
+    slots[-1].show(display.data)
+    # A long run displays more than a kernel should keep.
+    slots[-1].forget()
+    return slots
 
 
-def _say(text: str) -> None:
+def _say(text: str, slot: DisplaySlot | None = None) -> None:
     html = element("span", text, style=_LABEL)
-    DisplaySlot().show({"text/html": str(html), "text/plain": text})
+    (slot or DisplaySlot()).show({"text/html": str(html), "text/plain": text})
 
 
 def _as_html(data: Mapping[str, str]) -> Markup:

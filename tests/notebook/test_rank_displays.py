@@ -111,6 +111,36 @@ def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(
     assert len(page.placed) == 1
 
 
+def test_what_comes_after_clear_output_takes_the_places_of_what_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = Page(monkeypatch)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    displays, state = RankDisplays(), running(2)
+    seen: list[list[str]] = []
+    for clock.now, texts in enumerate((["a", "b"], ["c"], ["d", "e", "f"], [], ["g"]), start=10):
+        clears = clock.now > 10
+        if not texts:
+            state = after(state, wire.Displayed(rank=0, data={}, clears=True))
+        for text in texts:
+            state = after(state, wire.Displayed(rank=0, data={"text/html": text}, clears=clears))
+            clears = False
+        displays.show_new(state)
+        # Too early for what replaces others.
+        early = after(state, wire.Displayed(rank=0, data={"text/html": "early"}, clears=True))
+        if texts and clock.now > 10:
+            displays.show_new(early)
+        labels, shown = page.placed[::2], page.placed[1::2]
+        seen.append([page.shown[slot]["text/html"] for slot in shown])
+        assert ["rank 0" in page.shown[slot]["text/plain"] for slot in labels] == [
+            bool(text) for text in seen[-1]
+        ]
+        assert render_displays(state).count("<div") == len(texts) + bool(texts)
+    assert seen == [["a", "b"], ["c", ""], ["d", "e", "f"], ["", "", ""], ["g", "", ""]]
+    assert len(page.placed) == 6
+
+
 def test_ranks_that_show_the_same_are_told_together() -> None:
     assert by_rank(["3", "4", "3", None]) == "ranks 0 and 2: 3\nrank 1: 4\n"
     assert by_rank(["a\nb", "a\nb"]) == "ranks 0-1:\na\nb\n"

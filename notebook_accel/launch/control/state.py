@@ -165,6 +165,7 @@ class RankState:
             call lies; ``log_start`` is None before the first output.
         displays: the newest of the rich outputs that the rank displayed.
         num_displays: number of all rich outputs that the rank displayed.
+        num_cleared: number of those that it has cleared since (``clear_output``), the first ones.
         returned: whether the function has returned on the rank.
         returned_none: whether the function returned None.
         made_group: whether the rank was in a process group in this call; None before its function
@@ -213,6 +214,7 @@ class RankState:
     log_end: int = 0
     displays: tuple[Display, ...] = ()
     num_displays: int = 0
+    num_cleared: int = 0
     returned: bool = False
     returned_none: bool = False
     made_group: bool | None = None
@@ -426,6 +428,10 @@ def _with_metrics(metrics: list[wire.Metric], rank: RankState) -> RankState:
 @apply.register
 def _(message: wire.Displayed, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
+        if message.clears:
+            rank = _changed(rank, displays=(), num_cleared=rank.num_displays)
+            if not message.data and not message.display_id:
+                return rank
         new = Display(number=rank.num_displays, data=message.data, display_id=message.display_id)
         same = [one for one in rank.displays if new.display_id and one.display_id == new.display_id]
         # As in a notebook, all of one id show what came last.

@@ -5,6 +5,7 @@ would only print the ``repr`` of ``x``. So these functions are replaced in IPyth
 right after the import of each. IPython's formatters turn a value into data by MIME type (an HTML
 text, a PNG image); IPython is imported only once something is displayed. A display that is nothing
 but text is printed, unless it has a ``display_id``, by which it can be replaced later.
+``clear_output`` clears what the rank has displayed in this call, and no printed lines.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def muted() -> Iterator[None]:
 
 
 def install() -> None:
-    """Replace ``display`` and ``plt.show`` by functions that send to the notebook."""
+    """Replace ``display``, ``clear_output`` and ``plt.show``: they send to the notebook."""
     vars(builtins).update(display=display)
 
     def show(*_args: object, **_options: object) -> None:
@@ -77,7 +78,7 @@ def install() -> None:
         pyplot.close("all")
 
     def replace_display(module: Any) -> None:
-        module.display = display
+        module.display, module.clear_output = display, clear_output
 
     def replace_show(module: Any) -> None:
         module.show = show
@@ -128,6 +129,16 @@ def display(
     return _handle(name) if name else None
 
 
+def clear_output(wait: bool = False) -> None:
+    """Clear what this rank has displayed in this call, in place of IPython's ``clear_output``.
+
+    Args:
+        wait: whether to wait for the next display, which then takes the place of the earlier ones.
+    """
+    if not _is_muted:
+        _outbox.clear(wait=wait)
+
+
 class _Outbox:
     """Sends this rank's displays to the notebook; limits their size and their number per second.
 
@@ -142,6 +153,11 @@ class _Outbox:
         # By id, what is to replace it once it is its turn: of several, what came last.
         self._waiting: dict[str, dict[str, str]] = {}
         self._turn = 0.0
+        # What was displayed since clear_output and waits for its turn too; None if nothing waits.
+        self._after_clear: list[tuple[dict[str, str], str]] | None = None
+        self._clears_next = False
+        # Whether there is anything to clear: what earlier calls displayed stays.
+        self._has_shown = False
         # Reentrant: a signal handler of the user's may display something as well.
         self._lock = threading.RLock()
 
@@ -170,6 +186,10 @@ class _Outbox:
             sys.stdout.write(
                 f"{text} (not shown: {megabytes:.1f} MB, the limit is {limit:.0f} MB)\n"
             )
+        elif self._waits_after_clear(data, display_id, is_update=is_update):
+            # Before its turn it waits as an update does.
+            if time.monotonic() >= self._turn:
+                self.send_waiting()
         elif is_update and display_id in self._sent:
             self._replace(data, display_id)
         elif not self._bucket.try_take():
@@ -177,9 +197,37 @@ class _Outbox:
         else:
             # Another thread may be sending what waited for this id: this is newer, and comes after.
             with self._lock:
-                self._sent.add(display_id)
                 self._waiting.pop(display_id, None)
-                context.report(wire.Displayed, data=data, display_id=display_id)
+                self._send_new(context, data, display_id)
+
+    def _waits_after_clear(self, data: dict[str, str], display_id: str, *, is_update: bool) -> bool:
+        with self._lock:
+            if self._clears_next:
+                self._clears_next, self._after_clear = False, []
+            if self._after_clear is None:
+                return False
+            others = [one for one in self._after_clear if not (is_update and one[1] == display_id)]
+            self._after_clear = [*others, (data, display_id)][-_BURST:]
+            return True
+
+    def _send_new(
+        self, context: rank.LaunchedContext, data: dict[str, str], display_id: str, **how: bool
+    ) -> None:
+        self._sent.add(display_id)
+        self._has_shown = True
+        context.report(wire.Displayed, data=data, display_id=display_id, **how)
+
+    def clear(self, *, wait: bool) -> None:
+        context = rank.current()
+        if not isinstance(context, rank.LaunchedContext) or not context.is_own_process:
+            return
+        with self._lock:
+            self._clears_next = self._has_shown or bool(self._after_clear)
+            if self._clears_next and not wait:
+                self._has_shown = False
+                self._waiting.clear()
+                self._after_clear = []
+                context.report(wire.Displayed, data={}, clears=True)
 
     def _replace(self, data: dict[str, str], display_id: str) -> None:
         with self._lock:
@@ -188,8 +236,12 @@ class _Outbox:
         if time.monotonic() >= self._turn:
             self.send_waiting()
 
+    def end_call(self) -> None:
+        self.send_waiting()
+        self._clears_next = self._has_shown = False
+
     def send_waiting(self) -> None:
-        """Send the updates that wait because an earlier one was sent a moment ago.
+        """Send the displays that wait because earlier ones were replaced a moment ago.
 
         Of several updates of one display, only the newest is sent.
         """
@@ -197,20 +249,28 @@ class _Outbox:
         if not isinstance(context, rank.LaunchedContext) or not context.is_own_process:
             return
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-            if waiting:
-                size = sum(map(_size, waiting.values()))
+            new, self._after_clear = self._after_clear or [], None
+            # Updates that wait are older than a clear_output that does.
+            waiting, self._waiting = {} if new else self._waiting, {}
+            if waiting or new:
+                size = sum(map(_size, [*waiting.values(), *(data for data, _ in new)]))
                 self._turn = time.monotonic() + max(_REPLACE_SECONDS, size / _MAX_BYTES)
+            for index, (data, display_id) in enumerate(new):
+                self._send_new(context, data, display_id, clears=index == 0)
+            if new:
+                # These take the place of others: what is in sight does not grow.
+                self._bucket = TokenBucket(_BURST, _PER_SECOND)
             for display_id, data in waiting.items():
                 context.report(wire.Displayed, data=data, display_id=display_id, replaces=True)
+                self._has_shown = True
 
 
 _outbox = _Outbox()
 
 
 def flush() -> None:
-    """Send the updates of displays that still wait; called when the rank's call ends."""
-    _outbox.send_waiting()
+    """Send the displays that still wait; called when the rank's call ends."""
+    _outbox.end_call()
 
 
 def _size(data: Mapping[str, str]) -> int:

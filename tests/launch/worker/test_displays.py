@@ -48,6 +48,28 @@ def test_what_a_repr_raises_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     assert "ValueError: not set up" in capsys.readouterr().err
 
 
+def draw_live() -> None:
+    from IPython.display import HTML, clear_output, update_display
+    from IPython.display import display as of_ipython
+
+    clear_output()
+    print("start")
+    for epoch in range(30):
+        clear_output(wait=True)
+        of_ipython(HTML(f"<i>{epoch}</i>"))
+        of_ipython(HTML("<i>second</i>"), display_id="second")
+        update_display(HTML(f"<i>second {epoch}</i>"), display_id="second")
+    clear_output(wait=True)
+
+
+def test_clear_output_clears_what_a_rank_displayed() -> None:
+    run = notebook_launcher(draw_live, num_processes=1, view="none")
+    found = [one.data["text/html"] for one in run.state.ranks[0].displays]
+    # In a notebook too, what nothing follows is not cleared by wait=True.
+    assert found == ["<i>29</i>", "<i>second 29</i>"]
+    assert run.logs(0) == "start\n"
+
+
 def draw() -> list[str]:
     import matplotlib.pyplot as plt
     from IPython.display import HTML, Markdown, update_display
