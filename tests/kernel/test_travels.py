@@ -246,6 +246,49 @@ def test_a_managers_proxies_reach_it_from_the_ranks(book: Notebook) -> None:
     """)
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_a_rank_spawns_find_what_cells_define(book: Notebook, method: str) -> None:
+    book.run(f"""
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+        factor = 3
+
+        @dataclass
+        class Sample:
+            x: torch.Tensor
+            rank: int
+
+        class Samples(torch.utils.data.Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, index): return Sample(torch.tensor(index * factor), index)
+
+        def collate(samples):
+            return Sample(torch.stack([sample.x for sample in samples]), len(samples))
+
+        def cubed(sample): return Sample(sample.x ** 3, factor)
+        def uses_what_cannot_be_pickled(): return opened
+
+        def train(weights=torch.zeros(3)):
+            global opened
+            opened = threading.Lock()
+            loader = DataLoader(
+                Samples(), 2, num_workers=1, collate_fn=collate, multiprocessing_context="{method}"
+            )
+            batches = list(loader)
+            context = multiprocessing.get_context("{method}")
+            with context.Pool(1) as pool:
+                cubes = pool.map_async(cubed, [Sample(torch.tensor(2), 0)]).get(60)
+            with ProcessPoolExecutor(1, context) as pool:
+                cubes += pool.map(cubed, cubes)
+            return batches, cubes
+
+        batches, cubes = launch(train, n=1)[0]
+        assert [type(one) for one in batches + cubes] == [Sample] * 4
+        assert [batch.x.tolist() for batch in batches] == [[0, 3], [6, 9]]
+        assert [(cube.x.item(), cube.rank) for cube in cubes] == [(8, 3), (512, 3)]
+    """)
+
+
 def test_streams_of_the_notebook_are_those_of_the_rank(book: Notebook) -> None:
     book.run("""
         import sys

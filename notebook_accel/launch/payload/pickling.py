@@ -41,6 +41,7 @@ __all__ = [
     "ResultPickler",
     "STAYS_HOME",
     "SessionPickler",
+    "can_be_pickled",
     "importing",
     "itself",
     "load",
@@ -588,7 +589,7 @@ class CallPickler(_Pickler):
 
     def _reduce_to_name(self, route: Callable[[Any], Any], value: Any) -> Any:
         place = self._importable.get(id(value))
-        if place is None or _can_be_pickled(value):
+        if place is None or can_be_pickled(value):
             return route(value)
         self.imported.append(".".join(place))
         return import_attribute, place
@@ -611,7 +612,8 @@ class CallPickler(_Pickler):
         self.used.append((function, used))
 
 
-def _can_be_pickled(value: Any) -> bool:
+def can_be_pickled(value: Any) -> bool:
+    """Return whether ``value`` can travel by value."""
     pickler = CallPickler(Discard(), lambda _buffer: None)
     pickler._importable = {}
     try:

@@ -49,6 +49,7 @@ from notebook_accel.launch.worker import (
     exiting,
     groups,
     output,
+    spawned,
     standard_input,
     torch_fixes,
 )
@@ -439,9 +440,10 @@ class Worker:
 
 
 def replace_libraries() -> None:
-    """Patch tqdm, ``display``, Matplotlib's ``show`` and torch in this process, as a rank needs."""
+    """Patch tqdm, displays, multiprocessing and torch in this process, as a rank needs."""
     bars.install()
     displays.install()
+    spawned.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
 
 
