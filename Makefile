@@ -18,7 +18,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage docs test-binder test-chaos test-datasets test-deepspeed test-eight \
+.PHONY: help test check coverage docs test-accelerator test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-long test-pythons test-ray \
   test-soak test-torch test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
   clean
@@ -31,6 +31,7 @@ help:
 	@echo 'make check           ruff and mypy'
 	@echo 'make coverage        the tests, with the lines that they miss'
 	@echo 'make docs            build the site of documentation; writes build/docs/html/'
+	@echo 'make test-accelerator  what asynchronous devices change, on a simulated one that it builds'
 	@echo 'make test-binder     build the environment of binder/, and run all notebooks in it'
 	@echo 'make test-chaos      kill kernels, agents, templates and ranks at random'
 	@echo 'make test-datasets   ranks read by datasets, which it gets; make test skips that'
@@ -114,6 +115,19 @@ docs: $(READY)
 	build/sphinx/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet \
 	  --doctree-dir build/docs/doctrees $(ARGS) docs build/docs/html
 	@echo 'The site is in build/docs/html/index.html'
+
+# The accelerator is compiled for the pinned torch, once: 45 to 90 s. What only a real GPU shows has a
+# marker of its own.
+SIM := tests/accelerator/simaccel
+build/accelerator/.built: $(READY) $(wildcard $(SIM)/csrc/*) $(SIM)/build.py $(SIM)/pyproject.toml
+	@command -v g++ >/dev/null || { echo 'A C++ compiler is needed (Debian: apt-get install g++)'; exit 1; }
+	$(call on_top,accelerator,--constraint constraints.txt ninja setuptools hatchling)
+	PATH="$$PWD/build/accelerator/bin:$$PATH" build/accelerator/bin/python $(SIM)/build.py
+	build/accelerator/bin/python -m pip install --quiet --quiet --no-build-isolation --no-deps --force-reinstall ./$(SIM)
+	@touch $@
+
+test-accelerator: build/accelerator/.built
+	build/accelerator/bin/python -m pytest -m 'not real_gpu' tests/accelerator tests/gpu $(ARGS)
 
 test-datasets: $(READY)
 	$(call on_top,datasets,--constraint constraints.txt datasets==5.2.0)

@@ -25,10 +25,10 @@ def find_chromium() -> str | None:
 
 
 def count_gpus() -> int:
-    """How many GPUs torch sees, without initialising one."""
+    """How many accelerators torch sees, without initialising one."""
     import torch
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def pytest_configure() -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 
 def _num_gpus() -> int:
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()
 
 
 def _train(steps: int, *, cpu: bool = False, precision: str | None = None) -> dict[str, Any]:
@@ -50,19 +50,19 @@ def _train(steps: int, *, cpu: bool = False, precision: str | None = None) -> di
     }
 
 
-def test_one_rank_a_gpu_by_default_and_weights_come_back_to_the_cpu() -> None:
+def test_one_rank_a_gpu_by_default_and_weights_come_back_to_the_cpu(kind: str) -> None:
     run = notebook_launcher(_train, (5,), view="none")
     assert len(run) == _num_gpus()
-    assert [result["device"] for result in run] == [f"cuda:{rank}" for rank in range(len(run))]
+    assert [result["device"] for result in run] == [f"{kind}:{rank}" for rank in range(len(run))]
     assert {str(p.device) for p in run[0]["model"].parameters()} == {"cpu"}
     assert all(rank.device_memory for rank in run.state.ranks)
 
 
-def test_a_kernel_that_uses_cuda_launches_again_and_again() -> None:
-    ours = torch.ones(1000, device="cuda")
+def test_a_kernel_that_uses_its_gpu_launches_again_and_again(kind: str) -> None:
+    ours = torch.ones(1000, device=kind)
     for _ in range(2):
         run = notebook_launcher(_train, (2,), num_processes=1, view="none")
-        assert run[0]["device"] == "cuda:0"
+        assert run[0]["device"] == f"{kind}:0"
     assert float(ours.sum()) == 1000.0
 
 
@@ -95,12 +95,13 @@ def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo() -> None:
     assert run[0]["losses"] == pytest.approx(run[1]["losses"])
 
 
-def test_two_ranks_by_nccl_train_as_one() -> None:
+def test_two_ranks_train_as_one_by_the_backend_of_the_device(kind: str) -> None:
     if _num_gpus() < 2:
         pytest.skip("needs two GPUs")
     two = notebook_launcher(_train, (10,), num_processes=2, view="none")
     one = notebook_launcher(_train, (10,), num_processes=1, view="none")
-    assert "nccl" in two[0]["backend"]
+    backend = torch.distributed.get_default_backend_for_device(kind)
+    assert backend in two[0]["backend"]
     assert two[0]["losses"] == pytest.approx(one[0]["losses"], rel=1e-4)
 
 
@@ -153,7 +154,7 @@ def test_chosen_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _visible() -> tuple[str, int]:
-    return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count()
+    return os.environ["CUDA_VISIBLE_DEVICES"], torch.accelerator.device_count()
 
 
 def _open_devices(pid: int | str = "self") -> list[str]:
@@ -170,6 +171,7 @@ def _choose_in_the_function() -> tuple[list[str], list[str], int]:
     return before, of_template, torch.cuda.device_count()
 
 
+@pytest.mark.real_gpu
 def test_no_device_is_used_before_the_function_does() -> None:
     run = notebook_launcher(_choose_in_the_function, num_processes=1, view="none")
     assert run.results == [([], [], 1)]
@@ -179,6 +181,7 @@ def _tf32() -> tuple[bool, str]:
     return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
 
 
+@pytest.mark.real_gpu
 def test_tf32_of_the_notebook_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     before = torch.get_float32_matmul_precision()
@@ -190,11 +193,11 @@ def test_tf32_of_the_notebook_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch)
     assert run.results == [(False, "high")]
 
 
-def test_cuda_tensors_of_the_notebook_arrive_on_the_cpu_with_a_line() -> None:
-    weights = torch.arange(4.0, device="cuda")
+def test_tensors_of_the_notebook_on_a_gpu_arrive_on_the_cpu_with_a_line(kind: str) -> None:
+    weights = torch.arange(4.0, device=kind)
 
     def train() -> tuple[str, torch.Tensor]:
-        return str(weights.device), weights.cuda() * 2
+        return str(weights.device), weights.to(kind) * 2
 
     run = notebook_launcher(train, num_processes=1, view="none")
     device, doubled = run[0]
@@ -204,6 +207,7 @@ def test_cuda_tensors_of_the_notebook_arrive_on_the_cpu_with_a_line() -> None:
     assert any("CPU" in notice for notice in run.state.notices)
 
 
+@pytest.mark.real_gpu
 def test_a_failing_rank_leaves_no_memory_on_the_gpu() -> None:
     def train() -> None:
         held = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")

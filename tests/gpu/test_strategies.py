@@ -36,13 +36,14 @@ def test_a_strategy_on_gpus_equals_one_process(strategy: str) -> None:
     import torch
 
     ranks, _, _ = STRATEGIES[strategy]
-    if torch.cuda.device_count() < ranks:
+    if torch.accelerator.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     for of_rank in notebook_launcher(_train_all, (strategy,), num_processes=ranks, view="none"):
         for precision, ours in of_rank.items():
             check(strategy, precision, ours, 10 * FLOAT_ERROR)
 
 
+@pytest.mark.real_gpu
 def test_what_inductor_builds_trains() -> None:
     import torch
 
@@ -66,10 +67,10 @@ def _seconds_of_an_epoch(non_blocking: bool) -> tuple[float, int]:
     on_device = batches[0].to(accelerator.device)
 
     def seconds_of(call: Any) -> float:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         began = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         return time.perf_counter() - began
 
     def step(batch: torch.Tensor, times: int) -> None:
@@ -85,11 +86,12 @@ def _seconds_of_an_epoch(non_blocking: bool) -> tuple[float, int]:
             step(batch, times)
 
     epoch()
-    reserved = torch.cuda.memory_reserved()
+    reserved = torch.accelerator.memory_reserved()
     seconds = min(seconds_of(epoch) for _ in range(3))
-    return seconds, torch.cuda.memory_reserved() - reserved
+    return seconds, torch.accelerator.memory_reserved() - reserved
 
 
+@pytest.mark.real_gpu
 def test_the_next_batch_is_copied_while_the_loop_computes() -> None:
     (ahead,) = notebook_launcher(_seconds_of_an_epoch, (True,), num_processes=1, view="none")
     (plain,) = notebook_launcher(_seconds_of_an_epoch, (False,), num_processes=1, view="none")
@@ -97,10 +99,10 @@ def test_the_next_batch_is_copied_while_the_loop_computes() -> None:
     assert ahead[1] < 3 * 64 << 20, "less than three batches"
 
 
-def _read_by_default_on_the_gpu(save_dir: str) -> tuple[list[float], str]:
+def _read_by_default_on_the_gpu(kind: str, save_dir: str) -> tuple[list[float], str]:
     import torch
 
-    torch.set_default_device("cuda")
+    torch.set_default_device(kind)
     accelerator = Accelerator()
     data = torch.utils.data.TensorDataset(torch.arange(6.0, device="cpu"))
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
@@ -111,11 +113,11 @@ def _read_by_default_on_the_gpu(save_dir: str) -> tuple[list[float], str]:
     return sorted(torch.cat(batches).tolist()), str(batches[0].device)
 
 
-def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path: Path) -> None:
+def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path: Path, kind: str) -> None:
     (result,) = notebook_launcher(
-        _read_by_default_on_the_gpu, (str(tmp_path / "s"),), num_processes=1, view="none"
+        _read_by_default_on_the_gpu, (kind, str(tmp_path / "s")), num_processes=1, view="none"
     )
-    assert result == ([0, 1, 2, 3, 4, 5], "cuda:0")
+    assert result == ([0, 1, 2, 3, 4, 5], f"{kind}:0")
 
 
 def _resume_fused(folder: str) -> tuple[str, str]:
@@ -132,18 +134,18 @@ def _resume_fused(folder: str) -> tuple[str, str]:
         accelerator.save_state(folder)
         accelerator.load_state(folder)
     weight = next(iter(model.parameters()))
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     whole = accelerator.get_state_dict(model)["weight"]
     return optimizer.state[weight]["step"].device.type, whole.device.type
 
 
-def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path: Path) -> None:
+def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path: Path, kind: str) -> None:
     import torch
 
-    if torch.cuda.device_count() < 2:
+    if torch.accelerator.device_count() < 2:
         pytest.skip("needs two GPUs")
     run = notebook_launcher(_resume_fused, (str(tmp_path / "s"),), num_processes=2, view="none")
-    assert run.results == [("cuda", "cpu")] * 2
+    assert run.results == [(kind, "cpu")] * 2
 
 
 def _peak_of_prepare() -> tuple[int, int]:
@@ -156,16 +158,16 @@ def _peak_of_prepare() -> tuple[int, int]:
     accelerator = Accelerator(fsdp_plugin=plugin)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
     whole = sum(weight.nbytes for weight in model.parameters())
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
     accelerator.prepare(model)
-    return torch.cuda.max_memory_allocated() - before, whole
+    return torch.accelerator.max_memory_allocated() - before, whole
 
 
 def test_a_model_is_sharded_without_room_for_all_of_it() -> None:
     import torch
 
-    if torch.cuda.device_count() < 2:
+    if torch.accelerator.device_count() < 2:
         pytest.skip("needs two GPUs")
     for peak, whole in notebook_launcher(_peak_of_prepare, num_processes=2, view="none"):
         assert peak < 0.75 * whole, "half of it, and a layer or two"

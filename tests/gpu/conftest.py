@@ -1,0 +1,14 @@
+"""The accelerator of this machine: a GPU, or the simulated one of ``make test-accelerator``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def kind() -> str:
+    """Type of the device, as torch names it: "cuda", say."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return device.type
