@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from notebook_accel.errors import ConfigError
@@ -185,13 +186,26 @@ def shard(
         "offload_policy": plugin.offload_policy(device),
         "ignored_params": ignored or None,
     }
-    for part in chosen:
+    # With an output type on an inner module the next one gets what its weights are not:
+    # "mat1 and mat2 must have the same dtype".
+    for part, policy in (
+        *((one, replace(inside, output_dtype=None)) for one in chosen),
+        (model, inside),
+    ):
         make_ready(part)
-        # With an output type on an inner module the next one gets what its weights are not:
-        # "mat1 and mat2 must have the same dtype".
-        fully_shard(part, mp_policy=replace(inside, output_dtype=None), **options)
-    make_ready(model)
-    fully_shard(model, mp_policy=inside, **options)
+        whole = [*part.parameters()]
+        fully_shard(part, mp_policy=policy, **options)
+        _empty(set(whole) - set(part.parameters()))
+
+
+def _empty(weights: Iterable[torch.Tensor]) -> None:
+    """Free the memory of weights that shards have replaced, of which an optimizer may hold some.
+
+    Else each rank's device would hold the whole model until the last module is sharded.
+    """
+    for weight in weights:
+        if not isinstance(weight, DTensor):
+            weight.data = weight.data.new_empty(0)
 
 
 def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) -> None:
