@@ -175,8 +175,23 @@ def backends_of_groups() -> list[str]:
     return [str(config) for config in getattr(world, "pg_backend_config", {}).values()]
 
 
+# Backends whose collectives are done when they return, and that notice a peer's end.
+_OF_HOST = frozenset({"fake", "gloo", "mpi", "ucc"})
+
+
+def is_asynchronous(backends: str) -> bool:
+    """Return whether one of a group's backends only queues its collectives on a device.
+
+    NCCL and its kin do (xccl, hccl, tpu_dist, ...).
+
+    Args:
+        backends: as torch names them, "gloo" or "cpu:gloo,cuda:nccl".
+    """
+    return any(one.rpartition(":")[2] not in _OF_HOST for one in backends.split(",") if one)
+
+
 def abort_groups() -> Callable[[], None] | None:
-    """Return torch's function that aborts all NCCL process groups, ``_abort_process_group``.
+    """Return torch's function that aborts all process groups, ``_abort_process_group``.
 
     Return None if torch has no such function. Only SIGTERM can then end a rank that waits for other
     ranks on its GPU.
@@ -287,15 +302,22 @@ def unscale_by(
     Args:
         scaler: the class.
         unscale: the replacement, called with three arguments: torch's method as a function of an
-            optimizer and ``allow_fp16``; the optimizer; the tensor in which an overflow is noted.
+            optimizer, ``allow_fp16`` and the device of all its gradients; the optimizer; the
+            tensor in which an overflow is noted.
     """
     plain = scaler._unscale_grads_
 
     def replaced(
         self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> Any:
-        def as_torch(optimizer: Any, allow_fp16: bool = allow_fp16) -> Any:
-            return plain(self, optimizer, inv_scale, found_inf, allow_fp16)
+        def as_torch(optimizer: Any, allow_fp16: bool = allow_fp16, device: Any = None) -> Any:
+            # To the host torch copies both without waiting, and reads them at once.
+            values = (
+                (inv_scale, found_inf)
+                if device is None
+                else (inv_scale.to(device), found_inf.to(device))
+            )
+            return plain(self, optimizer, *values, allow_fp16)
 
         return unscale(as_torch, optimizer, found_inf)
 

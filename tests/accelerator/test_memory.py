@@ -58,6 +58,8 @@ def _peak_of_prepare(how: str) -> float:
     objects = [model]
     if how == "optimizer":
         objects.append(torch.optim.SGD(model.parameters(), 0.1))
+    if how == "frozen":
+        model[:-1].requires_grad_(False)
     peak = _peak(lambda: accelerator.prepare(*objects))
     if how != "meta":  # it trains
         for _ in range(2):
@@ -67,7 +69,7 @@ def _peak_of_prepare(how: str) -> float:
     return peak / whole
 
 
-@pytest.mark.parametrize("how", ["plain", "optimizer", "tied", "offload", "meta"])
+@pytest.mark.parametrize("how", ["plain", "optimizer", "frozen", "tied", "offload", "meta"])
 def test_prepare_never_holds_the_whole_model_on_a_device(how: str) -> None:
     for peak in notebook_launcher(_peak_of_prepare, (how,), num_processes=2, view="none"):
         # The tied layers are gathered with the model itself: one of its units.

@@ -101,8 +101,8 @@ _NUM_LAST_LINES = 10
 # Characters of what the backend says of a connection that ended.
 _MAX_OF_BACKEND = 160
 
-# NCCL's watchdog aborts a rank that lost another: a consequence, not a cause.
-_WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", re.IGNORECASE)
+# The watchdog of NCCL and its kin ends a rank that lost another: a consequence, not a cause.
+_WATCHDOG = re.compile(r"ProcessGroup\w+.*(watchdog|aborting)|\w+ watchdog", re.IGNORECASE)
 
 
 class _Kind(IntEnum):

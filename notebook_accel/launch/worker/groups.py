@@ -6,12 +6,13 @@ ends: the peer destroys the group, or the rank shuts down its own end by the sys
 group, such as that of a prepared model or a traceback, keeps its sockets open. So the sockets are
 shut down first, and the group is destroyed after that.
 
-NCCL can abort, and must: its operations wait on the device for those of the other ranks, and do not
-notice a connection that ends. Without an abort, destroying a group waits for all its queued
-operations. In an abort the ranks of one machine wait for each other, since their devices read each
-other's memory. So a rank that raised may wait in its abort for other ranks: a stuck rank joins only
-when it aborts as well, and a rank that has returned joins only at the next call. Therefore the
-abort runs in a thread, and the rank waits for the thread for five seconds at most.
+NCCL and its kin (of_torch.is_asynchronous) can abort, and must: its operations wait on the device
+for those of the other ranks, and do not notice a connection that ends. Without an abort, destroying
+a group waits for all its queued operations. In an abort the ranks of one machine wait for each
+other, since their devices read each other's memory. So a rank that raised may wait in its abort for
+other ranks: a stuck rank joins only when it aborts as well, and a rank that has returned joins only
+at the next call. Therefore the abort runs in a thread, and the rank waits for the thread for five
+seconds at most.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ def _start(name: str, act: Callable[[], object]) -> threading.Thread:
 
 
 def _waits_on_device() -> bool:
-    """Whether this process has an NCCL group, whose operations wait for other ranks on the GPU."""
+    """Whether this process has a group whose operations wait for other ranks on the device."""
     if not rank.has_process_group():
         return False
-    return any("nccl" in backends for backends in of_torch.backends_of_groups())
+    return any(map(of_torch.is_asynchronous, of_torch.backends_of_groups()))
 
 
 def _abort_groups() -> bool:

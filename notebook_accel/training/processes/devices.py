@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_torch
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
 
@@ -287,8 +288,9 @@ def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
 
 
 def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
-    """Return keyword arguments for ``dist.barrier``: the device's index for NCCL, else none."""
-    return {"device_ids": [device.index]} if backend == "nccl" else {}
+    """Return keyword arguments for ``dist.barrier``: the device's index where a device waits."""
+    waits = device.index is not None and of_torch.is_asynchronous(backend)
+    return {"device_ids": [device.index]} if waits else {}
 
 
 def has_ring_attention(device: torch.device) -> bool:

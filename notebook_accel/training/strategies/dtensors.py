@@ -261,7 +261,7 @@ class _OwnGradients:
 
 
 def unscale_in_parts(
-    as_torch: Callable[[Any, bool], Mapping[torch.device, torch.Tensor]],
+    as_torch: Callable[[Any, bool, torch.device], Mapping[torch.device, torch.Tensor]],
     optimizer: Optimizer,
     found_inf: torch.Tensor,
 ) -> dict[torch.device, torch.Tensor]:
@@ -270,23 +270,25 @@ def unscale_in_parts(
     It replaces ``GradScaler._unscale_grads_``.
 
     Args:
-        as_torch: torch's implementation, called as ``as_torch(optimizer, allow_fp16)``; it returns
-            a flag tensor for each device.
+        as_torch: torch's implementation, called as ``as_torch(optimizer, allow_fp16, device)``; it
+            returns a flag tensor for each device.
         optimizer: the optimizer of the gradients.
         found_inf: a tensor of 0 on the scaler's device.
 
     Returns:
         The flag that torch's scaler expects, by device: 1 if any rank found an overflow, else 0.
     """
-    own = []
+    own: dict[torch.device, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight.grad is not None:
                 grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-                own.append(grad.detach())
-                own[-1].grad = grad
-    for seen in as_torch(_OwnGradients(own), True).values():
-        found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
+                part = grad.detach()
+                part.grad = grad
+                own.setdefault(grad.device, []).append(part)
+    for device, parts in own.items():
+        for seen in as_torch(_OwnGradients(parts), True, device).values():
+            found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
     return {found_inf.device: reduce(found_inf, "max")}
 
 

@@ -193,15 +193,17 @@ def shard(
         (model, inside),
     ):
         make_ready(part)
-        whole = [*part.parameters()]
+        whole = {weight for weight in part.parameters() if weight.requires_grad}
         fully_shard(part, mp_policy=policy, **options)
-        _empty(set(whole) - set(part.parameters()))
+        _empty(whole.difference(part.parameters()))
+        del whole
 
 
 def _empty(weights: Iterable[torch.Tensor]) -> None:
     """Free the memory of weights that shards have replaced, of which an optimizer may hold some.
 
-    Else each rank's device would hold the whole model until the last module is sharded.
+    Else each rank's device would hold the whole model until the last module is sharded. Frozen ones
+    are left to whoever holds them: another model may use them too.
     """
     for weight in weights:
         if not isinstance(weight, DTensor):

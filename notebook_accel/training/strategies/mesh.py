@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives.data_group import DataGroup
@@ -130,9 +130,10 @@ class MeshParallel(TakesSpreadModels):
         if self._is_spread(model):
             return super().prepare_model(given)
         self._in_parts.add(model)
-        # By module, not by name: wrappers of modules inside change the names.
+        # By module, not by name: wrappers of modules inside change the names. Held weakly: a device
+        # has no room for both the shards and the weights before.
         before = [
-            (part, name, weight)
+            (part, name, TensorWeakRef(weight))
             for part in model.modules()
             for name, weight in part.named_parameters(recurse=False, remove_duplicate=False)
         ]
@@ -145,9 +146,9 @@ class MeshParallel(TakesSpreadModels):
             dtype=self.precision.dtype,
             device=self.topology.device,
         )
-        for part, name, weight in before:
-            new = getattr(part, name)
-            if new is not weight:
+        for part, name, held in before:
+            new, weight = getattr(part, name), held()
+            if weight is not None and new is not weight:
                 if weight.requires_grad and id(weight) in others:
                     raise shared_weight(model, name)
                 self._replaced[weight] = new
