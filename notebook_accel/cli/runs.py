@@ -87,10 +87,17 @@ def stop(arguments: Sequence[str]) -> int:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while folder.is_stop_asked and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
+        # In this order: a request that is left after the end was not taken.
+        if not _goes_on(run_list.read_run(run.id)) and folder.take_stop():
+            print(f"run {run.id} of {run.name} has ended meanwhile")
+            return 0
     if folder.is_stop_asked:
         raise LaunchError(
-            f"nobody has heard it: the kernel of run {run.id} is busy with code that holds "
-            "Python's lock, or runs the function itself (engine='inline'). Interrupt the kernel"
+            f"the keeper of run {run.id} does not take it: is that process stopped?"
+            if run.state.detached
+            else f"nobody has heard it: the kernel of run {run.id} is stopped or busy with code "
+            "that holds Python's lock, or runs the function itself (engine='inline'). Interrupt "
+            "the kernel"
         )
     print(f"run {run.id} of {run.name} {'ends' if typed.kill else 'stops'}")
     return 0

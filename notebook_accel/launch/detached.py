@@ -44,7 +44,7 @@ from notebook_accel.launch.payload import Packed, Registry, unpack_exception
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.processes import import_path
+from notebook_accel.launch.system.processes import import_path, is_readable
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import sendable
@@ -68,6 +68,8 @@ _BOOT = (
 )
 # A keeper that begins its run listens in a moment; one that ends has saved its state before.
 _CONNECT_SECONDS = 5.0
+# A keeper sends the run's state at once, unless its process is stopped.
+_ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _STACKS_SECONDS = 10.0
 
@@ -207,6 +209,12 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
             ) from None
         if channel is None:
             raise NotebookAccelError(f"the keeper of run {run_id} is another user's process")
+        if not is_readable(channel, _ANSWER_SECONDS):
+            channel.close()
+            raise NotebookAccelError(
+                f"the keeper of run {run_id} gives no answer: its process may be stopped, or the "
+                f"machine short of memory. Its logs and metrics: {run_list.expression(run_id)}"
+            )
         try:
             first, _ = channel.receive()
         except EOFError:  # it ends just now

@@ -205,3 +205,23 @@ def test_errors_say_what_to_do(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("held = notebook_launcher(train, (folder,), 1, block=False, view='none')")
     assert "is not detached" in notebook.fails("notebook_accel.attach(held.id)")
     notebook.run("held.kill()")
+
+
+def test_a_keeper_that_is_stopped_or_has_ended_is_named(
+    notebook: Notebook, later: Notebook, tmp_path: Path
+) -> None:
+    run_id = launched(notebook, tmp_path)
+    (keeper,) = keepers(notebook)
+    keeper.suspend()
+    stop = [sys.executable, "-m", "notebook_accel", "stop", run_id]
+    with subprocess.Popen(stop, stderr=subprocess.PIPE, text=True) as asked:
+        error = later.fails(f"notebook_accel.attach({run_id!r})", timeout=SLOW)
+        assert "gives no answer" in error
+        _, said = asked.communicate(timeout=SLOW)
+    assert "the keeper of run" in said
+    (tmp_path / "runs" / run_id / ".stop").unlink()
+    with subprocess.Popen(stop, stdout=subprocess.PIPE, text=True) as asked:
+        eventually((tmp_path / "runs" / run_id / ".stop").exists, within=SLOW, what="it is asked")
+        keeper.kill()
+        said, _ = asked.communicate(timeout=SLOW)
+    assert "has ended meanwhile" in said

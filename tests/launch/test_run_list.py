@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.view import View
 
@@ -90,3 +92,35 @@ def grow(path: Path) -> None:
         path.unlink()  # a link to a file of the kernel's, which all its runs share
     path.touch()
     os.truncate(path, 1 << 40)
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_the_folder_of_one_run_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    monkeypatch.setattr(run_list, "_known", [])
+    odd, good = RunFolder.make(), RunFolder.make()
+    for folder in (odd, good):
+        folder.save(starting(run=folder.id, name="train", world_size=1, started=0.0))
+    (run,) = [one for one in run_list.runs(everywhere=True) if one.id == odd.id]
+    names = ("state.msgpack", "config.yaml", "metrics.jsonl", "rank-0.log", ".stop")
+    for name in (*names, "rescued.pt", "result-0.pickle"):
+        os.mkfifo(odd.path / name)
+    assert {one.id for one in run_list.runs(everywhere=True)} == {odd.id, good.id}
+    assert odd.take_stop() == ""
+    for read in (
+        lambda: odd.read_log(0),
+        lambda: run.metrics,
+        run.plot,
+        odd.load_rescued,
+        lambda: StoredResults(odd.path).get(0),
+    ):
+        with pytest.raises((OSError, NotebookAccelError), match="not a regular file"):
+            read()
+    for name in (".live", "begin.msgpack"):
+        (odd.path / name).unlink()
+        os.mkfifo(odd.path / name)
+    assert [one.id for one in run_list.runs(everywhere=True)] == [good.id]
+    with pytest.raises(NotebookAccelError, match="there is no run"):
+        run_list.find_run(odd.id)

@@ -82,6 +82,7 @@ def connect(folder: Path) -> Channel | None:
         OSError: no process listens there.
     """
     sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)  # where many wait to be accepted, another would wait for ever
     try:
         with _address(folder) as address:
             sock.connect(address)
