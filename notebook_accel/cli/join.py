@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from argparse import ArgumentParser
+from getpass import getpass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -14,15 +16,37 @@ if TYPE_CHECKING:
 
 __all__ = ["join"]
 
+_TOKEN = "NOTEBOOK_ACCEL_JOIN_TOKEN"
+
 
 def join(arguments: Sequence[str]) -> int:
-    """``notebook-accel join HOST:PORT --token TOKEN``: run ranks of a launch on this machine."""
-    parser = ArgumentParser(prog="notebook-accel join", description=join.__doc__)
+    """``notebook-accel join HOST:PORT``: run ranks of a launch on this machine."""
+    parser = ArgumentParser(
+        prog="notebook-accel join",
+        description=join.__doc__,
+        epilog=f"The token of the launch is taken from {_TOKEN}, or asked for.",
+        allow_abbrev=False,
+    )
     parser.add_argument("address", metavar="HOST:PORT", help="as the launch in the notebook says")
-    parser.add_argument("--token", help="as the launch says; else NOTEBOOK_ACCEL_JOIN_TOKEN")
+    parser.add_argument("--token", help=f"every user of this machine can read it: set {_TOKEN}")
     typed = parser.parse_args(arguments)
-    token = typed.token or os.environ.get("NOTEBOOK_ACCEL_JOIN_TOKEN", "")
+    if typed.token and typed.token in " ".join(sys.argv):
+        _run_again_without(typed.token)
+    token = typed.token or os.environ.pop(_TOKEN, "")
+    if not token and sys.stdin is not None and sys.stdin.isatty():
+        token = getpass("Token, as the notebook shows it: ")
     if not token:
-        raise ConfigError("a token is needed: --token, as the launch in the notebook says")
+        raise ConfigError(f"a token is needed: {_TOKEN}, as the launch in the notebook says")
     elastic = import_module("notebook_accel.launch.engines.elastic")
     return int(elastic.join(typed.address, token) or 0)
+
+
+def _run_again_without(token: str) -> None:
+    """Replace this process by one that has the token in its environment.
+
+    Other users can read the command line of a process, and not its environment.
+    """
+    words = [word for word in sys.orig_argv[1:] if word not in ("--token", token)]
+    words = [word for word in words if word != f"--token={token}"]
+    os.environ[_TOKEN] = token
+    os.execv(sys.executable, [sys.executable, *words])

@@ -88,7 +88,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 11
+VERSION = 12
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -706,6 +706,7 @@ class MachineJoined(Message, frozen=True, kw_only=True):
 
     Attributes:
         host: name of the machine.
+        user: name of the user whose process joins.
         python, torch: their versions. Python's must be that of the notebook, since functions travel
             as bytecode.
         environment: environment variables of the process on the machine that joins.
@@ -718,6 +719,7 @@ class MachineJoined(Message, frozen=True, kw_only=True):
     """
 
     host: str
+    user: str
     python: str
     torch: str
     environment: dict[str, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import re
 import signal
 import socket
@@ -144,9 +145,11 @@ class Waits(View):
 
     def waits_for_machines(self, text: str) -> None:
         self.texts.append(text)
-        found = re.search(r"notebook-accel join (\S+) --token (\S+)", text)
-        assert found is not None, text
-        self._act(found[1], found[2])
+        found = re.search(r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (\S+)", text)
+        if found is None:
+            assert "waits for" not in text, text
+        else:
+            self._act(found[2], found[1])
 
 
 JOIN = f"{IMPORT_LITTLE}import sys; from notebook_accel.launch.engines.elastic import join; "
@@ -431,6 +434,55 @@ def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
     assert run.results == [1, 1]
     assert "is not the launch that this token is of" in seen[0]
     assert "its token is not the one of this launch" in seen[1]
+
+
+@pytest.mark.parametrize("how", ["environment", "option"])
+def test_other_users_cannot_read_the_token_and_the_cell_names_who_joined(
+    how: str, other: OtherMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def train() -> tuple[str | None, list[str]]:
+        above = psutil.Process().parents()
+        return os.environ.get("NOTEBOOK_ACCEL_JOIN_TOKEN"), [" ".join(p.cmdline()) for p in above]
+
+    def show(address: str, token: str) -> None:
+        given.append(token)
+        command = [sys.executable, "-m", "notebook_accel", "join", address]
+        if how == "option":
+            other.run([*command, "--token", token])
+        else:
+            with monkeypatch.context() as patch:
+                patch.setenv("NOTEBOOK_ACCEL_JOIN_TOKEN", token)
+                other.run(command)
+
+    view = Waits(show)
+    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
+    in_rank, command_lines = launch(train, config=config, view=view)[1]
+    assert in_rank is None
+    assert any(" join 127.0.0.1:" in line for line in command_lines)
+    assert given[0] not in " ".join(command_lines)
+    who = f"{psutil.Process().username()}@{socket.gethostname()} (127.0.0.1)"
+    assert view.texts[-1] == f"train: {who} joined"
+
+
+def test_join_asks_for_the_token_at_a_terminal() -> None:
+    command = [sys.executable, "-m", "notebook_accel", "join", "127.0.0.1:1"]
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, command)
+    try:
+        assert b"Token" in os.read(terminal, 1000)
+        os.write(terminal, b"short\n")
+        said = b""
+        with contextlib.suppress(OSError):  # its other end is closed
+            while part := os.read(terminal, 1000):
+                said += part
+        assert b"the join token has 5 characters" in said
+        assert b"short" not in said
+    finally:
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
 
 
 def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(

@@ -66,11 +66,11 @@ class HostB:
 
     def join(self, address: str, token: str) -> subprocess.Popen[str]:
         """Have it join."""
-        joined = self.start("-m", "notebook_accel", "join", address, "--token", token)
+        joined = self.start("-m", "notebook_accel", "join", address, token=token)
         self._joined.append(joined)
         return joined
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, token: str = "") -> subprocess.Popen[str]:
         """Start a Python there."""
         enter = ["nsenter", "--target", str(self._init.pid), "--net", "--mount", "--pid", "--uts"]
         variables = {
@@ -79,6 +79,7 @@ class HostB:
             "TMPDIR": str(self._home / "tmp"),
             "PYTHONPATH": str(ROOT),
             "OF_HOST_B": "yes",
+            "NOTEBOOK_ACCEL_JOIN_TOKEN": token,
         }
         command = [*enter, sys.executable, *arguments]
         return subprocess.Popen(

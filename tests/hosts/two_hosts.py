@@ -55,11 +55,11 @@ def start(notebook: Notebook, options: str = "", arguments: str = "") -> tuple[s
     def is_shown() -> bool:
         texts = [str(d["data"].get("text/plain")) for d in notebook.kernel.displays.values()]
         for text in texts:
-            shown.extend(re.finditer(r"notebook-accel join (\S+) --token (\S{64})", text))
+            shown.extend(re.finditer(r"JOIN_TOKEN=(\S{64}) notebook-accel join (\S+)", text))
         return bool(shown)
 
     assert notebook.kernel.listen_until(is_shown, seconds=SLOW), notebook.kernel.displays
-    return cell, shown[-1][1], shown[-1][2]
+    return cell, shown[-1][2], shown[-1][1]
 
 
 def launch_on_both(

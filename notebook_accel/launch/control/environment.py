@@ -46,6 +46,7 @@ _DEFAULTS = dict.fromkeys(INTERFACES, "lo")
 _KERNELS_OWN = ("JPY_", "PYDEVD_")
 _KERNELS_OWN_NAMES = (
     "MPLBACKEND",
+    "NOTEBOOK_ACCEL_JOIN_TOKEN",  # a secret
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",

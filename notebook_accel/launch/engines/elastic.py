@@ -26,6 +26,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 
 from notebook_accel.config import shares_devices
 from notebook_accel.config.checks import check_enough
@@ -149,7 +150,9 @@ class ElasticEngine(MachinesEngine):
         host = request.config.master_addr
         if not has_other_nodes(os.environ, wanted):
             host = host or outward_address()
-            command = f"notebook-accel join {host}:{server.port} --token {server.token}"
+            command = (
+                f"NOTEBOOK_ACCEL_JOIN_TOKEN={server.token} notebook-accel join {host}:{server.port}"
+            )
             return self._await(server, request, wanted, f". Run there:\n    {command}")
         address = f"{host or os.environ['SLURMD_NODENAME']}:{server.port}"
         join_it = [sys.executable, "-m", "notebook_accel", "join", address]
@@ -170,13 +173,22 @@ class ElasticEngine(MachinesEngine):
     ) -> list[JoinedMachine]:
         said = None
         deadline = time.monotonic() + _JOIN_SECONDS
-        while len(machines := list(server.machines)) < wanted:
-            state = wanted - len(machines), server.refused
+        while True:
+            machines = list(server.machines)
+            missing = wanted - len(machines)
+            joined = ", ".join(machine.who for machine in machines)
+            state = joined, server.refused
             if state != said:
                 said = state
-                more = f"{state[0]} more machine{'s' * (state[0] > 1)}"
-                refused = f"\n({server.refused})" if server.refused else ""
-                request.view.waits_for_machines(f"{request.name}: waits for {more}{how}{refused}")
+                # Who has joined is read before any rank starts there.
+                parts = [f"{joined} joined"] if joined else []
+                if missing:
+                    more = f"{missing} more machine{'s' * (missing > 1)}"
+                    refused = f"\n({server.refused})" if server.refused else ""
+                    parts.append(f"waits for {more}{how}{refused}")
+                request.view.waits_for_machines(f"{request.name}: {'; '.join(parts)}")
+            if not missing:
+                return machines
             if nodes is not None and nodes.said is not None:
                 raise LaunchError(
                     f"srun ended before {wanted} other nodes of the job had joined. It wrote:\n"
@@ -189,7 +201,6 @@ class ElasticEngine(MachinesEngine):
                     "that is shown"
                 )
             time.sleep(_POLL_SECONDS)
-        return machines
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         first, *others = plan.agents
@@ -257,6 +268,7 @@ def join(
     found = ask_template(environment, lambda source: source.count_devices(environment))
     info = wire.MachineJoined(
         host=socket.gethostname(),
+        user=psutil.Process().username(),
         python=platform.python_version(),
         torch=version("torch"),
         environment=environment,

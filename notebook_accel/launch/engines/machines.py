@@ -39,6 +39,7 @@ from notebook_accel.launch.control.environment import (
 )
 from notebook_accel.launch.engines.local import AgentEngine, abandon
 from notebook_accel.launch.system.processes import import_path
+from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.machine_link import (
     HANDSHAKE_SECONDS,
@@ -72,6 +73,7 @@ __all__ = [
 _AGENT_SECONDS = 60.0
 # How an agent ended is known once its template has reaped it.
 _END_SECONDS = 5.0
+_MAX_NAME = 60
 
 
 # ---- In the notebook: a machine that has joined --------------------------------------------
@@ -102,7 +104,12 @@ class JoinedMachine:
     @property
     def name(self) -> str:
         """The machine's host name and IP address, for messages."""
-        return f"{self.info.host} ({self.address})"
+        return f"{_plain(self.info.host)} ({self.address})"
+
+    @property
+    def who(self) -> str:
+        """The user who joined, the host name and the IP address; the first two as it says."""
+        return f"{_plain(self.info.user)}@{self.name}"
 
     @property
     def address(self) -> str:
@@ -345,6 +352,10 @@ class MachineServer:
         link.close()
 
 
+def _plain(name: str) -> str:
+    return one_line(escaped(name), _MAX_NAME)
+
+
 async def _awaited(coroutine: Any) -> Any:
     return await coroutine
 
@@ -488,7 +499,7 @@ def notices_of(machines: Sequence[JoinedMachine]) -> tuple[str, ...]:
     """Return messages for the user: which machines joined, and which have another torch version."""
     here = version("torch")
     other = [f"{m.info.host} has {m.info.torch}" for m in machines if m.info.torch != here]
-    names = ", ".join(machine.name for machine in machines)
+    names = ", ".join(machine.who for machine in machines)
     lines = [f"other machines: {names}"]
     if other:
         lines.append(f"{', '.join(other)}, this machine torch {here}: take one version on all")
