@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -31,6 +32,7 @@ __all__ = [
     "ClicksInColab",
     "can_answer",
     "clicks_for",
+    "draws_updates",
     "find_kernel",
 ]
 
@@ -382,6 +384,16 @@ def clicks_for(kernel: Any) -> ClicksAfterTheCell:
         kernel: as :func:`find_kernel` returns it; None for no kernel.
     """
     return next(way for way in CLICK_WAYS if way.works_in(kernel))(kernel)
+
+
+def draws_updates(kernel: Any) -> bool:
+    """Return whether the client that runs this cell draws updates of displays; True for None.
+
+    Jupyter's client for Python does not: jupyter console, qtconsole, and execution by the server.
+    No message says so, but its requests end with the number of its process and a count.
+    """
+    header: Mapping[str, Any] = kernel.get_parent("shell").get("header", {}) if kernel else {}
+    return not re.search(r"_\d+_\d+$", header.get("msg_id", ""))
 
 
 def can_answer(kernel: Any) -> bool:

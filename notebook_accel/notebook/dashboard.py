@@ -11,8 +11,9 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
+from notebook_accel.notebook.clicks import draws_updates
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
-from notebook_accel.notebook.live_panel import LivePanel
+from notebook_accel.notebook.live_panel import LivePanel, PanelBox
 from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
@@ -36,6 +37,8 @@ _AGAIN_SECONDS = 0.3
 # To make the widgets of a panel, and to close them, takes as long as two ranks need for a short
 # function: a run that ends before has none, and costs its cell no more than its summary.
 _PANEL_SECONDS = 0.5
+# Of frontends that draw a display once: the line says how to see more.
+_AT_THE_END = 'This frontend shows the summary at the end; view="text" prints lines as they come'
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
 
@@ -76,6 +79,9 @@ class Dashboard(View):
         self._slot = DisplaySlot() if slot is None else slot
         self._has_own_slot = slot is None
         self.panel: LivePanel | None = None
+        # What it fills, which may be shown before.
+        self._lasting: PanelBox | None = None
+        self._draws_updates = draws_updates(clicks.kernel)
         self._lock = threading.RLock()
         self._is_drawing = False
         self._has_changed = False
@@ -96,20 +102,32 @@ class Dashboard(View):
     def launch_is_slow(self, name: str) -> None:
         self._slow_launch = name
         text = f"{name}: starting, which takes some seconds the first time"
-        self._slot.show(render_line(text).bundle)
+        if not self._draws_updates:
+            self._slot.show(render_line(f"{text}. {_AT_THE_END}").bundle)
+            return
+        # A page that is reloaded now asks for widgets alone.
+        self._lasting = PanelBox(self._slot)
+        self._lasting.body.value = str(render_line(text).html)
+        self._lasting.show(text)
+        self._clicks.pump()
 
     def waits_for_machines(self, text: str) -> None:
         self._slow_launch = text.partition(":")[0]
         self._slot.show(render_line(text).bundle)
 
     def launch_failed(self) -> None:
+        self._clicks.stop_pumping()
         if self._slow_launch:
             self._slot.show(render_line(f"{self._slow_launch}: not started").bundle)
+        if self._lasting is not None:
+            self._lasting.close()
 
     def open(self, run: Run) -> None:
         self._run = run
         self._state = run.state
         self._opened_at = time.monotonic()
+        if not self._waits:
+            self._clicks.stop_pumping()
         # A cell is drawn once it is waited for: most end before, and cost a single message.
         if not (self._is_cell and self._waits):
             self._begin_drawing()
@@ -118,7 +136,13 @@ class Dashboard(View):
         """Show one line about the run, and start the thread that draws the panel."""
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True
-        self._slot.show(render_slim(self._state, now=self._state.now()).bundle)
+        line = render_slim(self._state, now=self._state.now())
+        if not self._draws_updates:
+            line = render_line(f"{line.text}. {_AT_THE_END}")
+        if self._lasting is None:
+            self._slot.show(line.bundle)
+        else:
+            self._lasting.body.value = str(line.html)
         start_thread(self._keep_drawing, name="notebook-accel-panel")
 
     def update(self, state: RunState) -> None:
@@ -146,6 +170,9 @@ class Dashboard(View):
         if not self._slot.is_placed:
             self._slot.place()
         self._show_new_displays()
+        if not self._draws_updates and self._has_ended:
+            self._draws_updates = True
+            self._slot.place_anew()
 
     def close(self, state: RunState) -> None:
         with self._lock:
@@ -157,10 +184,12 @@ class Dashboard(View):
                 self._slot.show(render_slim(state).bundle, is_to_place=False)
                 return
             summary = self._summary(self._run, state, with_displays=not self._waits)
-            if self.panel is None:
-                self._slot.show(summary.bundle)
-            else:
+            if self.panel is not None:
                 self.panel.finish(summary)
+            elif self._lasting is not None:
+                self._lasting.finish(summary, self._run.id)
+            else:
+                self._slot.show(summary.bundle)
 
     def reopen(self, run: Run) -> None:
         with self._lock:
@@ -186,7 +215,10 @@ class Dashboard(View):
 
     def _make_panel(self, state: RunState) -> None:
         assert self._run is not None, "a panel shows a run"
-        panel = LivePanel(self._run, slot=self._slot, clicks=self._clicks, stop=self._ask_stop)
+        self._lasting = self._lasting or PanelBox(self._slot)
+        panel = LivePanel(
+            self._run, lasting=self._lasting, clicks=self._clicks, stop=self._ask_stop
+        )
         panel.read(state)
         panel.draw(state, self._details(state, panel))
         panel.show(
@@ -207,8 +239,8 @@ class Dashboard(View):
 
     def _send_end_again(self) -> None:
         with self._lock:
-            if self.panel is not None:
-                self.panel.send_again()
+            if self._lasting is not None:
+                self._lasting.send_again()
             else:
                 self._slot.send_again()
 

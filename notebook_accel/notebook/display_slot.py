@@ -93,6 +93,33 @@ class DisplaySlot:
             self._cell = getattr(_publisher(), "parent_header", {})
             display(dict(self._bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
 
+    def place_anew(self) -> None:
+        """Move the slot to the end of the running cell's output, as a display of its own.
+
+        For frontends that draw a display once, and none of its updates.
+        """
+        with self._lock:
+            bundle = self._bundle
+            self.clear()
+            self._id = f"notebook-accel-{uuid.uuid4().hex}"
+            self._bundle = bundle
+            self.place()
+
+    def show_in_next_page(self, bundle: Mapping[str, Any]) -> None:
+        """Display ``bundle`` in the next cell that is run from another page than the slot's cell.
+
+        A page that is reloaded gets nothing of the cells that it ran before.
+        """
+        shell: Any = get_ipython()
+
+        def after_cell(_: Any) -> None:
+            if _publisher().parent_header.get("session") != self._cell.get("session"):
+                shell.events.unregister("post_run_cell", after_cell)
+                DisplaySlot().show(bundle)
+
+        if shell is not None:
+            shell.events.register("post_run_cell", after_cell)
+
     def send_again(self) -> None:
         """Send the current contents once more, for pages that may have missed the last message."""
         with self._lock:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.panel import AskedStacks
     from notebook_accel.notebook.snapshot import Snapshot
 
-__all__ = ["LivePanel", "PanelWidgets"]
+__all__ = ["LivePanel", "PanelBox", "PanelWidgets"]
 
 
 class PanelWidgets:
@@ -121,13 +121,94 @@ _ENDED_NOTE = (
     "The page was reloaded meanwhile, so only the kernel has this summary: {show} in a cell puts "
     "it into the notebook."
 )
+_COMES_NOTE = (
+    "The page was reloaded meanwhile, so only the kernel has this summary: the next cell that runs "
+    "puts it into the notebook."
+)
 # Summaries that stay widgets, and the characters of them all; older ones are shown by run.show().
 _MAX_ENDED = 10
 _MAX_ENDED_SIZE = 2_000_000
 
-_ended: deque[LivePanel] = deque()
+_ended: deque[PanelBox] = deque()
 # Runs may end in several threads at once.
 _ended_lock = threading.Lock()
+
+
+class _Box(ipywidgets.VBox):  # type: ignore[misc]
+    """A box that notes whether a page has asked for it that did not see it made."""
+
+    was_asked = False
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> Any:
+        self.was_asked = self.was_asked or (key is None and self.comm is not None)
+        return super().get_state(key, drop_defaults)
+
+
+class PanelBox:
+    """The widget in which a run is shown from before it begins until after it has ended.
+
+    A page that is reloaded forgets the slots of cells, but asks for widgets. So what comes after,
+    the panel and the summary, must stand in a widget that the page has.
+
+    Attributes:
+        box: the widget.
+        body: the part of it that has a line before the run begins, and the summary in the end.
+    """
+
+    def __init__(self, slot: DisplaySlot) -> None:
+        self._slot = slot
+        self._widgets = PanelWidgets()
+        self.body = self._widgets.make(ipywidgets.HTML, classes="na-body")
+        self.box = self._widgets.make(_Box, [self.body])
+
+    def show(self, text: str) -> None:
+        """Display the box in its slot.
+
+        Args:
+            text: stands in the saved notebook in place of the widgets, until the summary replaces
+                it.
+        """
+        self._slot.show(widget_view(self.box, text))
+
+    def close(self) -> None:
+        self._widgets.close()
+
+    def finish(self, snapshot: Snapshot, run: str) -> None:
+        """Show the summary of a run, also in a page that was reloaded meanwhile.
+
+        Args:
+            snapshot: the summary.
+            run: id of the run.
+        """
+        # First of all, and by one message: what follows would be seen as a panel that jumps.
+        self._slot.show(snapshot.bundle)
+        # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
+        # class of its own: the style sheet of another panel in the page is not meant for it.
+        self.box.children = (self.body,)
+        note = _ENDED_NOTE.format(show=f"{run_list.expression(run)}.show()")
+        if self.box.was_asked:
+            note = _COMES_NOTE
+            self._slot.show_in_next_page(snapshot.bundle)
+        html = element("div", note, style="opacity:.65;font-size:13px")
+        self.body.value = f"{_ENDED_STYLE}{snapshot.bundle['text/html']}{html}"
+        self.box.remove_class("na-panel")
+        self.box.add_class("na-ended")
+
+        # Not closed with the others, for pages that were reloaded; but each page that connects
+        # asks for the state of every widget there is.
+        with _ended_lock:
+            _ended.append(self)
+            size = sum(len(each.body.value) for each in _ended)
+            while len(_ended) > _MAX_ENDED or size > _MAX_ENDED_SIZE:
+                oldest = _ended.popleft()
+                size -= len(oldest.body.value)
+                oldest.close()
+
+    def send_again(self) -> None:
+        """Send the summary once more, for a page that missed the message."""
+        self.body.send_state()
+        # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
+        self._slot.send_again()
 
 
 class LivePanel:
@@ -137,13 +218,12 @@ class LivePanel:
     a note, and the next :meth:`draw` shows its effect.
 
     Attributes:
-        box: the panel as a widget.
         asked_stacks: a title, and (ranks, stack) pairs, that the newest click on Stacks has
             fetched; None before the first click.
 
     Args:
         run: the run to show.
-        slot: where the panel stands in the output of a cell.
+        lasting: the widget that the panel fills.
         clicks: gets clicks through to the kernel while a cell runs.
         stop: called when Stop is clicked.
     """
@@ -152,12 +232,13 @@ class LivePanel:
         self,
         run: Run,
         *,
-        slot: DisplaySlot,
+        lasting: PanelBox,
         clicks: ClicksAfterTheCell,
         stop: Callable[[], None],
     ) -> None:
         self._run = run
-        self._slot = slot
+        self._lasting = lasting
+        self._body, self.box = lasting.body, lasting.box
         self._hang: Hang | None = None
         self._kill_asked = -math.inf
         self._titled, self._titled_at = "", 0.0
@@ -166,10 +247,7 @@ class LivePanel:
         self._is_folder_asked = False
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
-        # These outlive the others, since they have the summary in the end.
-        self._lasting = PanelWidgets()
         self._widgets = widgets = PanelWidgets()
-        self._body = self._lasting.make(ipywidgets.HTML, classes="na-body")
         self._title, self._note, self._alert, self._displays = (
             widgets.make(ipywidgets.HTML, classes=classes)
             for classes in ("na-head", "na-note", "na-alert", "")
@@ -200,31 +278,24 @@ class LivePanel:
             class_="na",
         )
         # Stop comes first for the keyboard.
-        self.box = self._lasting.make(
-            ipywidgets.VBox,
-            [
-                widgets.make(ipywidgets.HTML, f"{style_element()}{gone}", classes="na-gone"),
-                widgets.make(ipywidgets.HBox, buttons, classes="na-buttons"),
-                self._title,
-                *self._advice,
-                self._body,
-                self._note,
-                self._metrics.box,
-                self._log.box,
-                self._displays,
-                self._alert,
-            ],
-            classes="na-panel",
+        self._parts = (
+            widgets.make(ipywidgets.HTML, f"{style_element()}{gone}", classes="na-gone"),
+            widgets.make(ipywidgets.HBox, buttons, classes="na-buttons"),
+            self._title,
+            *self._advice,
+            self._body,
+            self._note,
+            self._metrics.box,
+            self._log.box,
+            self._displays,
+            self._alert,
         )
 
     def show(self, text: str) -> None:
-        """Display the panel in its slot.
-
-        Args:
-            text: stands in the saved notebook in place of the widgets, until the summary replaces
-                it.
-        """
-        self._slot.show(widget_view(self.box, text))
+        """Display the panel, drawn before; ``text`` is as :meth:`PanelBox.show` takes it."""
+        self.box.add_class("na-panel")
+        self.box.children = self._parts
+        self._lasting.show(text)
 
     @property
     def picked(self) -> int | None:
@@ -304,39 +375,9 @@ class LivePanel:
         self._note.value = str(element("div", fold, class_="na na-stacks"))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Replace the live panel by the summary of the run, and close its widgets.
-
-        Args:
-            snapshot: the summary.
-        """
-        # First of all, and by one message: what follows would be seen as a panel that jumps.
-        self._slot.show(snapshot.bundle)
-        # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
-        # class of its own: the style sheet of another panel in the page is not meant for it.
-        self.box.children = (self._body,)
-        show = f"{run_list.expression(self._run.id)}.show()"
-        note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
-        html = snapshot.bundle["text/html"]
-        self._body.value = f"{_ENDED_STYLE}{html}{note}"
-        self.box.remove_class("na-panel")
-        self.box.add_class("na-ended")
+        """Replace the live panel by the summary of the run, and close its widgets."""
+        self._lasting.finish(snapshot, self._run.id)
         self._widgets.close()
-
-        # Not closed with the others, for pages that were reloaded; but each page that connects
-        # asks for the state of every widget there is.
-        with _ended_lock:
-            _ended.append(self)
-            size = sum(len(panel._body.value) for panel in _ended)
-            while len(_ended) > _MAX_ENDED or size > _MAX_ENDED_SIZE:
-                oldest = _ended.popleft()
-                size -= len(oldest._body.value)
-                oldest._lasting.close()
-
-    def send_again(self) -> None:
-        """Send the summary once more, for a page that missed the message."""
-        self._body.send_state()
-        # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
-        self._slot.send_again()
 
     # ---- clicks ----------------------------------------------------------------------------
 

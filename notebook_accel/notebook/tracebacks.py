@@ -80,10 +80,16 @@ def show_in_short() -> Iterator[None]:
         elif isinstance(error, (KeyboardInterrupt, TimeoutError)) and run is not None:
             text = str(error) or "the run was interrupted"
             kept = f"the run is kept: {run_list.expression_now(run.id)}"
-            first = f"\x1b[0;31m{type(error).__name__}\x1b[0m: {text}; {kept}"
-            error._render_traceback_ = lambda: [first]  # type: ignore[union-attr]
+            _show_as(error, f"{text}; {kept}")
+        elif isinstance(error, KeyboardInterrupt):
+            _show_as(error, "interrupted before a run began")
         _forget_older_traceback()
         raise
+
+
+def _show_as(error: BaseException, text: str) -> None:
+    first = f"\x1b[0;31m{type(error).__name__}\x1b[0m: {text}"
+    error._render_traceback_ = lambda: [first]  # type: ignore[attr-defined]
 
 
 def _forget_older_traceback() -> None:

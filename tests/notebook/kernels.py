@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import time
+import uuid
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jupyter_client.manager import KernelManager
+from jupyter_client.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ __all__ = [
     "MATRIX",
     "OTHERS",
     "TRAIN",
+    "Console",
     "Kernel",
     "Reply",
     "VSCode",
@@ -88,6 +91,14 @@ def kernel_environment(version: str) -> dict[str, str]:
     """What a kernel of that version needs in its environment."""
     folders = [folder for folder in (overlay(version), ROOT) if folder is not None]
     return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
+class PageSession(Session):
+    """Numbers messages as pages do; by its own numbers the package knows Jupyter's client."""
+
+    @property
+    def msg_id(self) -> str:
+        return str(uuid.uuid4())
 
 
 @dataclass
@@ -217,6 +228,19 @@ class Kernel:
         data = {"method": "update", "state": state, "buffer_paths": []}
         self._send("comm_msg", {"comm_id": comm_id, "data": data}, by_subshell=True)
 
+    def reload(self) -> None:
+        """Be a new page, which asks for all widgets; until the kernel has told them."""
+        session = self.client.session
+        session.session = str(uuid.uuid4())
+        self.displays.clear()
+        self.models.clear()
+        opened = {"comm_id": session.session, "target_name": "jupyter.widget.control", "data": {}}
+        message = session.msg("comm_open", opened, metadata={"version": "1.0.0"})
+        self.client.shell_channel.send(message)
+        asked = {"comm_id": session.session, "data": {"method": "request_states"}}
+        self._send("comm_msg", asked, by_subshell=False)
+        assert self.listen_until(lambda: bool(self.models), seconds=30)
+
     def answers_new_page(self, *, seconds: float) -> bool:
         """Whether the kernel says in time who it is, as a page asks that comes to it."""
         return self.answers(self.client.kernel_info(), seconds=seconds)
@@ -276,9 +300,10 @@ class Kernel:
                 self.displays[display] = output
         elif kind == "update_display_data":
             display = content["transient"]["display_id"]
-            if display in self.displays:
-                self.displays[display]["data"] = content["data"]
+            self.displays.get(display, {})["data"] = content["data"]
         elif kind in ("comm_open", "comm_msg"):
+            for comm_id, told in content["data"].get("states", {}).items():
+                self.models.setdefault(comm_id, {}).update(told["state"])
             state = content["data"].get("state", {})
             self.widgets.append(str(state.get("value")))
             self.models.setdefault(content["comm_id"], {}).update(state)
@@ -289,6 +314,14 @@ class Kernel:
             reply.status = "error"
         if not reply.status:
             reply.status = "ok"
+
+
+class Console(Kernel):
+    """A client that draws a display once, and none of its updates."""
+
+    def _take(self, message: dict[str, Any], reply: Reply) -> None:
+        if message["msg_type"] != "update_display_data":
+            super()._take(message, reply)
 
 
 class VSCode(Kernel):
@@ -315,12 +348,15 @@ class VSCode(Kernel):
 
 
 @contextmanager
-def open_kernel(version: str = INSTALLED, page: type[Kernel] = Kernel) -> Iterator[Kernel]:
+def open_kernel(
+    version: str = INSTALLED, page: type[Kernel] = Kernel, session: type[Session] = PageSession
+) -> Iterator[Kernel]:
     """A kernel for the time of the block, shut down at its end; ``page`` is its client."""
     manager = KernelManager()
     environment = {**os.environ, **kernel_environment(version)}
     manager.start_kernel(env=environment, cwd=str(ROOT))
     client = manager.blocking_client()
+    client.session = session(key=manager.session.key)
     client.start_channels()
     try:
         client.wait_for_ready(timeout=60)

@@ -173,8 +173,9 @@ def reload_and_stop(notebook: Notebook, cell: int) -> None:
     wait_for_moves(output)
     output.get_by_role("button", name="Stop").click()
     wait_for_summary(output)
-    # That page cannot save it there, and says what to type.
-    output.get_by_text(".show() in a cell puts it into the notebook").wait_for(timeout=30_000)
+    # That page cannot save it there: the next cell has it.
+    output.get_by_text("the next cell that runs puts it into the").wait_for(timeout=30_000)
+    notebook.add("1;").get_by_text("■ stopped").first.wait_for(timeout=60_000)
     notebook.close()
 
 

@@ -11,8 +11,17 @@ import nbclient
 import nbformat
 import papermill
 import pytest
+from jupyter_client.session import Session
 
-from tests.notebook.kernels import TRAIN, Kernel, Reply, Seen, VSCode, open_kernel
+from tests.notebook.kernels import (
+    TRAIN,
+    Console,
+    Kernel,
+    Reply,
+    Seen,
+    VSCode,
+    open_kernel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -333,6 +342,62 @@ def test_an_executed_notebook_holds_the_summary_once(
         assert background["data"]["text/html"].count(words) == 1
         assert words not in str(outputs[3])
     assert outputs[3][-1]["text"].endswith("[0]\n")
+
+
+def test_a_frontend_that_draws_no_updates_shows_the_summary_and_how_to_see_lines() -> None:
+    with open_kernel(page=Console, session=Session) as kernel:
+        run(kernel, TRAIN)
+        run(kernel, "from notebook_accel import notebook_launcher")
+        reply = run(kernel, "run = notebook_launcher(train, (20,), num_processes=2)")
+        first, *_, last = (output["data"]["text/plain"] for output in reply.outputs)
+        assert 'view="text" prints lines' in first
+        assert "succeeded" in last
+        # In the background, the summary is in the cell that waits.
+        begin = "run = notebook_launcher(train, (20,), num_processes=2, block=False)"
+        assert 'view="text"' in run(kernel, begin).outputs[0]["data"]["text/plain"]
+        for shown in (1, 0):
+            summaries = [str(output["data"]) for output in run(kernel, "run.wait();").outputs]
+            assert sum("✓ succeeded" in text for text in summaries) == shown
+
+
+def test_an_interrupt_or_a_reload_while_the_first_launch_says_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_WARM", "0")
+    go_on = tmp_path / "go on"
+    launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
+    with open_kernel() as kernel:
+        run(kernel, TRAIN)
+        run(kernel, "from notebook_accel import notebook_launcher")
+        cell = kernel.start(launch)
+        kernel.wait_for_panel()
+        kernel.manager.interrupt_kernel()
+        reply = kernel.finish(cell)
+        (line,) = reply.traceback
+        assert line.endswith("KeyboardInterrupt\x1b[0m: interrupted before a run began")
+        (shown,) = kernel.displays.values()
+        assert "not started" in shown["data"]["text/plain"]
+
+        run(kernel, "from notebook_accel.launch.template import handle; handle.close()")
+        kernel.displays.clear()
+        cell = kernel.start(launch)
+        kernel.wait_for_panel()
+        (shown,) = kernel.displays.values()
+        assert "starting" in shown["data"]["text/plain"]
+        box = shown["data"]["application/vnd.jupyter.widget-view+json"]["model_id"]
+        kernel.reload()
+        assert "starting" in str(kernel.models)
+        # The widget that the page has becomes the panel, with its buttons, and then the summary.
+        has_panel = lambda: len(kernel.models[box]["children"]) > 3  # noqa: E731
+        assert kernel.listen_until(has_panel, seconds=60)
+        assert "Stop" in kernel.buttons
+        go_on.touch()
+        kernel.finish(cell)
+        assert "succeeded" in str(kernel.models)
+        # The reloaded page gets nothing of that cell: the next one has the summary, once.
+        for shown_here in (1, 0):
+            outputs = [str(output["data"]) for output in run(kernel, "1;").outputs]
+            assert sum("succeeded" in text for text in outputs) == shown_here
 
 
 def test_hidden_requests_of_vs_code_hide_no_panel_and_no_summary(tmp_path: Path) -> None:
