@@ -194,11 +194,7 @@ def pack_call(
             held=before,
             num_sent=session.num_sent + len(pickler.sent),
         ),
-        notices=(
-            *_moved_notice(pickler.moved),
-            *_shared_notice(pickler.num_shared),
-            *_imported_notice(pickler.imported),
-        ),
+        notices=tuple(_notices(pickler)),
         models=_unique(name for each in named for name in each if _is_model(each[name])),
         # A function that goes by reference has nothing of its module in the pickle.
         uses_torch=b"torch" in body
@@ -280,36 +276,28 @@ def _open_pickle(packed: Packed) -> tuple[Any, memoryview, tuple[memoryview, ...
 # ---- notices for the person ---------------------------------------------------------------
 
 
-def _moved_notice(moved: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    if not moved:
-        return ()
-    size = sum(size for _, size in moved) / 1e6
-    devices = ", ".join(_unique(device for device, _ in moved))
-    tensors = "1 tensor" if len(moved) == 1 else f"{len(moved)} tensors"
-    text = (
-        f"{tensors} ({size:.1f} MB) on {devices} arrive in the ranks on the CPU: "
-        "prepare the model there, or move them with `.to(accelerator.device)`."
-    )
-    return (text,)
+def _notices(pickler: CallPickler) -> Iterator[str]:
+    moved = pickler.moved
+    if moved:
+        size = sum(size for _, size in moved) / 1e6
+        devices = ", ".join(_unique(device for device, _ in moved))
+        yield (
+            f"{_tensors(len(moved))} ({size:.1f} MB) on {devices} arrive in the ranks on the CPU: "
+            "prepare the model there, or move them with `.to(accelerator.device)`."
+        )
+    if pickler.num_shared:
+        tensors = _tensors(pickler.num_shared)
+        yield f"{tensors} in shared memory: each rank has a copy, and what it writes only it sees."
+    names = _unique(f"`{name}`" for name in pickler.imported if not name.startswith("sys."))
+    if names:
+        yield (
+            f"{', '.join(names)} cannot be pickled, and ranks import it: what cells changed in it, "
+            "change in the function or in a `%%everywhere` cell."
+        )
 
 
-def _shared_notice(num_shared: int) -> tuple[str, ...]:
-    if not num_shared:
-        return ()
-    tensors = "1 tensor" if num_shared == 1 else f"{num_shared} tensors"
-    text = f"{tensors} in shared memory: each rank has a copy, and what it writes only it sees."
-    return (text,)
-
-
-def _imported_notice(imported: Sequence[str]) -> tuple[str, ...]:
-    names = _unique(f"`{name}`" for name in imported if not name.startswith("sys."))
-    if not names:
-        return ()
-    text = (
-        f"{', '.join(names)} cannot be pickled, and ranks import it: what cells changed in it, "
-        "change in the function or in a `%%everywhere` cell."
-    )
-    return (text,)
+def _tensors(number: int) -> str:
+    return "1 tensor" if number == 1 else f"{number} tensors"
 
 
 def _unique(values: Iterator[str]) -> tuple[str, ...]:
@@ -348,8 +336,7 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
 
 def numbers_in(result: Packed) -> tuple[int, ...]:
     """Return the numbers (:class:`Registry`) of the notebook's objects that a result contains."""
-    numbers: tuple[int, ...] = load(result.buffers[0])
-    return numbers
+    return tuple(load(result.buffers[0]))
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:

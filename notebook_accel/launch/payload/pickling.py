@@ -70,7 +70,8 @@ _SHARED = (
     "`multiprocessing.Manager().Queue()`, which has locks, queues, events and values"
 )
 
-# By name, since importing torch, a widget library or another launcher to ask would cost seconds.
+# By name of a class, or of a module for all of its classes, since importing torch, a widget library
+# or another launcher to ask would cost seconds.
 _REMEDIES = {
     "IPython.core.autocall.IPyAutocall": "call `sys.exit()` instead",
     "IPython.core.interactiveshell.InteractiveShell": _NO_SHELL,
@@ -82,16 +83,12 @@ _REMEDIES = {
     "ipywidgets.widgets.widget.Widget": _WIDGET,
     "lightning.fabric.fabric.Fabric": _INSIDE,
     "lightning_fabric.fabric.Fabric": _INSIDE,
-    "multiprocessing.connection.Connection": _SHARED,
+    "multiprocessing.connection": _SHARED,
     "multiprocessing.managers.BaseManager": "send what it has made, as `manager.dict()`",
     "multiprocessing.pool.Pool": _INSIDE,
-    "multiprocessing.queues.Queue": _SHARED,
-    "multiprocessing.queues.SimpleQueue": _SHARED,
-    "multiprocessing.sharedctypes.SynchronizedBase": _SHARED,
-    "multiprocessing.synchronize.Barrier": _SHARED,
-    "multiprocessing.synchronize.Condition": _SHARED,
-    "multiprocessing.synchronize.Event": _SHARED,
-    "multiprocessing.synchronize.SemLock": _SHARED,
+    "multiprocessing.queues": _SHARED,
+    "multiprocessing.sharedctypes": _SHARED,
+    "multiprocessing.synchronize": _SHARED,
     "notebook_accel.launch.rank.RankContext": _INSIDE,
     "notebook_accel.launch.run.Run": "take what you need of it (`run[0]`) and send that",
     "torch.distributed.distributed_c10d.ProcessGroup": _GROUP,
@@ -118,7 +115,8 @@ def remedy_of(kind: type) -> str | None:
     if isinstance(remedy, str):
         return remedy
     for base in kind.__mro__:
-        remedy = _REMEDIES.get(f"{base.__module__}.{base.__qualname__}")
+        name = f"{base.__module__}.{base.__qualname__}"
+        remedy = _REMEDIES.get(name) or _REMEDIES.get(base.__module__)
         if remedy:
             return remedy
     return None
@@ -220,13 +218,12 @@ _LARGE_BYTES = 1 << 20
 _UNWRAP = "__notebook_accel_unwrap__"
 _WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
 
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 # Parts of these names are no library's, or are of the notebook's process alone.
 _NOT_IMPORTED = ("__main__", "__mp_main__", "builtins", "IPython", "ipykernel")
 
 # Modules and names of libraries' objects by ``id``, within :func:`importing`.
-_importable: ContextVar[Mapping[int, tuple[str, str]]] = ContextVar(
-    "notebook_accel_importable", default=MappingProxyType({})
-)
+_importable: ContextVar[dict[int, tuple[str, str]]] = ContextVar("notebook_accel_importable")
 _objects: ContextVar[Mapping[int, Any]] = ContextVar("notebook_accel_objects")
 
 
@@ -553,7 +550,8 @@ def importing() -> Iterator[None]:
     found = {}
     for name in sorted(sys.modules, key=len, reverse=True):  # the shortest name wins
         module = sys.modules[name]
-        if getattr(module, "__spec__", None) and name.partition(".")[0] not in _NOT_IMPORTED:
+        is_module = isinstance(module, types.ModuleType) and getattr(module, "__spec__", None)
+        if is_module and name.partition(".")[0] not in _NOT_IMPORTED:
             found.update({id(value): (name, key) for key, value in [*vars(module).items()]})
     token = _importable.set(found)
     try:
@@ -573,7 +571,7 @@ class CallPickler(_Pickler):
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
         super().__init__(file, buffer_callback)
-        self._importable = _importable.get()
+        self._importable = _importable.get({})
         self.imported: list[str] = []
         self.sent: list[Any] = []
         self.used: list[tuple[types.FunctionType, dict[str, Any]]] = []
@@ -673,7 +671,7 @@ class ResultPickler(_Pickler):
         file: Any,
         buffer_callback: Callable[[Any], Any] | None = None,
         *,
-        sent: Mapping[int, Any] = MappingProxyType({}),
+        sent: Mapping[int, Any] = _NOTHING,
     ) -> None:
         super().__init__(file, buffer_callback)
         self._numbers = {id(value): number for number, value in sent.items()}
@@ -727,9 +725,7 @@ def _unwrap(value: Any) -> Any:
 # ---- unpickling ----------------------------------------------------------------------------
 
 
-def load(
-    data: Any, *, buffers: Sequence[Any] = (), objects: Mapping[int, Any] = MappingProxyType({})
-) -> Any:
+def load(data: Any, *, buffers: Sequence[Any] = (), objects: Mapping[int, Any] = _NOTHING) -> Any:
     """Unpickle ``data``; the caller has made sure that it comes from a process of this package.
 
     Args:

@@ -47,17 +47,14 @@ def _dump(obj: Any, file: Any, protocol: int | None = None) -> None:  # noqa: AR
     pickler = _StartPickler(file)
     others = _definitions() if isinstance(obj, BaseProcess) else []
     # `sent` fills up while what stands before it is pickled: it must come last.
-    pickler.dump(_Start(obj, others, pickler.sent))
+    pickler.dump(_Start((obj, others, pickler.sent)))
 
 
-class _Start:
-    """What a process starts with; it is unpickled as ``value``."""
-
-    def __init__(self, value: Any, others: Sequence[Any], sent: Sequence[Any]) -> None:
-        self._parts = value, others, sent
+class _Start(tuple[Any, ...]):
+    """The arguments of :func:`_begin`; it is unpickled as what that returns."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _begin, self._parts
+        return _begin, tuple(self)
 
 
 def _begin(value: Any, _others: Sequence[Any], sent: Sequence[Any]) -> Any:
