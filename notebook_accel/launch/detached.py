@@ -36,7 +36,7 @@ from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.call import Call, NewCall
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricTail
-from notebook_accel.launch.control.run_folder import RunFolder, runs_folder
+from notebook_accel.launch.control.run_folder import RunFolder, new_run_id, runs_folder
 from notebook_accel.launch.control.state import Failure, RunState
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.engines import engine_for
@@ -123,6 +123,7 @@ def launch_detached(
         request.without_function(),
         view=GuardedView(View()),
         notebook=pickle.dumps(capture(request.config.seed)),
+        run_id=new_run_id(),
     )
     described = replace(packed, packed=Packed(), registry=Registry())
     with without_debugger(), tempfile.TemporaryFile() as stderr, contextlib.ExitStack() as undo:
@@ -132,8 +133,9 @@ def launch_detached(
         with theirs:
             path = [entry for entry in import_path() if os.path.isabs(entry)]
             path.append(str(Path(__file__).parents[2]))
+            boot = sys.executable, "-c", _BOOT.format(path=path, fd=theirs.fileno())
             subprocess.run(
-                [sys.executable, "-c", _BOOT.format(path=path, fd=theirs.fileno())],
+                [*boot, "notebook-accel", asked.run_id, asked.name],  # named in lists of processes
                 env={**os.environ, "JPY_SESSION_NAME": notebook_file},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

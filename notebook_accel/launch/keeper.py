@@ -143,13 +143,20 @@ def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> No
         launcher: connection to the kernel that launched the run.
     """
     kernels = [_Kernel(call, launcher)]
-    with listener:
-        while not call.ended.is_set():
-            channel = None
-            if is_readable(listener, _LOOK_SECONDS):
-                channel = user_socket.accept(listener)
-            if channel is not None:
-                kernels.append(_Kernel(call, channel))
+    while not call.ended.is_set():
+        channel = None
+        if is_readable(listener, _LOOK_SECONDS):
+            channel = user_socket.accept(listener)
+        if channel is not None:
+            kernels.append(_Kernel(call, channel))
+        if not call.folder.path.exists():
+            # Without a folder nobody could find the run, or stop it.
+            with contextlib.suppress(OSError, LaunchError):
+                call.folder.create()
+                call.folder.save(call.state, call.config)
+                listener.close()
+                listener = user_socket.listen(call.folder.path)
+    listener.close()
     deadline = time.monotonic() + _LAST_SECONDS
     for kernel in kernels:
         kernel.sender.join(max(0.0, deadline - time.monotonic()))

@@ -53,6 +53,7 @@ class LaunchRequest:
         arguments: the function's arguments as a short text, which the launcher fills in.
         notebook: pickled state of the notebook other than its variables, such as random generators
             and loggers; b"" for the state of this process.
+        run_id: id of the run, if it is already known; else "".
     """
 
     config: LaunchConfig
@@ -74,6 +75,7 @@ class LaunchRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: str = ""
     notebook: bytes = b""
+    run_id: str = ""
 
     def without_function(self) -> LaunchRequest:
         """Return a copy without the user's function and arguments, which should not be kept."""

@@ -157,6 +157,9 @@ class Run:
                 )
             )
         if not self._results.has(index):
+            for notice in self.state.notices:
+                if f"what rank {index} returned is lost" in notice:
+                    raise self._about_this(NotebookAccelError(notice))
             raise self._about_this(RunStopped(f"rank {rank} was stopped before it had a result"))
         return self._results.get(index)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.control.export import Script
-from notebook_accel.notebook.used_names import PROVIDED, is_history, names_of, without_watcher
+from notebook_accel.launch.text.used_names import PROVIDED, is_history, names_of, without_watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload.names import look_at
-from notebook_accel.notebook.used_names import is_history
+from notebook_accel.launch.text.used_names import is_history
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -37,7 +37,7 @@ from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import show_values
 from notebook_accel.notebook.tracebacks import cell_sources
-from notebook_accel.notebook.used_names import (
+from notebook_accel.launch.text.used_names import (
     PROVIDED,
     CellNames,
     names_of,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -225,3 +226,45 @@ def test_a_keeper_that_is_stopped_or_has_ended_is_named(
         keeper.kill()
         said, _ = asked.communicate(timeout=SLOW)
     assert "has ended meanwhile" in said
+
+
+def test_a_run_whose_folder_was_deleted_is_found_and_has_its_result(
+    notebook: Notebook, later: Notebook, tmp_path: Path
+) -> None:
+    run_id = launched(notebook, tmp_path)
+    (keeper,) = keepers(notebook)
+    assert keeper.cmdline()[-2:] == [run_id, "train"]
+    folder = tmp_path / "runs" / run_id
+    shutil.rmtree(tmp_path / "runs")
+    eventually((folder / ".attach").exists, within=SLOW, what="its folder is there again")
+    listed = "print([(run.id, run.status) for run in notebook_accel.runs(everywhere=True)])"
+    assert later.run(listed).strip() == f"[({run_id!r}, 'running')]"
+    later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
+    (tmp_path / "go").touch()
+    assert later.run("print(run[1][0].value)").strip() == "41"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a file system of one's own needs root")
+def test_a_full_disk_at_the_end_loses_no_verdict_and_names_itself(
+    notebook: Notebook, later: Notebook, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(small)]
+    if subprocess.run(mounted, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        for one in (notebook, later):
+            one.run(f"import os; os.environ['NOTEBOOK_ACCEL_RUNS'] = {str(small / 'runs')!r}")
+        run_id = launched(notebook, tmp_path)
+        with contextlib.suppress(OSError), open(small / "filling", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        (tmp_path / "go").touch()
+        assert "disk full" in notebook.fails("run.wait()[0]")
+        eventually(lambda: not keepers(notebook), within=SLOW, what="the keeper has ended")
+        later.run(f"run = notebook_accel.attach({run_id!r}, view='none')")
+        assert later.run("print(run.status)").strip() == "succeeded"
+        assert "disk full: what rank 0 returned is lost" in later.fails("run[0]")
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)

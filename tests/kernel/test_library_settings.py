@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel.notebook.used_names import names_of
+from notebook_accel.launch.text.used_names import names_of
 from tests.kernel.notebooks import open_notebook
 
 if TYPE_CHECKING:

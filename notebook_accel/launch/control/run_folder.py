@@ -54,6 +54,7 @@ __all__ = [
     "RunFolder",
     "lost_files_notice",
     "making_files",
+    "new_run_id",
     "run_folders",
     "runs_folder",
 ]
@@ -66,6 +67,8 @@ _DAY_SECONDS = 86_400
 _KEPT_BYTES = 2_000_000_000
 # Of what was being trained, so much is written at the end of a run, which takes a second or two.
 _RESCUED_BYTES = 1_000_000_000
+# The final state of a detached run rarely has more: the last output of some ranks.
+_STATE_BYTES = 500_000
 _LIVE = ".live"
 # Two files: where one takes the place of another, ext4 writes it to the disk at once, which takes a
 # millisecond, and holds up what is made next. A short cell would take a tenth longer by it.
@@ -128,24 +131,39 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def make(cls, root: Path | None = None, *, remove_old: bool = True) -> RunFolder:
+    def make(
+        cls, root: Path | None = None, *, remove_old: bool = True, run_id: str = ""
+    ) -> RunFolder:
         """Make the folder of a new run, and remove the folders of old runs.
 
         Args:
             root: folder of all runs; None for :func:`runs_folder`.
             remove_old: False removes none, to save time: :meth:`remove_old` can do it later.
+            run_id: id of the run; "" for a new one.
 
         Raises:
             LaunchError: the folder cannot be made.
         """
         root = runs_folder() if root is None else root
-        folder = cls(root / _new_id())
+        folder = cls(root / (run_id or new_run_id()))
+        folder.create()
+        weakref.finalize(folder, _let_go, folder.path / _LIVE, os.getpid())
+        if remove_old:
+            folder.remove_old()
+        return folder
+
+    def create(self) -> None:
+        """Make the folder on disk, with the mark that this process uses it.
+
+        Raises:
+            LaunchError: the folder cannot be made.
+        """
+        root = self.path.parent
         try:
             make_folder(root)
             with open_folder(root) as opened:
-                os.mkdir(folder.id, 0o700, dir_fd=opened)
-            mark = folder.path / _LIVE
-            with open(mark, "x", opener=own_file) as file:
+                os.mkdir(self.id, 0o700, dir_fd=opened)
+            with open(self.path / _LIVE, "x", opener=own_file) as file:
                 file.write(_kernel_file(root).name)
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
@@ -154,10 +172,6 @@ class RunFolder:
                 f"the folder for the run's logs and metrics cannot be made in {root}: {error}. Set "
                 "NOTEBOOK_ACCEL_RUNS to a folder that can be written"
             ) from None
-        weakref.finalize(folder, _let_go, mark, os.getpid())
-        if remove_old:
-            folder.remove_old()
-        return folder
 
     def remove_old(self) -> None:
         """Remove the folders of old runs, but not this one; takes at least 10 ms.
@@ -267,14 +281,23 @@ class RunFolder:
             if config is not None:
                 with open(self.config_path, "w", encoding="utf-8", opener=own_file) as settings:
                     settings.write(_text_of(config))
-            with open(part, "wb", opener=own_file) as file:
+            with open(part, "r+b" if part.exists() else "wb", opener=own_file) as file:
                 file.write(msgspec.msgpack.encode(state))
+                file.truncate()
             part.replace(path)
+            if state.detached and not state.has_ended:
+                self._keep_room()
         except (OSError, UnicodeEncodeError) as error:
             return lost_files_notice(
                 "how this run ended is known to this kernel alone", self.path, error
             )
         return ""
+
+    def _keep_room(self) -> None:
+        """Take the room for the final state now: the disk may be full when it is written."""
+        part = (self.path / _STATE).with_suffix(".part")
+        with contextlib.suppress(OSError), open(part, "wb", opener=own_file) as file:
+            os.posix_fallocate(file.fileno(), 0, _STATE_BYTES)
 
     def load(self) -> RunState | None:
         """Return the final state, or else the first one; None if neither can be read.
@@ -383,7 +406,7 @@ class RunFolder:
         return 0.0
 
 
-def _new_id() -> str:
+def new_run_id() -> str:
     """Return a new run id, made from the time in UTC, so that sorting ids sorts by launch time."""
     # In UTC, which no summer time or journey sets back.
     now = dt.datetime.now(dt.timezone.utc)

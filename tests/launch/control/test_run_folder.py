@@ -34,7 +34,7 @@ def ended(root: Path) -> Path:
 
 def date_new_runs(monkeypatch: pytest.MonkeyPatch, date: str) -> None:
     """Give all runs that are made from here on this date."""
-    monkeypatch.setattr(f"{run_folder.__name__}._new_id", lambda: f"{date}-{uuid4().hex[:6]}")
+    monkeypatch.setattr(f"{run_folder.__name__}.new_run_id", lambda: f"{date}-{uuid4().hex[:6]}")
 
 
 def names(root: Path) -> list[str]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from notebook_accel.notebook.used_names import names_of
+from notebook_accel.launch.text.used_names import names_of
 
 
 def used(text: str) -> set[str]:
