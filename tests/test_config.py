@@ -837,7 +837,7 @@ def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
     defaults = [(one.name, one.type, repr(one.default)) for one in fields(LaunchConfig)]
     assert told == defaults
     assert (
-        "    grace: float = 10.0\n |          Seconds that ranks get to leave: after Stop" in start
+        "    grace: float = 10.0\n |          Seconds that ranks get to leave: after a Stop" in start
     )
     assert "Settings of a launch, checked at construction" in text
 

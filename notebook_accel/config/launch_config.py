@@ -163,8 +163,8 @@ class LaunchConfig:
         10.0,
         check=as_seconds,
         label="Grace, in seconds",
-        about="Seconds that ranks get to leave: after Stop until they are interrupted, and after "
-        "an interrupt until they are terminated",
+        about="Seconds that ranks get to leave: after a Stop that they do not hear until they are "
+        "interrupted, and after an interrupt until they are terminated",
     )
     debug: bool = setting(
         False,

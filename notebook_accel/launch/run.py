@@ -303,13 +303,16 @@ class Run:
         """Ask all ranks to leave the function at the same batch, and return at once.
 
         A rank leaves when it asks a prepared loader for that batch; a function that reads
-        ``should_stop`` decides by itself. Ranks get a KeyboardInterrupt if they have not left after
-        ``grace`` seconds, or if no rank makes progress for a second. Once all ranks have left their
-        loop or have read ``should_stop``, no rank is interrupted, so that the code after the loop
-        may take its time. A second call of ``stop`` interrupts the ranks in any case.
+        ``should_stop`` decides by itself. A step that is under way is let finish, however long it
+        is. Ranks get a KeyboardInterrupt if none of them makes progress for three times its longest
+        recent step, and for 5 seconds at least; or, after ``grace`` seconds, if the function asks
+        no prepared loader and does not read ``should_stop``. Once all ranks have left their loop or
+        have read ``should_stop``, no rank is interrupted, so that the code after the loop may take
+        its time. A second call of ``stop`` interrupts the ranks in any case.
 
         Args:
-            grace: seconds that the ranks get to leave; None for the ``grace`` of the launch.
+            grace: seconds that ranks which do not hear the stop get; None for the ``grace`` of the
+                launch.
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.

@@ -519,9 +519,10 @@ class Shutdown(Message, frozen=True, kw_only=True):
 class Stop(Message, frozen=True, kw_only=True):
     """Request to an agent or keeper: end the call, with all ranks leaving it at the same batch.
 
-    Ranks that are still in the call after ``grace`` seconds (None stands for the ``grace`` of the
-    call), or after one second without progress, are interrupted. Once all ranks have left their
-    loop or have read ``should_stop``, no rank is interrupted before a second ``Stop``.
+    A step that is under way is let finish. Ranks without progress are interrupted, and after
+    ``grace`` seconds (None stands for the ``grace`` of the call) also ranks that go on and do not
+    come to a batch or a read of ``should_stop``. Once all ranks have left their loop or have read
+    ``should_stop``, no rank is interrupted before a second ``Stop``.
     """
 
     grace: float | None = None

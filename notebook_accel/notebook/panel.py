@@ -419,8 +419,8 @@ def _stopping(details: Details) -> Markup:
     if details.stopping is None or details.stopping < _STOP_SECONDS:
         return Markup("")
     line = (
-        f"Waiting for the ranks to leave: one that goes on is interrupted after {details.grace:g} "
-        f"s, and ended {details.grace:g} s later. Kill ends them now, and results are lost."
+        "Waiting for the ranks to finish their step and leave. Stop again interrupts them, and "
+        f"ends them {details.grace:g} s later. Kill ends them now, and results are lost."
     )
     return element("div", line, class_="na-waiting")
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from notebook_accel import ConfigError, LaunchError, NotebookAccelError, WorkerError
+from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.engines import local
@@ -389,6 +389,46 @@ def test_a_function_that_reads_is_not_interrupted_in_a_long_step() -> None:
     run.stop()
     assert run.wait(SOON).results == ["asked", "asked"]
     assert run.status == "stopped"
+
+
+def train_in_long_steps(folder: str, seconds: float) -> None:
+    from notebook_accel.launch import rank
+
+    context = rank.current()
+    path = Path(folder, str(context.rank))
+    try:
+        while True:
+            context.count_batch()
+            time.sleep(seconds)
+            context.count_step()
+            with path.open("a") as file:
+                file.write("step ")
+    except KeyboardInterrupt:
+        with path.open("a") as file:
+            file.write("interrupted")
+
+
+def test_a_long_step_is_let_finish(tmp_path: Path) -> None:
+    run = on_cpu(train_in_long_steps, str(tmp_path), 2.2, block=False, grace=0.5)
+    eventually(lambda: run.state.ranks[1].batches == 2, within=SOON, what="a second step begins")
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait(SOON)
+    done = {(tmp_path / str(rank)).read_text() for rank in range(2)}
+    assert len(done) == 1, "both have left at one step"
+    assert set(done.pop().split()) == {"step"}
+    assert "Stop waits: rank 0 is in a step of about 2 s (Stop again interrupts it)" in "".join(
+        run.state.notices
+    )
+
+
+def test_a_second_stop_interrupts_a_long_step(tmp_path: Path) -> None:
+    run = on_cpu(train_in_long_steps, str(tmp_path), 60.0, block=False)
+    eventually(lambda: run.state.ranks[1].batches == 1, within=SOON, what="a step begins")
+    run.stop()
+    run.stop()
+    run.wait(SOON)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["interrupted"] * 2
 
 
 class EndsWhilePolled(View):

@@ -66,7 +66,7 @@ def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None
 
     assert "Kill" not in told(None)
     assert "Kill" not in told(0.5)
-    assert "is interrupted after 10 s, and ended 10 s later" in told(2.5)
+    assert "Stop again interrupts them, and ends them 10 s later" in told(2.5)
     assert "Kill ends them now, and results are lost." in told(2.5)
 
 

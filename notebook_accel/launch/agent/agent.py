@@ -21,6 +21,7 @@ any call but the newest is dropped.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -34,7 +35,7 @@ import msgspec
 import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.agent.ending import STAGES, Ending, Stage
+from notebook_accel.launch.agent.ending import STAGES, Ending, Stage, StepClock
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess, Shared
@@ -89,6 +90,9 @@ def flush_to_kernel(channel: Channel, kernel: int) -> None:
 _TICK_SECONDS = 0.05
 # The kernel takes an agent that says nothing for much longer for a stopped one.
 _ALIVE_SECONDS = 2.0
+# How long a polite stop goes on until a line says what it waits for, if a step takes long.
+_WAIT_NOTICE_SECONDS = 1.0
+_LONG_STEP_SECONDS = 2.0
 _STOP_TICK_SECONDS = 0.002  # while the kernel and all ranks wait for the answer to a stop
 # Once a stop is asked, a rank has so long to show on the board (transport/scoreboard.py) whether it
 # passed its newest point or waits there; one that shows neither counts as having passed.
@@ -205,8 +209,10 @@ class Agent:
         self._ending = Ending()
         self._stop_asked: float | None = None
         self._interrupted_at: float | None = None
-        self._progress: tuple[int, ...] = ()
-        self._progressed = time.monotonic()
+        self._clocks: dict[int, StepClock] = {}
+        # When a polite stop began, or its point was found; and when it is said what it waits for.
+        self._stopping_since = 0.0
+        self._next_wait_notice = math.inf
 
     # ---- start -----------------------------------------------------------------------------
 
@@ -263,7 +269,7 @@ class Agent:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._note_progress(now)
+        self._note_steps(now)
         for rank in self.ranks:
             if rank.alive:
                 for message in rank.observe(now):
@@ -276,12 +282,14 @@ class Agent:
             self._next_metrics = now + _METRICS_SECONDS
             self._post_metrics()
         self._answer_stop(now)
+        self._tell_what_stop_waits_for(now)
         if self._call and not self._ending.is_last and not self._in_call():
             # All ranks have left this call: forget its stages, or they would cut a shutdown short.
             self._ending = Ending(grace=self._ending.grace, is_last=False)
         stage = self._ending.next_stage(
             now=now,
-            idle=self._idle(now),
+            stuck=self._are_stuck(now),
+            hears=any(self._clocks[rank.rank].hears for rank in self._going_on()),
             leaving=self._are_leaving(),
             all_settle=all(rank.has_started and not rank.is_dying for rank in self._in_call()),
         )
@@ -307,20 +315,35 @@ class Agent:
             self._stop_asked = None
             self._post(wire.StopPointReached, call=self._call, **asdict(point))
 
-    def _note_progress(self, now: float) -> None:
-        progress = tuple(
-            count for rank in self.ranks for count in (rank.row.batches, rank.row.steps)
+    def _note_steps(self, now: float) -> None:
+        for rank in self._in_call():
+            row, clock = rank.row, self._clocks.setdefault(rank.rank, StepClock(now))
+            clock.note((row.batches, row.steps, row.reads), now)
+
+    def _going_on(self) -> list[RankProcess]:
+        """Return the ranks in the call that the stop has not reached."""
+        return [rank for rank in self._in_call() if not rank.row.leaving]
+
+    def _are_stuck(self, now: float) -> bool:
+        """Return whether none of the ranks that a stop has not reached makes progress."""
+        since, grace = self._stopping_since, self._ending.grace
+        going_on = self._going_on()
+        return bool(going_on) and all(
+            self._clocks[rank.rank].is_stuck(now, since=since, grace=grace) for rank in going_on
         )
-        if progress != self._progress:
-            self._progress, self._progressed = progress, now
 
-    def _idle(self, now: float) -> float:
-        """Return the seconds since a rank last made progress, for the time limit of a polite stop.
-
-        0 (no limit) if each rank in the call has read ``should_stop`` or left its loop.
-        """
-        asks = all(rank.row.reads or rank.row.leaving for rank in self._in_call())
-        return 0.0 if asks else now - self._progressed
+    def _tell_what_stop_waits_for(self, now: float) -> None:
+        if now < self._next_wait_notice or self._ending.stage != Stage.STOP:
+            return
+        self._next_wait_notice = math.inf
+        waits_for = [
+            f"rank {rank.rank} is in a step of about {clock.step:.0f} s"
+            for rank in self._going_on()
+            if (clock := self._clocks[rank.rank]).step >= _LONG_STEP_SECONDS
+        ]
+        if waits_for:
+            text = f"Stop waits: {waits_for[0]} (Stop again interrupts it)"
+            self._post(wire.Notice, call=self._call, text=text)
 
     def _are_leaving(self) -> bool:
         """Return whether the stop has reached each rank in the call, so that it ends by itself.
@@ -370,7 +393,7 @@ class Agent:
 
     def _handle_message_of_call(self, message: wire.Message) -> None:
         if isinstance(message, wire.LeaveAt):
-            self._progressed = time.monotonic()
+            self._stopping_since = time.monotonic()
             self._board.leave_at(LeavePoint(batches=message.batches, reads=message.reads))
         elif isinstance(message, wire.RankFailed):
             self._begin_settle_window()
@@ -399,7 +422,7 @@ class Agent:
         self._ending = Ending(grace=message.grace, is_last=self._is_shutting_down)
         self._stop_asked = self._interrupted_at = None
         self._board.reset()
-        self._progressed = time.monotonic()
+        self._clocks = {}
         port = message.master_port or self._ports.master_number
         if self._has_others and self._has_rank_0:
             self._post(wire.PortReserved, call=self._call, port=port)
@@ -634,6 +657,13 @@ class Agent:
 
     # ---- what goes out ---------------------------------------------------------------------
 
+    def _ask_stop(self) -> None:
+        self._board.ask_stop()
+        self._stopping_since = time.monotonic()
+        self._next_wait_notice = self._stopping_since + _WAIT_NOTICE_SECONDS
+        for clock in self._clocks.values():
+            clock.stop_asked()
+
     def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
         """Take one step of ending the call, unless it or a harder step was taken before.
 
@@ -648,8 +678,7 @@ class Agent:
         if stage >= Stage.INTERRUPT and self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
         if stage == Stage.STOP:
-            self._board.ask_stop()
-            self._progressed = time.monotonic()
+            self._ask_stop()
         elif stage == Stage.INTERRUPT:
             for rank in self._in_call():
                 rank.interrupt()

@@ -5,7 +5,8 @@ No side effects here: an :class:`Ending` computes which stage is due; the agent 
     a launch     STOP -a-> INTERRUPT -grace-> TERMINATE -1 s-> KILL
     a session    STOP -a-> INTERRUPT -1 s-> DISCONNECT -grace-> TERMINATE -1 s-> KILL
 
-    a: grace, or less if no rank makes progress for 1 s
+    a: no rank makes progress any more (StepClock); or grace, if none is on its way to a point
+       (a batch, a read of should_stop) at which it hears the stop
 
 A launch runs one call, after which its rank processes end; a session keeps them for more calls.
 ``grace`` is the number of seconds, set by the user, that ranks get to clean up before a harder
@@ -24,15 +25,23 @@ is later (with fewer processors than ranks, some begin late). It lasts 2 seconds
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from notebook_accel.launch import wire
 
-__all__ = ["SETTLE_SECONDS", "STAGES", "Ending", "Stage"]
+__all__ = ["SETTLE_SECONDS", "STAGES", "Ending", "Stage", "StepClock"]
 
-# Without progress for this long, a rank that was asked politely gets a KeyboardInterrupt.
-_IDLE_SECONDS = 1.0
+# A rank that was asked politely makes no progress if it has counted nothing for this many times its
+# longest recent step, and for this long at least; a rank that has counted nothing at all, for less.
+_STEPS = 3
+_IDLE_SECONDS = 5.0
+_IDLE_SECONDS_WITHOUT_STEPS = 1.0
+# Counts (a batch, a step, a read) from which "recent" is taken. A loop that is on its way to the
+# point at which it hears the stop makes fewer; one that makes more does not hear it.
+_RECENT = 20
+_HEARS_WITHIN = 8
 # A rank in a collective sees no KeyboardInterrupt: for this long it is left to end by itself.
 _DISCONNECT_SECONDS = 1.0
 # From SIGTERM to SIGKILL once a grace period is over.
@@ -69,6 +78,59 @@ STAGES = {
     wire.Terminate: Stage.TERMINATE,
     wire.Kill: Stage.KILL,
 }
+
+
+class StepClock:
+    """How long the steps of one rank take in a call, from the changes of its counters.
+
+    Args:
+        now: monotonic seconds, as in all methods.
+
+    Attributes:
+        step: seconds of the longest recent step; 0 before the first one has ended.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._counts = (0, 0, 0)
+        self._changed = now
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._num_changes = self._num_at_stop = 0
+
+    def note(self, counts: tuple[int, int, int], now: float) -> None:
+        """Take the rank's counts of batches, optimizer steps and reads of ``should_stop``."""
+        if counts == self._counts:
+            return
+        if any(self._counts):
+            self._recent.append(now - self._changed)
+        self._counts, self._changed = counts, now
+        self._num_changes += 1
+
+    @property
+    def step(self) -> float:
+        return max(self._recent, default=0.0)
+
+    def stop_asked(self) -> None:
+        """Count from now on the changes after the stop was asked."""
+        self._num_at_stop = self._num_changes
+
+    @property
+    def hears(self) -> bool:
+        """Whether the rank has points at which it hears a stop, and may not have come to one."""
+        batches, _, reads = self._counts
+        return bool(batches or reads) and self._num_changes - self._num_at_stop < _HEARS_WITHIN
+
+    def is_stuck(self, now: float, *, since: float, grace: float) -> bool:
+        """Return whether the rank makes no progress.
+
+        Args:
+            since: when the stop was asked, or the ranks were told where to leave.
+            grace: how long a rank that reads ``should_stop`` gets at least.
+        """
+        batches, steps, reads = self._counts
+        limit = max(_IDLE_SECONDS, _STEPS * self.step, grace if reads else 0.0)
+        if not (batches or steps or reads):
+            limit = _IDLE_SECONDS_WITHOUT_STEPS
+        return now - max(self._changed, since) >= limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,23 +227,33 @@ class Ending:
         )
 
     def next_stage(
-        self, *, now: float, idle: float, leaving: bool, all_settle: bool = True
+        self,
+        *,
+        now: float,
+        leaving: bool,
+        stuck: bool = False,
+        hears: bool = False,
+        all_settle: bool = True,
     ) -> Stage | None:
         """Return the stage to enter now; None if none is due.
 
         Args:
             now: monotonic seconds.
-            idle: seconds since any rank last made progress.
             leaving: whether every rank in the call has left its loop, or has read ``should_stop``
                 since the stop was asked; STOP then waits for the ranks without limit.
+            stuck: whether no rank in the call makes progress.
+            hears: whether a rank in the call is on its way to where it hears the stop; it may take
+                longer than the user's grace, if a step does.
             all_settle: whether every rank in the call has called the function, and no rank's
                 process is dying; only then can the settle window end before its 2 seconds are over.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:
             return None
-        if is_polite and idle >= _IDLE_SECONDS:
+        if is_polite and stuck:
             return Stage.INTERRUPT
+        if is_polite and hears:
+            return None
         if self.settles_from is not None and all_settle and now >= self.settles_from:
             return self.next
         if self.due is not None and now >= self.due:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from notebook_accel.launch.agent.ending import Ending, Stage
+from notebook_accel.launch.agent.ending import Ending, Stage, StepClock
 
 ORDER = [Stage.STOP, Stage.INTERRUPT, Stage.TERMINATE, Stage.KILL]
 
 
 def stages(
-    ending: Ending, *, until: float, idle: float = 0.0, leaving: bool = False
+    ending: Ending,
+    *,
+    until: float,
+    stuck: bool = False,
+    hears: bool = False,
+    leaving: bool = False,
 ) -> list[tuple[float, Stage]]:
     """What is done by itself from 100 s on, seen every tenth of a second."""
     done = []
     for tick in range(1, int(until * 10) + 1):
         now = 100.0 + tick / 10
-        stage = ending.next_stage(now=now, idle=idle, leaving=leaving)
+        stage = ending.next_stage(now=now, stuck=stuck, hears=hears, leaving=leaving)
         if stage is not None:
             done.append((round(now - 100, 1), stage))
             ending = ending.ask(stage, now=now)
@@ -24,10 +29,10 @@ def stages(
 
 
 def test_nothing_happens_by_itself() -> None:
-    assert stages(Ending(), until=60, idle=60) == []
+    assert stages(Ending(), until=60, stuck=True) == []
 
 
-def test_a_stop_of_ranks_that_make_progress_waits_for_the_grace() -> None:
+def test_a_stop_that_ranks_do_not_hear_waits_for_the_grace() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100)
     assert stages(ending, until=60) == [
         (10.0, Stage.INTERRUPT),
@@ -36,21 +41,57 @@ def test_a_stop_of_ranks_that_make_progress_waits_for_the_grace() -> None:
     ]
 
 
-def test_a_stop_of_ranks_without_progress_interrupts_after_a_second() -> None:
+def test_a_step_is_let_finish_beyond_the_grace_unless_ranks_are_stuck() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100)
-    assert ending.next_stage(now=100.9, idle=0.9, leaving=False) is None
-    assert ending.next_stage(now=101.0, idle=1.0, leaving=False) is Stage.INTERRUPT
+    assert stages(ending, until=60, hears=True) == []
+    assert stages(ending, until=2, hears=True, stuck=True) == [(0.1, Stage.INTERRUPT)]
+    assert ending.ask(Stage.INTERRUPT, now=101).stage is Stage.INTERRUPT, "a second press"
+
+
+def test_how_long_a_rank_may_make_no_progress() -> None:
+    clock = StepClock(100)
+
+    def stuck_at(since: float, grace: float = 10) -> float:
+        seconds = (number / 10 for number in range(10_000))
+        return next(s for s in seconds if clock.is_stuck(since + s, since=since, grace=grace))
+
+    assert stuck_at(200) == 1, "it trains nothing"
+    clock.note((1, 0, 0), 210)
+    assert stuck_at(210) == 5
+    assert clock.step == 0
+    clock.note((1, 1, 0), 250)
+    clock.note((2, 1, 0), 250.1)
+    assert clock.step == 40
+    assert stuck_at(260) == 120
+    for number in range(20):
+        clock.note((3 + number, 1, 0), 251 + number)
+    assert clock.step == 1, "those that are recent count"
+    assert stuck_at(290) == 5
+    clock.note((22, 1, 1), 271)
+    assert stuck_at(290) == 10, "it reads should_stop"
+
+
+def test_a_loop_that_goes_on_does_not_hear_the_stop() -> None:
+    clock = StepClock(100)
+    assert not clock.hears, "without a loader, and it reads nothing"
+    clock.note((1, 0, 0), 101)
+    clock.stop_asked()
+    heard = []
+    for number in range(10):
+        clock.note((1, number, 0), 102 + number)
+        heard.append(clock.hears)
+    assert heard == [True] * 8 + [False] * 2
 
 
 def test_ranks_that_leave_on_their_own_are_left_in_peace() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100)
-    assert stages(ending, until=60, idle=60, leaving=True) == []
+    assert stages(ending, until=60, stuck=True, leaving=True) == []
 
 
 def test_an_interrupt_is_followed_up_after_the_grace() -> None:
     ending = Ending(grace=3).ask(Stage.INTERRUPT, now=100)
     # Handlers are left alone meanwhile, whatever they do.
-    assert stages(ending, until=2.9, idle=60, leaving=True) == []
+    assert stages(ending, until=2.9, stuck=True, leaving=True) == []
     assert stages(ending, until=60) == [(3.0, Stage.TERMINATE), (4.0, Stage.KILL)]
 
 
@@ -70,7 +111,7 @@ def test_no_grace_at_all() -> None:
 
 def test_after_a_kill_nothing_is_due() -> None:
     ending = Ending().ask(Stage.KILL, now=100)
-    assert stages(ending, until=60, idle=60) == []
+    assert stages(ending, until=60, stuck=True) == []
 
 
 @pytest.mark.parametrize("earlier", ORDER)
@@ -101,11 +142,11 @@ def test_a_failure_ends_the_others_after_the_settle_window() -> None:
 
 def test_the_settle_window_lasts_until_every_rank_has_begun() -> None:
     ending = Ending(grace=10).failed(now=100)
-    assert ending.next_stage(now=100.2, idle=0, leaving=False, all_settle=True) is None
-    assert ending.next_stage(now=101.9, idle=0, leaving=False, all_settle=False) is None
-    assert ending.next_stage(now=100.3, idle=0, leaving=False, all_settle=True) is Stage.TERMINATE
+    assert ending.next_stage(now=100.2, leaving=False, all_settle=True) is None
+    assert ending.next_stage(now=101.9, leaving=False, all_settle=False) is None
+    assert ending.next_stage(now=100.3, leaving=False, all_settle=True) is Stage.TERMINATE
     # Not for ever.
-    assert ending.next_stage(now=102.0, idle=0, leaving=False, all_settle=False) is Stage.TERMINATE
+    assert ending.next_stage(now=102.0, leaving=False, all_settle=False) is Stage.TERMINATE
 
 
 def test_the_settle_window_of_a_session_ends_in_an_interrupt() -> None:
@@ -120,7 +161,7 @@ def test_a_stop_does_not_prolong_the_settle_window() -> None:
 
 def test_a_harder_stage_ends_the_settle_window() -> None:
     ending = Ending(grace=10).failed(now=100).ask(Stage.TERMINATE, now=100.1)
-    assert ending.next_stage(now=100.3, idle=0, leaving=False, all_settle=True) is None
+    assert ending.next_stage(now=100.3, leaving=False, all_settle=True) is None
 
 
 def test_a_failure_during_a_stop_overrules_its_grace() -> None:
