@@ -49,8 +49,10 @@ _MAX_POINTS = 160
 _MAX_LIVE_POINTS = 1_000
 _MAX_STRIPES = 48
 _STRIPES = 20
-# Pixels of a saved chart: the labels beside it, its height, and the height of the box in that.
-_LEFT, _SAVED_HEIGHT, _BOX = 54, 112, 98
+# Pixels of a saved chart: its height, and the height of the box in that.
+_SAVED_HEIGHT, _BOX = 112, 98
+# Pixels of the room for labels beside a box: the least, and of each character in the wider font.
+_LEFT, _LABEL_CHARACTER = 54, 6.7
 
 
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
@@ -97,6 +99,12 @@ class _Drawn:
     first: float
     last: float
     labels: Mapping[str, str]
+
+    @property
+    def left(self) -> int:
+        """Pixels of the room that the labels take beside the box."""
+        longest = max(map(len, self.labels.values()), default=0)
+        return max(_LEFT, round(longest * _LABEL_CHARACTER) + 8)
 
     def box(self, **attributes: str | float) -> Markup:
         """Return the curve as an ``<svg>`` element, which stretches while its line keeps its width.
@@ -155,7 +163,7 @@ def _labels(low: float, high: float) -> tuple[str, str]:
     """Return ``low`` and ``high`` as text, with as many digits as tell them apart."""
     digits = 4 if max(abs(low), abs(high)) >= 1000 else 3
     texts = wording.number(low, digits), wording.number(high, digits)
-    while texts[0] == texts[1] and digits < 17:
+    while texts[0] == texts[1] and low != high and digits < 17:
         digits += 1
         texts = wording.number(low, digits), wording.number(high, digits)
     return texts
@@ -189,16 +197,19 @@ def saved_chart(points: Sequence[Point], *, alt: str) -> Markup:
     grid = [
         element("line", x2="100%", y1=y, y2=y, stroke=_GREY, opacity=0.35) for y in heights.values()
     ]
-    labels = [_text(text, _LEFT - 6, heights[at] + 4, "end") for at, text in drawn.labels.items()]
+    labels = [
+        _text(text, drawn.left - 6, heights[at] + 4, "end") for at, text in drawn.labels.items()
+    ]
     end, foot = f"step {wording.count(drawn.last)}", _SAVED_HEIGHT - 5
     steps = [_text(end, "50%", foot, "middle")]
     if drawn.first != drawn.last:
         first = _text(wording.count(drawn.first), 0, foot, "start")
         steps = [first, _text(end, "100%", foot, "end")]
     box = drawn.box(width="100%", height=_BOX)
+    rest = f"width:calc(100% - {drawn.left}px)"
     images = [
-        _image(labels, alt="", width=_LEFT, style=f"width:{_LEFT}px"),
-        _image([*grid, box, *steps], alt=alt, width=_WIDTH, style=f"width:calc(100% - {_LEFT}px)"),
+        _image(labels, alt="", width=drawn.left, style=f"width:{drawn.left}px"),
+        _image([*grid, box, *steps], alt=alt, width=_WIDTH, style=rest),
     ]
     return element("div", *images, style="white-space:nowrap;line-height:0")
 
@@ -296,6 +307,7 @@ def _card(
         steps,
         element("div", *_stripes(points, drawn, num_stripes), class_="na-stripes"),
         class_="na-plot",
+        style=f"--left:{drawn.left}px" if drawn.left > _LEFT else None,
     )
     return element("div", head, plot, class_="na-chart")
 

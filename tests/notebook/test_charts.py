@@ -263,6 +263,27 @@ def test_labels_of_an_axis_are_distinct(low: float, high: float, texts: list[str
     assert sorted(labels(image)[:2], key=str) == sorted(texts)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (3e-4, 3e-4, "0.0003"),
+        (123_456.0, 123_456.0, "123,456"),
+        (-12345.678, -12345.679, "-12345.678"),
+    ],
+)
+def test_a_label_is_short_and_never_cut(low: float, high: float, text: str) -> None:
+    points = [(0, low), (1, high)]
+    saved = image_of(saved_chart(points, alt=""))
+    assert text in labels(saved)
+    (anchor,) = (float(one.attrib["x"]) for one in tags(saved, "text") if one.text == text)
+    # A digit of the saved chart's font takes some six pixels, and of the live chart's less.
+    assert anchor > 6.2 * len(text)
+    markup = drawn(live(2, lr=dict(points).__getitem__))
+    assert f">{text}</span>" in markup
+    room = re.search(r"--left:(\d+)px", markup)
+    assert (int(room[1]) if room else 50) - 6 > 5.6 * len(text)
+
+
 def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     curves = LiveCurves()
     curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
