@@ -274,7 +274,7 @@ class Run:
     def _worker_error(self, failure: Failure) -> WorkerError:
         # Not part of the failure, which stays on the page and on disk: another launch changes it.
         handle = self._call.handle()
-        is_logged = handle and failure.rank is not None
+        is_logged = handle and failure.rank is not None and str(self.log_dir) in failure.message
         seen = f"\nTo see it: {handle}.logs({failure.rank})" if is_logged else ""
         error = WorkerError(
             f"{failure.message}{seen}",

@@ -31,12 +31,21 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.session import NotebookSession
     from notebook_accel.notebook.worker.calls import DebugAnswer
 
-__all__ = ["HeldLaunch", "debug", "end_held_launch", "held_launch", "launch_for_debugger"]
+__all__ = [
+    "HINT_TO_DEBUG",
+    "HeldLaunch",
+    "debug",
+    "end_held_launch",
+    "held_launch",
+    "launch_for_debugger",
+]
 
 _HINT = (
     "`%accelerate debug` looks into its frames; the ranks wait for that until the next launch or "
     "`%accelerate stop`"
 )
+
+HINT_TO_DEBUG = "To look into its frames: launch with debug=True, then `%accelerate debug`"
 
 _held: HeldLaunch | None = None
 

@@ -12,14 +12,14 @@ from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.config.checks import as_count
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, WorkerError
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.notebook.debugger import end_held_launch, launch_for_debugger
+from notebook_accel.notebook.debugger import HINT_TO_DEBUG, end_held_launch, launch_for_debugger
 from notebook_accel.notebook.session import session_for
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
 from notebook_accel.notebook.views import choose_view, dashboard_in
@@ -238,7 +238,12 @@ def notebook_launcher(
         can_hold = block and get_ipython() is not None and engine_for(chosen).keeps_ranks
         if can_hold and given_settings(settings, config).get("debug"):
             return launch_for_debugger(request)
-        return launch(request)
+        try:
+            return launch(request)
+        except WorkerError as error:
+            if can_hold and error.traceback:
+                error.hint = HINT_TO_DEBUG
+            raise
 
 
 def launch_below(

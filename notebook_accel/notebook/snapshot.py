@@ -385,10 +385,15 @@ def _printed_alike(
         lines = rank.tail
         total = max(rank.num_lines + rank.open_line, len(lines))
         if rank.failure is not None:
-            # A rank prints the traceback that the error shows: once is enough.
-            traceback = tuple(rank.failure.traceback.rstrip("\n").split("\n"))
-            if lines[-len(traceback) :] == traceback:
-                lines, total = lines[: -len(traceback)], total - len(traceback)
+            # A rank prints the traceback that the error shows: once is enough. Of one that lost
+            # another rank its last line says all, and the error mostly nothing.
+            text = rank.failure.traceback.rstrip("\n")
+            traceback = tuple(text.split("\n"))
+            keeps = summary.condition(rank) == "lost peer"
+            is_shown = keeps or not state.error or plain_text(text) in state.error
+            if is_shown and lines[-len(traceback) :] == traceback:
+                lines = (*lines[: -len(traceback)], *traceback[-1:] * keeps)
+                total -= len(traceback) - keeps
         if total:
             alike.setdefault((lines[-max_lines:], total), []).append(rank.rank)
     culprits = {rank.rank for rank in state.ranks if summary.condition(rank) == "failed"}

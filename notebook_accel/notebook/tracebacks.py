@@ -9,7 +9,10 @@ in place of a traceback. ``NotebookAccelError`` has that method. A ``KeyboardInt
 from __future__ import annotations
 
 import linecache
+import traceback
 from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
@@ -20,11 +23,14 @@ from notebook_accel.launch.payload import CellSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from types import FrameType
 
     from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["cell_numbers", "cell_sources", "show_in_short"]
 
+# Folders and files between a cell and what raised: this package, and what calls it for a magic.
+_INNER = {"notebook_accel", "IPython", "decorator.py", "contextlib.py"}
 # Of a long session only the newest cells travel with each launch.
 _MAX_CHARACTERS = 1_000_000
 
@@ -83,7 +89,7 @@ def show_in_short() -> Iterator[None]:
             _show_as(error, f"{text}; {kept}")
         elif isinstance(error, KeyboardInterrupt):
             _show_as(error, "interrupted before a run began")
-        _forget_older_traceback()
+        _lead_debugger(error)
         raise
 
 
@@ -92,8 +98,25 @@ def _show_as(error: BaseException, text: str) -> None:
     error._render_traceback_ = lambda: [first]  # type: ignore[attr-defined]
 
 
-def _forget_older_traceback() -> None:
-    # %debug goes where IPython drew a traceback last; an error that draws itself resets nothing.
+def _lead_debugger(error: BaseException) -> None:
+    """Have ``%debug`` open the user's frame that called this package, or what an inline run raised.
+
+    It goes where IPython drew a traceback last, and an error that draws itself resets nothing.
+    """
     formatter = getattr(get_ipython(), "InteractiveTB", None)
-    if formatter is not None:
-        formatter.tb = None
+    if formatter is None:
+        return
+    formatter.tb = None
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    frame: FrameType | None = innermost if _is_inner(innermost) else None
+    while frame is not None and _is_inner(frame):
+        frame = frame.f_back
+    while frame is not None:
+        formatter.tb = TracebackType(formatter.tb, frame, frame.f_lasti, frame.f_lineno)
+        # %debug skips the outermost, which is IPython's own.
+        frame = None if _is_inner(frame) else frame.f_back
+
+
+def _is_inner(frame: FrameType) -> bool:
+    path = Path(frame.f_code.co_filename)
+    return not _INNER.isdisjoint(path.parts)

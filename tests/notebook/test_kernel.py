@@ -141,14 +141,27 @@ def test_an_error_keeps_its_traceback_for_the_debugger(kernel: Kernel) -> None:
         """
         import sys
         print(type(sys.last_value).__name__, sys.last_traceback.tb_next is not None)
-        print(get_ipython().InteractiveTB.tb)
         """,
     )
-    assert reply.text == "WorkerError True\nNone\n"
+    assert reply.text == "WorkerError True\n"
+    # The debugger opens the cell's own frame, and the error says which one knows the ranks'.
+    reply = run(
+        kernel, "def launch_it():\n    notebook_launcher(fail, num_processes=1)\nlaunch_it()"
+    )
+    assert "`%accelerate debug`" in reply.traceback[-1]
+    opened = "tb = get_ipython().InteractiveTB.tb.tb_next\n"
+    names = (
+        "print(tb.tb_frame.f_code.co_name, tb.tb_next.tb_frame.f_code.co_name, tb.tb_next.tb_next)"
+    )
+    assert run(kernel, opened + names).text == "<module> launch_it None\n"
     # Inline, that is where the function stands.
     run(kernel, "notebook_launcher(fail, engine='inline')")
     innermost = "end = sys.last_traceback\nwhile end.tb_next: end = end.tb_next\n"
     assert run(kernel, innermost + "print(end.tb_frame.f_code.co_name)").text == "fail\n"
+    assert run(kernel, "print(get_ipython().InteractiveTB.tb)").text == "None\n"
+    shown = run(kernel, "print(runs()[-1].state.error)").text
+    assert re.search(r"Cell In\[1\], line \d+, in fail", shown)
+    assert "/ipykernel_" not in shown
 
 
 def test_an_error_inside_of_the_persons_own_function_names_its_lines(kernel: Kernel) -> None:

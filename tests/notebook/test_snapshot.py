@@ -10,6 +10,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.state import RESCUED, Failure
+from notebook_accel.launch.control.verdict import judge
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
 from tests.notebook.states import after, logged, metrics, running, succeeded, with_failed
@@ -174,6 +175,26 @@ def test_the_output_of_a_rank_that_failed_comes_first_and_is_open() -> None:
     assert text.index("rank 5: last 10 of 30 lines") < text.index(
         "output of ranks 0-4 and 6-7rank 0"
     )
+
+
+def test_what_the_error_does_not_show_of_another_rank_stays_in_its_output() -> None:
+    state = running(3)
+    for rank, kind, says in (
+        (0, "exception", "ValueError: bad"),
+        (1, "lost peer", "RuntimeError: peer closed"),
+        (2, "exception", "KeyError: 'x'"),
+    ):
+        text = f"Traceback (most recent call last):\n  in rank {rank}\n{says}\n"
+        said = wire.Output(rank=rank, text=f"The backend says:\n{text}" if rank == 1 else text)
+        name, _, words = says.partition(": ")
+        raised = wire.Raised(rank=rank, kind=kind, type_name=name, text=words, traceback=text)
+        state = after(state, said, raised)
+    verdict = judge(state, is_stopped=False, lost=(), log_dir="logs")
+    state = replace(state, status=verdict.status, ended=1042.0, failure=verdict.failure)
+    for shown in (Tags(render_snapshot(state).html).text, render_snapshot(state).text):
+        assert shown.count("in rank 0") == shown.count("in rank 2") == 1
+        assert "The backend says:\nRuntimeError: peer closed" in shown
+        assert "in rank 1" not in shown
 
 
 def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:

@@ -224,9 +224,9 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
         *(_describe_lost(cause, returned) or _describe(cause)),
         *hint_lines(cause),
         *_other_failures(culprits, cause),
-        "",
-        f"The whole output of rank {cause.rank} is kept in {log_dir}",
     ]
+    if cause.tail or (raised and raised.kind != "exit"):
+        lines += ["", f"The whole output of rank {cause.rank} is kept in {log_dir}"]
     return Failure(
         # What a function raised or printed may clear the person's terminal.
         message=plain_text("\n".join(lines)),

@@ -18,6 +18,7 @@ from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload import Registry
+from notebook_accel.launch.payload.cells import name_cells
 from notebook_accel.launch.payload.notebook_state import apply_generators, capture
 from notebook_accel.launch.system.interrupts import let_through
 from notebook_accel.launch.text.terminal_text import plain_text
@@ -102,9 +103,9 @@ class InlineCall(Call):
         except KeyboardInterrupt:
             raise
         except SystemExit as error:
-            self._end_by(error, code=exit_code(error))
+            self._end_by(error, request, code=exit_code(error))
         except BaseException as error:  # the user's function may raise anything
-            self._end_by(error, code=1)
+            self._end_by(error, request, code=1)
         else:
             self._become("succeeded", returned=True)
 
@@ -125,12 +126,14 @@ class InlineCall(Call):
         rank = replace(self.state.ranks[0], status=status, ended=ended, **fields)
         self.state = replace(self.state, ranks=(rank,), status=status, ended=ended)
 
-    def _end_by(self, error: BaseException, *, code: int) -> None:
+    def _end_by(self, error: BaseException, request: LaunchRequest, *, code: int) -> None:
         if code == 0:
             self._kept.put(0, None)
             self._become("succeeded", returned=True)
             return
-        text = plain_text(shorten(format_error(error, caller=__file__)))
+        labels = {cell.filename: cell.label for cell in request.sources}
+        text = name_cells(format_error(error, caller=__file__), labels)
+        text = plain_text(shorten(text))
         words = plain_text(f"{type(error).__name__}: {shorten(error_text(error))}")
         message = f"rank 0 failed: {words}\n\n{text}"
         failure = Failure(

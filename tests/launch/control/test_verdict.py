@@ -212,6 +212,7 @@ def test_a_death_with_an_exit_code() -> None:
     told = failure(run(1, died(0, exitcode=3)))
     assert "exit code 3" in told.message
     assert "printed nothing" in told.message
+    assert "is kept in" not in told.message
     assert (told.exitcode, told.signal) == (3, None)
 
 
