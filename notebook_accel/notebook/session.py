@@ -27,6 +27,13 @@ from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import call_of, results_now
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.used_names import (
+    PROVIDED,
+    CellNames,
+    names_of,
+    submodules,
+    without_watcher,
+)
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
 from notebook_accel.notebook.cell_setup import read_setup
@@ -37,13 +44,6 @@ from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.rank_displays import show_values
 from notebook_accel.notebook.tracebacks import cell_sources
-from notebook_accel.launch.text.used_names import (
-    PROVIDED,
-    CellNames,
-    names_of,
-    submodules,
-    without_watcher,
-)
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker.calls import (
     CellCall,

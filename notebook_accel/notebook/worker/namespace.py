@@ -27,8 +27,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from notebook_accel.launch import rank
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import global_names
-from notebook_accel.launch.worker import displays
 from notebook_accel.launch.text.used_names import is_history
+from notebook_accel.launch.worker import displays
 from notebook_accel.notebook.worker.calls import ShownValue
 
 if TYPE_CHECKING:
