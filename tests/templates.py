@@ -8,6 +8,7 @@ in a kernel, or in the tests' own process, before it starts its template.
 from __future__ import annotations
 
 from notebook_accel.launch.template import handle
+from notebook_accel.launch.wire import ImportItem
 
 __all__ = ["IMPORT_LITTLE", "import_little"]
 
@@ -17,8 +18,17 @@ _SERVE = "from notebook_accel.launch.template.process import serve"
 _LEFT_OUT = ("torch._dynamo", "notebook_accel.training")
 
 
+class _Everything(set[ImportItem]):
+    def __contains__(self, _item: object) -> bool:
+        return True
+
+
 def import_little() -> None:
-    """Let templates that are started from here on leave out what takes long."""
+    """Let templates that are started from here on leave out what takes long.
+
+    What ranks import instead is not imported for later ranks.
+    """
+    handle._known = _Everything()
     assert _SERVE in handle._BOOT
     handle._BOOT = handle._BOOT.replace(
         _SERVE,

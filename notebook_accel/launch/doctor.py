@@ -10,20 +10,22 @@ process from which ranks start) asks torch about the accelerators (template/proc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accel import tpu
 from notebook_accel.config import resolve
-from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
+from notebook_accel.launch.system.memory import free_in_container
 from notebook_accel.launch.system.open_files import files_needed, hard_limit
+from notebook_accel.launch.template.handle import imports_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,8 +42,6 @@ _SMALL_SHARED_MEMORY = _GIB // 4
 _LITTLE_MEMORY = _GIB
 # The next run's logs need room beside the old runs, of which 2 GB are kept.
 _LITTLE_DISK = _GIB
-# More than any machine has.
-_UNLIMITED = 1 << 62
 # nvidia-smi takes a second or two, and never answers where a driver hangs.
 _NVIDIA_SECONDS = 10
 
@@ -177,7 +177,7 @@ def _ask_nvidia(query: str) -> list[str]:
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
-    free = min(machine.free_memory, _free_in_container())
+    free = min(machine.free_memory, free_in_container())
     yield Finding(
         subject="memory",
         found=f"{free / _GIB:.1f} GB of memory are free",
@@ -187,24 +187,10 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     )
 
 
-_GROUP = Path("/sys/fs/cgroup")
-
-
-def _free_in_container() -> int:
-    """Return how many more bytes of memory this process's container (control group) may take.
-
-    If the container has no limit of memory, it returns :data:`_UNLIMITED`, more than any machine
-    has.
-    """
-    try:
-        limit = (_GROUP / "memory.max").read_text().strip()
-        used = int((_GROUP / "memory.current").read_text())
-        fields = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return _UNLIMITED
-    # The system gives the file cache up when memory is short.
-    used -= int(fields.get("inactive_file", 0))
-    return int(limit) - used if limit.isdecimal() else _UNLIMITED
+def _libraries(_machine: Machine) -> Iterator[Finding]:
+    with contextlib.suppress(LaunchError):  # of which the devices' finding tells
+        if found := imports_line():
+            yield Finding(subject="libraries", found=found)
 
 
 def _shared_memory(_machine: Machine) -> Iterator[Finding]:
@@ -270,6 +256,7 @@ _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _tpus,
     _versions,
     _memory,
+    _libraries,
     _shared_memory,
     _limits,
     _folders,

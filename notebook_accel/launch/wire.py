@@ -35,6 +35,7 @@ __all__ = [
     "AgentExited",
     "AgentReady",
     "Alive",
+    "AskImports",
     "Bar",
     "BeginCall",
     "CallEnded",
@@ -48,7 +49,13 @@ __all__ = [
     "DumpStacks",
     "EndMachineAgent",
     "ForkAgent",
+    "ForkTemplate",
     "Forked",
+    "Import",
+    "ImportItem",
+    "Imported",
+    "Importing",
+    "Imports",
     "Interrupt",
     "Kill",
     "Launch",
@@ -226,6 +233,14 @@ class Notice(Message, frozen=True, kw_only=True):
     from_rank: ClassVar[bool] = True
 
     text: str
+
+
+class Imported(Message, frozen=True, kw_only=True):
+    """From rank 0, at the end of a call: modules of libraries that it had to import itself."""
+
+    from_rank: ClassVar[bool] = True
+
+    names: tuple[str, ...]
 
 
 class Returned(Message, frozen=True, kw_only=True):
@@ -609,7 +624,14 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
 
 
 class TemplateReady(Message, frozen=True, kw_only=True):
-    """From the template: it has imported all modules that it preloads, and can fork agents."""
+    """From a template: it has imported all that it was to import, and can fork agents.
+
+    Attributes:
+        files: time of the last change, in nanoseconds, of each file that a prepared template
+            imported; empty from the clean template.
+    """
+
+    files: dict[str, int] = {}
 
 
 class ForkAgent(Message, frozen=True, kw_only=True):
@@ -620,13 +642,19 @@ class ForkAgent(Message, frozen=True, kw_only=True):
     Attributes:
         secret: a random secret. The agent and the kernel first prove to each other, over the
             channel, that they know it.
+        is_prepared: whether the agent, and so its ranks, may have the notebook's libraries.
     """
 
     secret: bytes
+    is_prepared: bool = False
+
+
+class ForkTemplate(Message, frozen=True, kw_only=True):
+    """Request to a prepared template: fork another one; its end of a channel comes along."""
 
 
 class Forked(Message, frozen=True, kw_only=True):
-    """Answer to :class:`ForkAgent`: the agent's pid, or in ``error`` why no agent was forked."""
+    """Answer to a request to fork: the new process's pid, or in ``error`` why there is none."""
 
     pid: int = 0
     error: str = ""
@@ -637,6 +665,77 @@ class AgentExited(Message, frozen=True, kw_only=True):
 
     pid: int
     exitcode: int
+
+
+class ImportItem(msgspec.Struct, frozen=True):
+    """``import module``, or ``from module import names``; a name "*" is left out."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> str:
+        """Name of the library."""
+        return self.module.partition(".")[0]
+
+
+class Import(Message, frozen=True, kw_only=True):
+    """To a template: import these, in the background.
+
+    Attributes:
+        items: what to import, in this order.
+        environment, path, directory: environment variables, ``sys.path`` and current directory of
+            the notebook at this moment.
+        is_awaited: whether a launch that comes earlier waits for it.
+        first: number of the first item among all that this template was asked for.
+        is_last: whether the template is to say :class:`TemplateReady` after it.
+    """
+
+    items: tuple[ImportItem, ...]
+    environment: dict[str, str]
+    path: tuple[str, ...]
+    directory: str
+    is_awaited: bool = True
+    first: int = 0
+    is_last: bool = True
+
+
+class Importing(Message, frozen=True, kw_only=True):
+    """From a prepared template: it begins with the item ``number``, or why that must not be there.
+
+    Attributes:
+        number: number of the item, as in ``Import.first``.
+        problem: "" before the import. After it, what it left behind, such as a thread, so that the
+            process must not fork ranks.
+        error: the exception that the import raised.
+    """
+
+    number: int
+    problem: str = ""
+    error: str = ""
+
+
+class AskImports(Message, frozen=True, kw_only=True):
+    """Request to the template: how far are the imports?"""
+
+
+class Imports(Message, frozen=True, kw_only=True):
+    """Answer to :class:`AskImports`.
+
+    Attributes:
+        pid: of the prepared template; 0 if there is none.
+        importing: the library that is being imported now, for which a launch should wait; "" if a
+            launch need not wait.
+        libraries: names of the libraries that the prepared template has.
+        left_out: by library or module, why each rank must import it itself.
+        problem: why there is no prepared template; "" if nothing speaks against it.
+    """
+
+    pid: int = 0
+    importing: str = ""
+    libraries: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+    problem: str = ""
 
 
 class CountDevices(Message, frozen=True, kw_only=True):

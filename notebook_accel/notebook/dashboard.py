@@ -99,16 +99,19 @@ class Dashboard(View):
 
     # ---- what the run calls ----------------------------------------------------------------
 
-    def launch_is_slow(self, name: str) -> None:
+    def launch_is_slow(self, name: str, importing: str = "") -> None:
         self._slow_launch = name
-        text = f"{name}: starting, which takes some seconds the first time"
+        what = f"importing {importing}" if importing else "starting"
+        text = f"{name}: {what}, which takes some seconds the first time"
         if not self._draws_updates:
             self._slot.show(render_line(f"{text}. {_AT_THE_END}").bundle)
             return
         # A page that is reloaded now asks for widgets alone.
-        self._lasting = PanelBox(self._slot)
+        is_new = self._lasting is None
+        self._lasting = self._lasting or PanelBox(self._slot)
         self._lasting.body.value = str(render_line(text).html)
-        self._lasting.show(text)
+        if is_new:
+            self._lasting.show(text)
         self._clicks.pump()
 
     def waits_for_machines(self, text: str) -> None:

@@ -25,13 +25,14 @@ from IPython.display import display
 from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.payload import CellSource
-from notebook_accel.launch.template.handle import warm
+from notebook_accel.launch.template.handle import imports_line, warm
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import debugger, session
 from notebook_accel.notebook.cell_script import script_of_cells
 from notebook_accel.notebook.cell_setup import EVERYWHERE, run_everywhere
 from notebook_accel.notebook.debugger import end_held_launch, held_launch
 from notebook_accel.notebook.doctor import diagnose
+from notebook_accel.notebook.imports import follow_imports
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import CellOptions, NotebookSession
 from notebook_accel.notebook.tracebacks import cell_sources, show_in_short
@@ -133,6 +134,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     complete_magic(ipython, lambda: _session_names().union(ipython.run_line_magic("who_ls", "")))
     keep_reading(getattr(ipython, "kernel", None))
     warm()
+    follow_imports(ipython)
 
 
 class CellSyntaxError(Exception):
@@ -373,6 +375,8 @@ class AccelerateMagics(Magics):
         print(none if running is None else running.describe())  # noqa: T201
         if held is not None:
             print(f"the ranks of {held.name}, which failed, wait for %accelerate debug")  # noqa: T201
+        if line := imports_line():
+            print(f"libraries: {line}")  # noqa: T201
 
     def _pull(self, arguments: Sequence[str]) -> None:
         options = _pull_options.parser.parse_args(arguments)

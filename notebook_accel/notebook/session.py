@@ -151,8 +151,9 @@ class StartingLine(View):
         self._slot = DisplaySlot()
         self._began = time.monotonic()
 
-    def launch_is_slow(self, name: str) -> None:
-        self._show(f"{name} starts, which takes some seconds")
+    def launch_is_slow(self, name: str, importing: str = "") -> None:
+        what = f": importing {importing}" if importing else ""
+        self._show(f"{name} starts, which takes some seconds{what}")
 
     def waits_for_machines(self, text: str) -> None:
         self._show(text)

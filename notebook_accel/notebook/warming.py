@@ -1,6 +1,7 @@
 """Prepare a kernel for a launch that will probably come: start the template, mend ipykernel.
 
-The template is the helper process from which ranks are forked; it takes seconds to start.
+The template is the helper process from which ranks are forked; it takes seconds to start. From then
+on it imports the libraries that cells import (imports.py).
 
 ipykernel 7.0 to 7.3 may leave requests unread, which makes a kernel dead to its pages for good. Its
 thread for the shell channel reads that socket by a stream of events, but sends replies past the
@@ -20,6 +21,7 @@ from IPython.core.getipython import get_ipython
 
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import warm
+from notebook_accel.notebook.imports import follow_imports
 
 __all__ = ["keep_reading", "warm_kernel"]
 
@@ -57,7 +59,9 @@ def warm_kernel() -> None:
     a rank. This function also calls :func:`keep_reading`. It raises no errors: the launch itself
     will report them.
     """
-    kernel = getattr(get_ipython(), "kernel", None)
+    shell = get_ipython()
+    kernel = getattr(shell, "kernel", None)
     keep_reading(kernel)
     if kernel is not None and processes.supported():
         warm()
+        follow_imports(shell)

@@ -87,11 +87,11 @@ def test_what_files_take_in_a_container_is_free(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("machine")
 def test_little_memory_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_free_in_container", lambda: 700 << 20)
+    monkeypatch.setattr(doctor, "free_in_container", lambda: 700 << 20)
     found = about("memory")
     assert (found.level, found.found) == (HURTS, "0.7 GB of memory are free")
     assert "a rank takes 0.25 GB" in found.remedy
-    monkeypatch.setattr(doctor, "_free_in_container", lambda: 1 << 62)
+    monkeypatch.setattr(doctor, "free_in_container", lambda: 1 << 62)
     assert about("memory").level == FINE
 
 

@@ -35,6 +35,8 @@ def _example(hint: Any) -> Any:
             return _example(choice)
     if hint is wire.Packet:
         return wire.Packet(sizes=(1, 2), inline=(b"a", b"bc"))
+    if hint is wire.ImportItem:
+        return wire.ImportItem("a.b", ("c", "d"))
     if hint is wire.RankSpec:
         return wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2)
     if hint is wire.Metric:

@@ -54,6 +54,7 @@ from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import closing_advice, judge
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
@@ -488,6 +489,8 @@ class RankCall(Call):
                     self.curves.add(metric.rank, metric.step, metric.values)
         elif isinstance(message, wire.Stacks):
             self._hangs.take(message)
+        elif isinstance(message, wire.Imported):
+            follow(map(wire.ImportItem, message.names), is_awaited=False)
         self._change(partial(apply, message))
 
     def lose(self, ranks: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import time
 from abc import abstractmethod
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,8 +41,8 @@ from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.processes import import_path
+from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import ask_template
-from notebook_accel.launch.template.process import traceback_of
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.launch.transport.segment import sendable
 
@@ -61,6 +62,11 @@ __all__ = ["AgentEngine", "LocalEngine", "abandon", "fork_agent", "tcp_pair"]
 _EXIT_SECONDS = 3.0
 # SIGKILL takes milliseconds, and longer on a machine with more work than processors.
 _KILLED_SECONDS = 1.0
+# Between two looks at how far the imports are.
+_POLL_SECONDS = 0.005
+# Beginnings of variables that no library reads at its import: with others in ``env=``, ranks import
+# all libraries themselves.
+_READ_LATER = ("ACCELERATE_", "CUDA_", "GLOO_", "MASTER_", "NCCL_", "NOTEBOOK_ACCEL_", "OMP_")
 _ASK_FOR_MORE = (
     "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks "
     "(%%accelerate -n 2 in a cell)"
@@ -190,6 +196,13 @@ class LocalEngine(AgentEngine):
             if not source.is_ready:
                 request.view.launch_is_slow(request.name)
             source.wait_until_ready()
+            # Ranks would import the same, each for itself.
+            shown = ""
+            while _may_have_libraries(request) and (state := source.imports()).importing:
+                if state.importing != shown:
+                    shown = state.importing
+                    request.view.launch_is_slow(request.name, shown)
+                time.sleep(_POLL_SECONDS)
 
         ask_template(request.environment, wait)
 
@@ -216,7 +229,22 @@ class LocalEngine(AgentEngine):
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
-        return [fork_agent(request.environment, ranks, socket.socketpair, run=run, sees_files=True)]
+        return [
+            fork_agent(
+                request.environment,
+                ranks,
+                socket.socketpair,
+                run=run,
+                sees_files=True,
+                is_prepared=_may_have_libraries(request),
+            )
+        ]
+
+
+def _may_have_libraries(request: LaunchRequest) -> bool:
+    """Whether ranks may have what was imported before: not for other variables or a debugger."""
+    own = request.config.env or {}
+    return not request.config.debug and all(name.startswith(_READ_LATER) for name in own)
 
 
 def fork_agent(
@@ -226,6 +254,7 @@ def fork_agent(
     *,
     run: str,
     sees_files: bool,
+    is_prepared: bool = False,
 ) -> AgentLink:
     """Have the template process fork an agent, and return the connection to the agent.
 
@@ -238,6 +267,7 @@ def fork_agent(
             old template may have forked an agent that uses the first pair.
         run: id of the run or session.
         sees_files: whether the agent may write into the run's folder (``AgentLink.sees_files``).
+        is_prepared: whether its ranks may have the libraries that the notebook has imported.
 
     Raises:
         LaunchError: the agent could not be forked, or did not answer; no process is left of it.
@@ -248,7 +278,7 @@ def fork_agent(
         ours, theirs = connection()
         try:
             with theirs:
-                pid = source.fork_agent(theirs, run=run, secret=secret)
+                pid = source.fork_agent(theirs, run=run, secret=secret, is_prepared=is_prepared)
             channel = connect(ours, secret)
         except AuthenticationError as error:
             end = _how_it_ended(source, pid)

@@ -31,6 +31,7 @@ __all__ = [
     "kill_tree",
     "line_buffer_c_output",
     "lives",
+    "outlive_parent",
     "reset_signals",
     "signal_name",
     "stay_on_hangup",
@@ -104,6 +105,11 @@ def adopt_orphans() -> None:
     So all descendants stay below this process, which can find and kill them.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def outlive_parent() -> None:
+    """Undo :func:`die_with_parent` for this process."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_exit(pid: int) -> int:

@@ -11,6 +11,9 @@ and takes milliseconds. This file is the kernel's side, ``process.py`` the templ
               <------------------- Forked(pid)
               CountDevices ------------------->  fork --> a child that asks torch, and ends
               <------------------------ Devices
+    follow:   Import, by a socket of its own ->  imports in a prepared template (prepared.py)
+              AskImports --------------------->
+              <------------------------ Imports
               exit_of <------- AgentExited(pid)  an agent ended
               close: end of file ------------->  ends once its agents have
 
@@ -35,12 +38,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
+import psutil
+
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.environment import kept_environment
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.system.processes import import_path, is_readable
+from notebook_accel.launch.template.prepared import ITS_THREADS
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.private.of_debugpy import without_debugger
@@ -48,9 +55,17 @@ from notebook_accel.text_values import parse_flag
 from notebook_accel.tpu import AUTOLOAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Template", "UnresponsiveTemplateError", "ask_template", "template", "warm"]
+__all__ = [
+    "Template",
+    "UnresponsiveTemplateError",
+    "ask_template",
+    "follow",
+    "imports_line",
+    "template",
+    "warm",
+]
 
 T = TypeVar("T")
 
@@ -75,8 +90,6 @@ _READ_AT_IMPORT = (
     "TORCH_TRACE",
     "TQDM_",
 )
-# The number of threads is set in each rank; the template itself must never start one.
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # It imports torch, from a cold disk.
 _START_SECONDS = 120.0
 # What takes milliseconds, on a machine that swaps.
@@ -92,10 +105,12 @@ _KILLED_SECONDS = 5.0
 _MAX_ERROR_OUTPUT = 2_000
 # Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
+# Of libraries, in one line.
+_MAX_NAMES = 8
 
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
-    "from notebook_accel.launch.template.process import serve; serve({fd}, {kernel})"
+    "from notebook_accel.launch.template.process import serve; serve({fd}, {kernel}, {imports})"
 )
 
 
@@ -131,26 +146,31 @@ class Template:
         self._devices: dict[tuple[tuple[str, str], ...], wire.Devices] = {}
         with naming_what_is_short(), without_debugger(), contextlib.ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
+            imports, their_imports = map(undo.enter_context, socket.socketpair())
             self._stderr = undo.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _boot_code(theirs.fileno())],
-                env={**environment, **dict.fromkeys(_THREADS, "1"), AUTOLOAD: "0"},
+                [sys.executable, "-c", _boot_code(theirs.fileno(), their_imports.fileno())],
+                env={**environment, **dict.fromkeys(ITS_THREADS, "1"), AUTOLOAD: "0"},
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), their_imports.fileno()),
                 start_new_session=True,
             )
             processes.end_on_hangup(theirs.fileno(), self._process.pid)
             undo.pop_all()
         theirs.close()
+        their_imports.close()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stdin:
             stdin.write(secret)
         self._socket = ours
         self._secret = secret
         self._channel: Channel | None = None
+        # It needs no answer, so that a cell waits for nothing.
+        self._imports = Channel(imports)
+        self._imports_lock = threading.Lock()
         self.pid = self._process.pid
 
     @property
@@ -174,7 +194,36 @@ class Template:
         with self._lock:
             self._ready()
 
-    def fork_agent(self, sock: socket.socket, *, run: str, secret: bytes) -> int:
+    def import_soon(self, message: wire.Import) -> None:
+        """Have the process import what the notebook has imported; return at once."""
+        with self._imports_lock:
+            self._imports.post(message)
+        self._flush_imports()
+
+    def imports(self) -> wire.Imports:
+        """Return how far the imports are.
+
+        Raises:
+            LaunchError: the template died.
+            UnresponsiveTemplateError: it did not answer in time, and was killed.
+        """
+        while True:
+            is_told = self._flush_imports()
+            request = wire.AskImports(run=uuid4().hex)
+            answer = self._ask(request, wire.Imports, seconds=_FORK_SECONDS)
+            if is_told:
+                return answer
+
+    def _flush_imports(self) -> bool:
+        """Write what the socket takes now; return whether that was all."""
+        # A process that has ended is noticed by whoever asks it something.
+        with self._imports_lock, contextlib.suppress(OSError):
+            self._imports.flush(block=False)
+        return not self._imports.num_pending
+
+    def fork_agent(
+        self, sock: socket.socket, *, run: str, secret: bytes, is_prepared: bool = False
+    ) -> int:
         """Have the template fork an agent; return the agent's pid.
 
         Args:
@@ -183,12 +232,13 @@ class Template:
             run: id of the run.
             secret: the agent's secret. The caller must then prove to the agent, at the other end of
                 the pair, that it knows the secret.
+            is_prepared: whether the agent's ranks may have the libraries that were imported.
 
         Raises:
             LaunchError: the template died, or could not fork.
             UnresponsiveTemplateError: it did not answer in time, and was killed.
         """
-        request = wire.ForkAgent(run=run, secret=secret)
+        request = wire.ForkAgent(run=run, secret=secret, is_prepared=is_prepared)
         answer = self._ask(request, wire.Forked, seconds=_FORK_SECONDS, fds=(sock.fileno(),))
         if answer.error:
             raise LaunchError(
@@ -246,6 +296,7 @@ class Template:
     def close(self) -> None:
         """Close the connection; the template process ends by itself once its agents have ended."""
         self._socket.close()
+        self._imports.close()
         self._stderr.close()
         if self._channel is not None:
             self._channel.close()
@@ -387,6 +438,12 @@ class Template:
 _current: tuple[tuple[object, ...], Template] | None = None
 # Held by whoever asks it: another launch, whose variables need a new one, must not close it.
 _asking = threading.RLock()
+# What each template of this kernel is to import.
+_followed: list[wire.Import] = []
+_known: set[wire.ImportItem] = set()
+_following = threading.Lock()
+# Set where launches will probably come: in a notebook.
+_is_warm = False
 
 
 def template(environment: Mapping[str, str] | None = None) -> Template:
@@ -406,6 +463,9 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
         if _current is None or _current[0] != key or not _current[1].alive:
             close()
             _current = key, Template(environment)
+            with _following:
+                for message in _followed:
+                    _current[1].import_soon(message)
             atexit.unregister(close)
             atexit.register(close)
         return _current[1]
@@ -447,9 +507,75 @@ def warm() -> None:
     """
     # Not at a lower priority (nice), though nobody waits for it: a process without privileges can
     # not raise it again, and the ranks inherit it.
-    if parse_flag("NOTEBOOK_ACCEL_WARM", os.environ.get("NOTEBOOK_ACCEL_WARM") or "1"):
+    global _is_warm
+    _is_warm = parse_flag("NOTEBOOK_ACCEL_WARM", os.environ.get("NOTEBOOK_ACCEL_WARM") or "1")
+    if _is_warm:
         with contextlib.suppress(LaunchError):
             template()
+
+
+def follow(items: Iterable[wire.ImportItem], *, is_awaited: bool = True) -> None:
+    """Have this and all later templates import what the notebook or its ranks have imported.
+
+    Returns at once. Nothing is imported twice. Without :func:`warm`, this does nothing: a script
+    has one launch or few, and a template that waits for more would hold memory for nothing.
+
+    Args:
+        items: what was imported, in this order.
+        is_awaited: whether a launch that comes before the end of the imports waits for it.
+    """
+    with _following:
+        new = tuple(dict.fromkeys(item for item in items if item not in _known))
+        if not new or not _is_warm:
+            return
+        _known.update(new)
+        message = wire.Import(
+            items=new,
+            environment=kept_environment(),
+            path=tuple(import_path()),
+            directory=_directory(),
+            is_awaited=is_awaited,
+        )
+        _followed.append(message)
+        if _current is not None and _current[1].alive:
+            _current[1].import_soon(message)
+
+
+def imports_line() -> str:
+    """Return which libraries are imported for all ranks, and which are not; "" if there is none.
+
+    Raises:
+        LaunchError: the template died, or did not answer in time.
+    """
+    with _asking:
+        if _current is None or not _current[1].alive or not _current[1].is_ready:
+            return ""
+        source, state = _current[1], _current[1].imports()
+    parts = []
+    if state.libraries:
+        names = ", ".join(state.libraries[:_MAX_NAMES])
+        more = len(state.libraries) - _MAX_NAMES
+        with contextlib.suppress(psutil.Error):
+            pids = state.pid, source.pid
+            prepared, clean = (psutil.Process(pid).memory_info().rss for pid in pids)
+            size = max(0, prepared - clean) / 1024**2
+            parts.append(
+                f"{names}{f' and {more} more' if more > 0 else ''}: imported once for all ranks, "
+                f"which share {size:,.0f} MB"
+            )
+    if state.importing:
+        parts.append(f"{state.importing} is being imported")
+    parts += [f"{name} is imported by each rank ({why})" for name, why in state.left_out.items()]
+    if state.problem:
+        parts.append(f"the libraries of the notebook are imported by each rank: {state.problem}")
+    return "; ".join(parts)
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return "/"
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
@@ -457,20 +583,20 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
 
     It has this process's pid (a fork of the kernel needs its own template), the interpreter, and
     the variables that Python, torch and the C libraries read at import. The numbers of threads
-    (such as OMP_NUM_THREADS) are left out, since they are set in each rank.
+    (such as OMP_NUMITS_THREADS) are left out, since they are set in each rank.
     """
     variables = tuple(
         sorted(
             (name, value)
             for name, value in environment.items()
-            if name.startswith(_READ_AT_IMPORT) and name not in _THREADS
+            if name.startswith(_READ_AT_IMPORT) and name not in ITS_THREADS
         )
     )
     return os.getpid(), sys.executable, variables
 
 
-def _boot_code(fd: int) -> str:
+def _boot_code(fd: int, imports: int) -> str:
     # After the interpreter's own: a file beside the notebook must not shadow a module of Python's.
     path = [entry for entry in import_path() if os.path.isabs(entry)]
     path.append(str(Path(__file__).parents[3]))
-    return _BOOT.format(path=path, fd=fd, kernel=os.getpid())
+    return _BOOT.format(path=path, fd=fd, kernel=os.getpid(), imports=imports)

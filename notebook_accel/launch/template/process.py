@@ -25,20 +25,18 @@ import sys
 import traceback
 from dataclasses import asdict
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from notebook_accel import tpu
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import open_files, processes, scratch
+from notebook_accel.launch.template.forking import end_everything, fork, run_agent
+from notebook_accel.launch.template.prepared import Preparer, reap
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import accept
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-__all__ = ["serve", "traceback_of"]
+__all__ = ["serve"]
 
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
@@ -64,11 +62,9 @@ _PRELOADED = (
 _IDLE_SECONDS = 1e7
 # A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
-# What stands around a child's traceback on standard error.
-_FAILED, _END = "process {} failed\n", "\n== end of the traceback"
 
 
-def serve(fd: int, kernel_pid: int) -> None:
+def serve(fd: int, kernel_pid: int, imports_fd: int) -> None:
     """Run the template process: import torch, then serve the kernel's requests.
 
     The connection's secret, 32 bytes, is read from standard input. This returns once the kernel has
@@ -78,6 +74,7 @@ def serve(fd: int, kernel_pid: int) -> None:
     Args:
         fd: socket to the kernel.
         kernel_pid: of the kernel, which must be this process's parent; else this returns at once.
+        imports_fd: socket by which the kernel sends what it imports; it needs no answer.
     """
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
@@ -86,7 +83,7 @@ def serve(fd: int, kernel_pid: int) -> None:
     processes.adopt_orphans()
     # Two descriptors for each agent that lives.
     open_files.raise_limit()
-    with processes.acting_on_exit(kernel, _end_everything):
+    with processes.acting_on_exit(kernel, end_everything):
         secret = sys.stdin.buffer.read(32)
         # The collector would look through what is imported again and again, which takes a tenth of
         # the time of the imports.
@@ -102,45 +99,84 @@ def serve(fd: int, kernel_pid: int) -> None:
         gc.collect()
         gc.freeze()
         processes.stay_on_hangup(fd)
-        channel = accept(socket.socket(fileno=fd), secret, timeout=_IDLE_SECONDS)
+        sock = socket.socket(fileno=fd)
+        server = Server(Channel(sock), kernel, Channel(socket.socket(fileno=imports_fd)))
+        # The kernel connects with its first request. What it imports comes before.
+        channel = accept(
+            sock, secret, timeout=_IDLE_SECONDS, meanwhile=lambda: server.import_until(sock)
+        )
         channel.send(wire.TemplateReady())
-    Server(channel, kernel).run()
-
-
-def _end_everything(runs: Mapping[int, str] | None = None) -> None:
-    """Kill all descendants, remove the scratch files of the agents, and exit this process.
-
-    Called when the kernel's process has ended.
-
-    Args:
-        runs: for each agent's pid, the id of its run; None for no agents.
-    """
-    reaped = processes.kill_descendants()
-    for agent, run in (runs or {}).items():
-        scratch.remove(run, agent, used_by=reaped)
-    os._exit(0)
+    server.run()
 
 
 class Server:
     """The event loop of the template process: answers the kernel's requests, reaps ended agents."""
 
-    def __init__(self, channel: Channel, kernel: int) -> None:
+    def __init__(self, channel: Channel, kernel: int, imports: Channel | None = None) -> None:
+        """Make the loop.
+
+        Args:
+            channel: to the kernel, for requests and answers.
+            kernel: a descriptor that becomes readable when the kernel's process ends.
+            imports: from the kernel, which asks by it for imports.
+        """
         self._channel = channel
         self._kernel = kernel
+        self._imports = imports
         self._agents: dict[int, int] = {}
         self._runs: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
         self._is_retired = False
+        self._preparer = Preparer(kernel, self._selector, self._descriptors, self._kill_descendants)
+        self._selector.register(self._kernel, selectors.EVENT_READ, self._end_everything)
+        if imports is not None:
+            self._selector.register(imports, selectors.EVENT_READ, self._read_imports)
+
+    def import_until(self, sock: socket.socket) -> None:
+        """Serve the imports alone, until there is something to read from ``sock``."""
+        self._selector.register(sock, selectors.EVENT_READ, lambda: None)
+        while not processes.is_readable(sock):
+            self._turn()
+        self._selector.unregister(sock)
 
     def run(self) -> None:
+        """Serve the kernel until it has closed the connection, and all agents have ended."""
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
-        self._selector.register(self._kernel, selectors.EVENT_READ, self._end_everything)
-        while self._agents or not self._is_retired:
-            for key, _ in self._selector.select():
+        while self._agents or self._preparer.pids or not self._is_retired:
+            self._turn()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._preparer.seconds_left()):
+            # Another one of them may have taken it out meanwhile.
+            if self._selector.get_map().get(key.fd) == key:
                 key.data()
+        self._preparer.check()
 
     def _end_everything(self) -> None:
-        _end_everything(self._runs)
+        end_everything(self._runs)
+
+    def _descriptors(self) -> list[int]:
+        """Return the descriptors of this process that a child closes."""
+        imports = [] if self._imports is None else [self._imports.fileno()]
+        own = [self._channel.fileno(), self._selector.fileno(), *imports]
+        return [*own, *self._agents.values(), *self._preparer.descriptors()]
+
+    def _kill_descendants(self) -> list[int]:
+        return processes.kill_descendants(keep={*self._agents, *self._preparer.pids})
+
+    def _read_imports(self) -> None:
+        if self._imports is None:
+            return
+        try:
+            messages = self._imports.drain()
+        except (EOFError, OSError, ProtocolError):
+            self._selector.unregister(self._imports)
+            self._imports.close()
+            self._imports = None
+            return
+        for message, _ in messages:
+            if isinstance(message, wire.Import):
+                self._preparer.want(message)
 
     def _from_kernel(self) -> None:
         try:
@@ -149,18 +185,24 @@ class Server:
             # Retired: runs that are under way go on, and their kernel is still watched.
             self._selector.unregister(self._channel.fileno())
             self._is_retired = True
+            self._preparer.end()
             return
         for message, fds in messages:
             if isinstance(message, wire.ForkAgent):
                 self._fork_agent(message, fds)
             elif isinstance(message, wire.CountDevices):
                 self._count_devices(message)
+            elif isinstance(message, wire.AskImports):
+                self._read_imports()
+                state = self._preparer.state()
+                self._tell(msgspec.structs.replace(state, run=message.run))
 
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
         refused = ""
         try:
             with contextlib.ExitStack() as undo:
-                pid = self._fork(lambda: self._run_agent(message, fds[0]))
+                prepared = self._preparer.fork_agent(message, fds[0]) if message.is_prepared else 0
+                pid = prepared or fork(lambda: self._run_agent(message, fds[0]))
                 undo.callback(_end_child, pid)
                 exit_fd = processes.watch_exit(pid)
                 undo.pop_all()
@@ -178,26 +220,20 @@ class Server:
         self._tell(wire.Forked(run=message.run, pid=pid))
 
     def _run_agent(self, message: wire.ForkAgent, fd: int) -> None:
-        from notebook_accel.launch.agent import agent
-
-        os.setsid()
-        for number in (self._channel.fileno(), self._selector.fileno(), *self._agents.values()):
+        for number in self._descriptors():
             os.close(number)
-        # The template, which would end this process with the kernel, may be gone itself.
-        with processes.acting_on_exit(self._kernel, _end_everything):
-            channel = accept(socket.socket(fileno=fd), message.secret)
-            first = channel.receive()
-        agent.main(channel, self._kernel, first)
+        run_agent(message, fd, self._kernel)
 
     def _reap(self, pid: int) -> None:
         exit_fd = self._agents.pop(pid)
         self._selector.unregister(exit_fd)
         os.close(exit_fd)
-        _, status = os.waitpid(pid, 0)
+        status = reap(pid)
         # What the agent would have ended itself, had it not been killed.
-        reaped = processes.kill_descendants(keep=self._agents)
+        reaped = self._kill_descendants()
         scratch.remove(self._runs.pop(pid), pid, used_by=reaped)
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
+        self._preparer.fork_spare()
 
     def _tell(self, message: wire.Message) -> None:
         """Send the kernel a message; do nothing if the kernel has closed the connection."""
@@ -228,7 +264,7 @@ class Server:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             me = os.getpid()
-            pid = self._fork(lambda: _answer_devices(Channel(theirs), environment, me))
+            pid = fork(lambda: _answer_devices(Channel(theirs), environment, me))
             theirs.close()
             ours.settimeout(_ANSWER_SECONDS)
             # Without an answer it is not known that there is none: a training that should be on
@@ -245,42 +281,10 @@ class Server:
             os.waitpid(pid, 0)
         return answer
 
-    def _fork(self, act: Callable[[], None]) -> int:
-        """Fork a child that calls ``act`` and exits; return its pid.
-
-        If ``act`` raises, the child prints the traceback to standard error and exits with code 1.
-        """
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            processes.reset_signals()
-            act()
-            code = 0
-        except BaseException:  # the process ends here: the kernel reads what it was
-            # In one write: another child may fail at the same time.
-            os.write(2, f"{_FAILED.format(os.getpid())}{traceback.format_exc()}{_END}\n".encode())
-        finally:
-            os._exit(code)
-
 
 def _end_child(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-
-
-def traceback_of(pid: int, output: str) -> str:
-    """Return the traceback of the exception that ended a child; "" if no exception ended it.
-
-    Called in the kernel.
-
-    Args:
-        pid: of the child, which the template forked.
-        output: all that the template and its children wrote to standard error.
-    """
-    _, found, text = output.rpartition(_FAILED.format(pid))
-    return text.partition(_END)[0] if found else ""
 
 
 def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:

@@ -59,13 +59,20 @@ def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
 
-def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
+def accept(
+    sock: socket.socket,
+    secret: bytes,
+    *,
+    timeout: float = _HANDSHAKE_SECONDS,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Channel:
     """Return a channel over ``sock`` once the peer, which calls :func:`connect`, is authenticated.
 
     Args:
         sock: connected socket; the channel owns it from now on.
         secret: the run's secret.
         timeout: seconds for the handshake as a whole.
+        meanwhile: called before the peer's answer is read, for which it may wait.
 
     Raises:
         AuthenticationError: the peer did not prove in time that it knows the secret. ``sock`` is
@@ -74,6 +81,7 @@ def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SE
     with _handshake(sock, timeout) as read:
         mine = secrets.token_bytes(_NONCE)
         sock.sendall(_MAGIC + mine)
+        meanwhile()
         theirs = read(_NONCE)
         _check(read(_PROOF), _proof(secret, b"connect", mine, theirs))
         sock.sendall(_proof(secret, b"accept", mine, theirs))

@@ -38,13 +38,18 @@ class View:
     ``update`` is never called.
     """
 
-    def launch_is_slow(self, name: str) -> None:
+    def launch_is_slow(self, name: str, importing: str = "") -> None:
         """Show that a run of the function ``name`` will open in some seconds.
 
         It is called if the template, the process from which ranks are forked, has to start first:
         the user should see that something goes on. ``open`` or ``launch_failed`` follows. Of the
         view with which a ``Session`` was started, no other method is called, since each call of the
         session has a view of its own.
+
+        Args:
+            name: of the function.
+            importing: the library that is being imported for all ranks; "" while the template
+                starts.
         """
 
     def waits_for_machines(self, text: str) -> None:

@@ -40,6 +40,7 @@ from notebook_accel.launch.payload.notebook_state import apply_notebook_state
 from notebook_accel.launch.setup.steps import take_over
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.log_files import FULL_DISK
+from notebook_accel.launch.template.libraries import OF_TEMPLATE, file_of, is_library
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.transport.segment import pack, unpack
@@ -204,6 +205,8 @@ class Worker:
         # The first call puts another module in the place of this one, which must live on: a module
         # that is freed clears its globals, and its functions still use them.
         self._agents_main = sys.modules["__main__"]
+        # Names of modules that this process need not report as imported by itself.
+        self._inherited_modules = set(sys.modules)
         # The notebook's classes and functions that calls brought, which may go back in a later
         # one, by number; None before the first.
         self._sent: Mapping[int, Any] | None = None
@@ -317,6 +320,7 @@ class Worker:
         outcome = self.run_call(message, fds)
         if outcome.sent is not None:
             self._sent = outcome.sent
+        self._report_imports()
         self.context.end_call()
         self.interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
@@ -327,6 +331,22 @@ class Worker:
             # Others may wait for this rank in a collective.
             self._drop_group()
         return outcome.exitcode
+
+    def _report_imports(self) -> None:
+        """Tell the kernel which libraries rank 0 had to import, so that later ranks have them."""
+        if self.context.rank != 0:
+            return
+        new = [name for name in sys.modules if name not in self._inherited_modules]
+        self._inherited_modules.update(new)
+        roots = {name.partition(".")[0] for name in new}
+        libraries = {root for root in roots if is_library(root)}
+        names = [
+            name
+            for name in new
+            if name.partition(".")[0] in libraries and file_of(sys.modules.get(name))
+        ]
+        if libraries - OF_TEMPLATE:
+            self.context.report(wire.Imported, names=tuple(names))
 
     def run_call(self, message: wire.BeginCall, fds: list[int]) -> Outcome:
         """Call the function of ``message``; return the result or the error, ready to be sent.

@@ -17,6 +17,7 @@ import pytest
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import _boot_code, _key, ask_template, template, warm
 
 
@@ -39,6 +40,7 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(LaunchError, match=r"temporarily unavailable.*ulimit -u"):
         ask_template(os.environ, lambda source: source.wait_until_ready())
     assert "ulimit -u" in look_at_machine().error
+    monkeypatch.setattr(handle, "_is_warm", False)
     warm()
 
 
@@ -75,7 +77,7 @@ def test_a_path_among_the_folders_of_modules_is_passed_over(
 ) -> None:
     """Its text would be no Python in the process that is started with it."""
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere"), "/here"])
-    code = _boot_code(3)
+    code = _boot_code(3, 4)
     assert "'/here'" in code
     assert "elsewhere" not in code
 

@@ -1,0 +1,122 @@
+"""Forks of a template: a child that says what ended it, a grandchild, and one that is an agent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import traceback
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.transport.handshake import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from notebook_accel.launch import wire
+
+__all__ = ["end_everything", "fork", "fork_orphan", "run_agent", "traceback_of"]
+
+# What stands around a child's traceback on standard error.
+_FAILED, _END = "process {} failed\n", "\n== end of the traceback"
+_PID_BYTES = 4
+
+
+def fork(act: Callable[[], None]) -> int:
+    """Fork a child that calls ``act`` and exits; return its pid.
+
+    If ``act`` raises, the child prints the traceback to standard error and exits with code 1.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        processes.reset_signals()
+        act()
+        code = 0
+    except BaseException:  # the process ends here: the kernel reads what it was
+        # In one write: another child may fail at the same time.
+        os.write(2, f"{_FAILED.format(os.getpid())}{traceback.format_exc()}{_END}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def traceback_of(pid: int, output: str) -> str:
+    """Return the traceback of the exception that ended a child; "" if no exception ended it.
+
+    Called in the kernel.
+
+    Args:
+        pid: of the child, which the template forked.
+        output: all that the template and its children wrote to standard error.
+    """
+    _, found, text = output.rpartition(_FAILED.format(pid))
+    return text.partition(_END)[0] if found else ""
+
+
+def fork_orphan(act: Callable[[], None]) -> tuple[int, int]:
+    """Fork a grandchild that calls ``act`` and exits, whose parent ends at once.
+
+    The next ancestor that adopts orphans becomes its parent.
+
+    Returns:
+        The pids of the grandchild, and of its parent, which the caller must reap.
+
+    Raises:
+        OSError: there is no room for one more process.
+    """
+    ours, theirs = os.pipe()
+
+    def act_alone() -> None:
+        os.close(ours)
+        os.close(theirs)
+        act()
+
+    try:
+        middle = fork(lambda: _write_pid(theirs, fork(act_alone)))
+    finally:
+        os.close(theirs)
+    with open(ours, "rb") as file:
+        told = file.read(_PID_BYTES)
+    if not told:
+        os.waitpid(middle, 0)
+        raise OSError(errno.EAGAIN, "no process could be forked")
+    return int.from_bytes(told, "big"), middle
+
+
+def _write_pid(fd: int, pid: int) -> None:
+    os.write(fd, pid.to_bytes(_PID_BYTES, "big"))
+
+
+def end_everything(runs: Mapping[int, str] | None = None) -> None:
+    """Kill all descendants, remove the scratch files of the agents, and exit this process.
+
+    Called when the kernel's process has ended.
+
+    Args:
+        runs: for each agent's pid, the id of its run; None for no agents.
+    """
+    reaped = processes.kill_descendants()
+    for agent, run in (runs or {}).items():
+        scratch.remove(run, agent, used_by=reaped)
+    os._exit(0)
+
+
+def run_agent(message: wire.ForkAgent, fd: int, kernel: int) -> None:
+    """Run the agent of a run in this process, in a session of its own.
+
+    Args:
+        message: the kernel's request.
+        fd: the agent's end of its channel to the kernel.
+        kernel: a descriptor that becomes readable when the kernel's process ends.
+    """
+    from notebook_accel.launch.agent import agent
+
+    os.setsid()
+    # The template, which would end this process with the kernel, may be gone itself.
+    with processes.acting_on_exit(kernel, end_everything):
+        channel = accept(socket.socket(fileno=fd), message.secret)
+        first = channel.receive()
+    agent.main(channel, kernel, first)

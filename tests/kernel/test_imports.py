@@ -1,0 +1,111 @@
+"""What a notebook's cells import, its ranks have without importing it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from notebook_accel.notebook.imports import imports_at_start
+from tests.kernel.notebooks import SLOW, open_notebook
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.kernel.notebooks import Notebook
+
+# Says whether a rank had a module before the function was called, and imports another one.
+FUNCTION = """
+def function(name, other=None):
+    import sys
+    has = name in sys.modules
+    if other:
+        __import__(other)
+    return has
+"""
+
+
+def library(folder: Path, name: str, code: str = "") -> None:
+    """Write a library that notes its imports, beside others in a folder as pip has it."""
+    (folder / "site-packages").mkdir(exist_ok=True)
+    noting = f"print({name!r}, file=open({str(folder / 'log')!r}, 'a'))\n"
+    (folder / "site-packages" / f"{name}.py").write_text(noting + code)
+
+
+def test_ranks_have_what_cells_and_earlier_ranks_imported(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    for name in ("early_lib", "late_lib", "lazy_lib"):
+        library(tmp_path, name)
+    (tmp_path / "own_module.py").write_text("import late_lib\nvalue = 1")
+    path = [str(tmp_path / "site-packages"), str(tmp_path)]
+    notebook.run(f"import sys; sys.path += {path!r}\nimport early_lib")
+    notebook.run("from notebook_accel import notebook_launcher" + FUNCTION)
+    notebook.run("import own_module")
+    run = "print(list(notebook_launcher(function, {}, 2, view='none')))"
+    assert notebook.run(run.format(("early_lib", "lazy_lib"))).strip() == "[True, True]"
+    # Its own file is imported in each rank, the library below it is not.
+    assert notebook.run(run.format(("own_module",))).strip() == "[False, False]"
+    assert notebook.run(run.format(("late_lib",))).strip() == "[True, True]"
+    eventually(
+        lambda: (tmp_path / "log").read_text().split().count("lazy_lib") == 3,
+        within=SLOW,
+        what="what two ranks had to import, the template has imported",
+    )
+    assert notebook.run(run.format(("lazy_lib",))).strip() == "[True, True]"
+    # The kernel and the template, once each, whatever the number of launches.
+    assert (tmp_path / "log").read_text().split().count("early_lib") == 2
+    # With other variables, ranks import all themselves.
+    run = run.format(("early_lib",)).replace("view", "env={'OF_A_LIBRARY': '1'}, view")
+    assert notebook.run(run).strip() == "[False, False]"
+
+
+def test_a_session_has_them_and_cells_of_any_kind_run_on(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    library(tmp_path, "some_lib")
+    notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
+    notebook.run("%load_ext notebook_accel")
+    for bad in ("import some_lib as", "import not_installed_lib", "from . import x", "1 +"):
+        notebook.fails(bad)
+    notebook.run("!true\n%time import some_lib")
+    notebook.run("%%accelerate -n 2\nimport sys\nassert 'some_lib' in sys.modules")
+    assert "libraries: some_lib: imported once for all ranks" in notebook.run("%accelerate status")
+
+
+def test_the_environment_turns_it_off(tmp_path: Path) -> None:
+    library(tmp_path, "off_lib")
+    with open_notebook({"NOTEBOOK_ACCEL_WARM": "0"}) as notebook:
+        notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
+        notebook.run("from notebook_accel import notebook_launcher\nimport off_lib" + FUNCTION)
+        launch = "print(list(notebook_launcher(function, ('off_lib',), 2, view='none')))"
+        assert notebook.run(launch).strip() == "[False, False]"
+        (template,) = (p for p in notebook.others() if p.ppid() == notebook.pid)
+        eventually(
+            lambda: not psutil.Process(template.pid).children(), within=SLOW, what="ranks ended"
+        )
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import a, b.c as d\nfrom e.f import g, h", ["a", "b.c", "e.f:g,h"]),
+        ("from .a import b\nfrom e import *", ["e"]),
+        ("x = 1\ndef f():\n    os.environ['A'] = '1'\nimport a", ["a"]),
+        ("import os\nos.environ['A'] = '1'\nimport a", ["os"]),
+        ("import sys\nsys.path.insert(0, 'x')\nimport a", ["sys"]),
+        ("if x:\n    import a\ntry:\n    import b\nexcept ImportError:\n    pass\nimport c", ["c"]),
+        ("get_ipython().run_line_magic('matplotlib', 'inline')\nimport a", ["a"]),
+        ("get_ipython().run_line_magic('pip', 'install a')\nimport a", []),
+        ("get_ipython().system('pip install a')\nimport a", []),
+        ("import a as", []),
+        ("\0", []),
+    ],
+)
+def test_which_imports_of_a_cell_can_be_made_at_its_start(code: str, expected: list[str]) -> None:
+    found = [
+        i.module + (f":{','.join(i.names)}" if i.names else "") for i in imports_at_start(code)
+    ]
+    assert found == expected

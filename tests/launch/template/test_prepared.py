@@ -1,0 +1,191 @@
+"""What notebooks import is imported once for all ranks, unless it would not survive a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.template import handle
+from notebook_accel.launch.template.handle import Template
+from tests.engines.processes import gone
+from tests.launch.agents import SECONDS
+from tests.templates import import_little
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Libraries:
+    """A folder of libraries, and a template that imports them."""
+
+    def __init__(self, folder: Path, source: Template) -> None:
+        self.folder = folder
+        self.source = source
+        self.log = folder.parent / "log"
+
+    def write(self, name: str, code: str = "") -> Path:
+        """Make a library whose import writes its name into the log."""
+        path = self.folder / f"{name}.py"
+        noting = f"print({name!r}, file=open({str(self.log)!r}, 'a'), flush=True)\n"
+        path.write_text(noting + dedent(code))
+        return path
+
+    def want(self, *names: str, folders: tuple[str, ...] = (), **environment: str) -> None:
+        message = wire.Import(
+            items=tuple(map(wire.ImportItem, names)),
+            environment={**os.environ, **environment},
+            path=(*sys.path, str(self.folder), *folders),
+            directory="/",
+        )
+        self.source.import_soon(message)
+
+    def imported(self) -> wire.Imports:
+        """Wait until all is imported."""
+        eventually(lambda: not self.source.imports().importing, within=SECONDS, what="it imports")
+        return self.source.imports()
+
+    def times(self, name: str) -> int:
+        """How often it was imported."""
+        return self.log.read_text().split().count(name) if self.log.exists() else 0
+
+
+@pytest.fixture(scope="module", name="little")
+def _little() -> Iterator[Template]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "_BOOT", handle._BOOT)
+        import_little()
+        source = Template(os.environ)
+    yield source
+    source.kill()
+
+
+@pytest.fixture(name="libraries")
+def _libraries(tmp_path: Path, little: Template) -> Libraries:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    return Libraries(folder, little)
+
+
+def test_each_is_imported_once_and_with_the_variables_of_its_time(libraries: Libraries) -> None:
+    libraries.write("first_lib", "import os; assert os.environ['OF_A_CELL'] == '1'")
+    libraries.write("second_lib", "import os; assert 'OF_A_CELL' not in os.environ")
+    libraries.want("first_lib", OF_A_CELL="1")
+    libraries.want("first_lib", "second_lib", "json.decoder")
+    found = libraries.imported()
+    assert {"first_lib", "second_lib"} <= set(found.libraries)
+    assert not {"first_lib", "second_lib"} & set(found.left_out)
+    assert libraries.times("first_lib") == libraries.times("second_lib") == 1
+    # One process waits as the next agent; those of earlier imports are gone.
+    eventually(
+        lambda: len(psutil.Process(libraries.source.pid).children()) == 2,
+        within=SECONDS,
+        what="the prepared template and the next agent are left",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "why"),
+    [
+        (
+            "threads",
+            "import threading, time; threading.Thread(target=time.sleep, args=(99,)).start()",
+            "a thread (Thread-",
+        ),
+        ("listens", "import socket; s = socket.create_server(('127.0.0.1', 0))", "a socket"),
+        ("spawns", "import subprocess; p = subprocess.Popen(['sleep', '99'])", "a process"),
+        ("ends", "import os; os._exit(0)", "ended the process"),
+    ],
+)
+def test_what_does_not_survive_a_fork_is_left_out(
+    name: str, code: str, why: str, libraries: Libraries
+) -> None:
+    libraries.write(f"before_{name}")
+    libraries.write(name, code)
+    libraries.write(f"after_{name}")
+    libraries.want(f"before_{name}", name, f"after_{name}")
+    found = libraries.imported()
+    assert why in found.left_out[name]
+    assert {f"before_{name}", f"after_{name}"} <= set(found.libraries)
+    assert name not in found.libraries
+    assert psutil.Process(found.pid).num_threads() == 1
+
+
+def test_an_import_that_fails_asks_or_prints_hurts_nothing(libraries: Libraries) -> None:
+    libraries.write("raises", "1 / 0")
+    libraries.write("asks", "input('name?')")
+    libraries.write("prints", "import sys; print('banner'); print('banner', file=sys.stderr)")
+    libraries.want("raises", "asks", "prints", "not_installed_at_all")
+    found = libraries.imported()
+    assert found.left_out["raises"] == "ZeroDivisionError: division by zero"
+    assert "EOFError" in found.left_out["asks"]
+    assert "ModuleNotFoundError" in found.left_out["not_installed_at_all"]
+    assert "prints" not in found.left_out
+    assert "banner" not in libraries.source.error_output
+
+
+def test_one_that_imports_a_file_of_the_notebook_is_left_out(
+    libraries: Libraries, tmp_path: Path
+) -> None:
+    (tmp_path / "own_file.py").write_text("x = 1")
+    libraries.write("uses_own", "import own_file")
+    libraries.want("uses_own", folders=(str(tmp_path),))
+    assert "own_file.py, which may be edited" in libraries.imported().left_out["uses_own"]
+
+
+def test_a_library_whose_file_has_changed_is_imported_again(libraries: Libraries) -> None:
+    path = libraries.write("edited_lib")
+    libraries.want("edited_lib")
+    before = libraries.imported()
+    os.utime(path, ns=(1, 1))
+    after = libraries.imported()
+    assert libraries.times("edited_lib") == 2
+    assert after.pid not in (0, before.pid)
+
+
+def test_a_prepared_template_that_is_killed_is_made_again(libraries: Libraries) -> None:
+    libraries.write("again_lib")
+    libraries.want("again_lib")
+    before = libraries.imported()
+    os.kill(before.pid, signal.SIGKILL)
+    eventually(lambda: libraries.times("again_lib") == 2, within=SECONDS, what="a second import")
+    assert libraries.imported().pid not in (0, before.pid)
+
+
+def test_no_process_is_left_of_a_kernel_that_ends_while_its_template_imports(
+    libraries: Libraries,
+) -> None:
+    libraries.write("slow_lib", "import time; time.sleep(99)")
+    code = f"""
+import sys, time, psutil
+from tests.templates import import_little
+from notebook_accel.launch import wire
+from notebook_accel.launch.template.handle import template
+import_little()
+source = template()
+source.import_soon(wire.Import(
+    items=(wire.ImportItem("slow_lib"),), environment={{}}, directory="/",
+    path=(*sys.path, {str(libraries.folder)!r}),
+))
+print("started", flush=True)
+time.sleep(99)
+"""
+    kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert kernel.stdout is not None
+    with kernel.stdout:
+        assert kernel.stdout.readline() == "started\n"
+    eventually(lambda: libraries.times("slow_lib"), within=SECONDS, what="it imports")
+    below = [child.pid for child in psutil.Process(kernel.pid).children(recursive=True)]
+    assert len(below) == 2
+    kernel.kill()
+    kernel.wait()
+    eventually(lambda: gone(below), within=SECONDS, what="all processes are gone")
