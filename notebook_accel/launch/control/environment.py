@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.config import LaunchConfig, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.system.kept_environment import kept_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +29,6 @@ __all__ = [
     "INTERFACES",
     "ON_CPU",
     "WITHOUT_DEVICES",
-    "kept_environment",
     "num_cores",
     "num_threads_of",
     "rank_environment",
@@ -41,27 +41,6 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 WITHOUT_DEVICES = {_VISIBLE: ""}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _DEFAULTS = dict.fromkeys(INTERFACES, "lo")
-# What a kernel leaves in its environment that would mislead a rank: the beginnings of names, and
-# whole names. What torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
-_KERNELS_OWN = ("JPY_", "PYDEVD_")
-_KERNELS_OWN_NAMES = (
-    "MPLBACKEND",
-    "NOTEBOOK_ACCEL_JOIN_TOKEN",  # a secret
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_ERROR_FILE",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
 
 
 def rank_environment(
@@ -85,18 +64,6 @@ def rank_environment(
     kept = kept_environment() if base is None else base
     asked_for = _asked_for(config)
     return {**_DEFAULTS, **kept, **asked_for, **(of_engine or {}), **(config.env or {})}
-
-
-def kept_environment() -> dict[str, str]:
-    """Return this process's environment variables, without those that would mislead a rank.
-
-    Left out are variables of the Jupyter kernel, and those that torchrun sets (``RANK``).
-    """
-    return {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(_KERNELS_OWN) and name not in _KERNELS_OWN_NAMES
-    }
 
 
 def _asked_for(config: LaunchConfig) -> dict[str, str]:

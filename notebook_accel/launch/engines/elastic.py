@@ -33,7 +33,6 @@ from notebook_accel.config.checks import check_enough
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.environment import (
-    kept_environment,
     num_cores,
     num_threads_of,
 )
@@ -48,6 +47,7 @@ from notebook_accel.launch.engines.machines import (
     torchelastic_variables,
 )
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
+from notebook_accel.launch.system.kept_environment import kept_environment
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.machine_link import (

@@ -33,11 +33,11 @@ from notebook_accel.launch.control.environment import (
     INTERFACES,
     ON_CPU,
     WITHOUT_DEVICES,
-    kept_environment,
     num_threads_of,
     rank_environment,
 )
 from notebook_accel.launch.engines.local import AgentEngine, abandon
+from notebook_accel.launch.system.kept_environment import kept_environment
 from notebook_accel.launch.system.processes import import_path
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport.frames import FramedChannel

@@ -42,9 +42,9 @@ import psutil
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.environment import kept_environment
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.interrupts import held
+from notebook_accel.launch.system.kept_environment import kept_environment
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.system.processes import import_path, is_readable
 from notebook_accel.launch.template.prepared import ITS_THREADS
