@@ -1,16 +1,22 @@
 """The only place where private names of torch are used; a new release may change them.
 
-The file does not import torch at the top, since the launcher's processes import it without torch.
+A name that is gone turns off what needs it, with one line (:func:`_report_missing`); it never
+raises in a user's training step. The file does not import torch at the top, since the processes of
+the launcher import it without torch.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 import sys
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,9 +29,9 @@ __all__ = [
     "backends_of_groups",
     "count_of_changes",
     "default_store",
+    "drop_whole_gradients",
     "flatten_mesh",
     "forget_half_made_groups",
-    "fsdp_parameters",
     "is_compiled_function",
     "is_to_replace",
     "join_flags",
@@ -44,8 +50,17 @@ __all__ = [
     "set_rotate_method",
     "unscale_by",
     "untyped_storage",
-    "whole_gradient",
 ]
+
+_missing: set[str] = set()
+
+
+def _report_missing(name: str, without: str) -> None:
+    # Not a warning, which a filter may turn into an error; of many ranks, the first one reports.
+    if name not in _missing and os.environ.get("RANK", "0") == "0":
+        logging.getLogger("notebook_accel").warning("This torch has no %s: %s.", name, without)
+    _missing.add(name)
+
 
 # ---- replaced in ranks. Each gives False where torch has no such name, or another signature.
 
@@ -205,10 +220,12 @@ def default_store() -> Any:
     """Return the key-value store of this rank's default process group.
 
     The group must have been initialized, by any code and under any launcher, such as torchrun. This
-    uses ``_get_default_store``. If torch removed it, ranks could not coordinate a save, or exchange
-    objects through the store.
+    uses ``_get_default_store``, or where it is gone the public store of newer torch's groups.
     """
-    return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    if hasattr(module, "_get_default_store"):
+        return module._get_default_store()
+    return module.group.WORLD.get_group_store()
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -217,8 +234,17 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     This uses ``DeviceMesh._flatten``. If torch removed it, a device mesh would lack the dimensions
     "dp", "dp_cp" and "dp_shard_cp", over which scripts average a loss.
     """
-    flat: DeviceMesh = mesh._flatten(name)
-    return flat
+    if hasattr(mesh, "_flatten"):
+        flat: DeviceMesh = mesh._flatten(name)
+        return flat
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    _report_missing("DeviceMesh._flatten", f'a device mesh has no dimension "{name}"')
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, tuple(mesh.mesh.flatten().tolist()))
+    group, _ = dist.new_subgroups_by_enumeration(sorted(set(of_all)))  # type: ignore[no-untyped-call]
+    return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(name,))
 
 
 def set_rotate_method(exchange: str) -> None:
@@ -227,65 +253,81 @@ def set_rotate_method(exchange: str) -> None:
     This uses the private module ``_attention``. If torch removed it, context parallelism on GPUs
     would use torch's default, whatever ``cp_comm_strategy`` says.
     """
-    from torch.distributed.tensor.experimental import _attention
+    try:
+        from torch.distributed.tensor.experimental import _attention
 
-    _attention.set_rotate_method(exchange)
+        _attention.set_rotate_method(exchange)
+    except (AttributeError, ImportError):
+        _report_missing("set_rotate_method", "cp_comm_strategy has no effect")
 
 
 # ---- weights in parts
 
 
-def fsdp_parameters(module: Any) -> Iterator[Any]:
-    """Return FSDP2's internal objects for the weights of a module, one for each weight.
+def drop_whole_gradients(module: Any, weights: Container[int]) -> None:
+    """Drop the gradients that FSDP2 has accumulated and not yet reduced over the ranks.
 
-    This uses ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``. If torch removed
-    them, gradients that a script clears during gradient accumulation would come back at the next
-    step.
+    This uses ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``, and
+    ``_unsharded_param``. If torch removed them, gradients that a script clears during gradient
+    accumulation would come back at the next step.
 
     Args:
         module: a module on which ``fully_shard`` was called.
+        weights: the ids of the sharded weights whose gradients are dropped.
     """
     from torch.distributed.fsdp import fully_shard
 
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return (one for group in groups if group is not None for one in group.fsdp_params)
-
-
-def whole_gradient(held: Any) -> Any:
-    """Return the unsharded weight, with its gradient, of an item of :func:`fsdp_parameters`.
-
-    Return None before the first forward. This uses ``_unsharded_param``. If torch removed it,
-    gradients that a script clears during gradient accumulation would come back at the next step.
-    """
-    return getattr(held, "_unsharded_param", None)
+    try:
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        found = [held for group in groups if group is not None for held in group.fsdp_params]
+        for held in (each for each in found if id(each.sharded_param) in weights):
+            # Since torch 2.15 a property without a setter: the gradient of the weight below.
+            with suppress(AttributeError):
+                held.unsharded_accumulated_grad = None
+            whole = getattr(held, "_unsharded_param", None)  # None before the first forward
+            if whole is not None:
+                whole.grad = None
+            if held.unsharded_accumulated_grad is not None:
+                raise AttributeError("_unsharded_param")
+    except AttributeError as error:
+        _report_missing(
+            f"place of FSDP2's gradients that we know ({error})",
+            "gradients that are cleared during gradient accumulation come back at the next step",
+        )
 
 
 def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
     """Return a DTensor like ``spread`` whose local shard is ``local``, on any device.
 
-    This uses ``DTensor._spec``. If torch removed it, sharded weights on GPUs could not be moved to
-    the CPU to be saved in the background.
+    This uses ``DTensor._spec``. If torch removed it, the copy of a sharded weight that is saved in
+    the background would take memory of its GPU.
 
     Args:
         spread: the DTensor.
         local: a copy of that DTensor's local shard; it may be on another device than ``spread``.
     """
-    part: torch.Tensor = type(spread)(local, spread._spec, requires_grad=False)
-    return part
+    if hasattr(spread, "_spec"):
+        part: torch.Tensor = type(spread)(local, spread._spec, requires_grad=False)
+        return part
+    _report_missing("DTensor._spec", "the copy of a checkpoint stays on its device")
+    whole: torch.Tensor = type(spread).from_local(
+        local, spread.device_mesh, spread.placements, shape=spread.shape, stride=spread.stride()
+    )
+    return whole.detach()
 
 
 def part_of_file(stored: Mapping[str, Any]) -> Any:
     """Return torch's record of where a shard lies in a checkpoint's files.
 
-    This uses ``_StorageInfo``. If torch removed it, no sharded checkpoint could be written.
+    This uses ``_StorageInfo``. If torch removed it, the record is an object with the same fields.
 
     Args:
         stored: the fields of the record, by name.
     """
     from torch.distributed.checkpoint import filesystem
 
-    return filesystem._StorageInfo(**stored)
+    return getattr(filesystem, "_StorageInfo", SimpleNamespace)(**stored)
 
 
 # ---- loss scaling
@@ -305,7 +347,13 @@ def unscale_by(
             optimizer, ``allow_fp16`` and the device of all its gradients; the optimizer; the
             tensor in which an overflow is noted.
     """
-    plain = scaler._unscale_grads_
+    plain = getattr(scaler, "_unscale_grads_", None)
+    if plain is None:
+        _report_missing(
+            "GradScaler._unscale_grads_",
+            "fp16 fails with sharded and plain weights in one optimizer",
+        )
+        return
 
     def replaced(
         self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
@@ -330,6 +378,9 @@ def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
     This uses ``GradScaler._found_inf_per_device``. If torch removed it, ``step_was_skipped`` would
     never be true, and learning rate schedules would advance on skipped steps.
     """
+    if not hasattr(scaler, "_found_inf_per_device"):
+        _report_missing("GradScaler._found_inf_per_device", "step_was_skipped is never true")
+        return False
     found = scaler._found_inf_per_device(optimizer)
     return any(bool(value.item()) for value in found.values())
 
@@ -337,12 +388,15 @@ def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
 # ---- modules and wrappers
 
 
-def own_children(copied: Module) -> dict[str, Any]:
+def own_children(copied: Module) -> dict[str, Any] | None:
     """Give a shallow copy of a module its own dict of children, and return the dict.
 
-    A child can then be replaced in the copy alone. This uses ``Module._modules``. If torch removed
-    it, the repeated blocks of a model could not be compiled one by one.
+    A child can then be replaced in the copy alone. This uses ``Module._modules``. Return None if
+    torch removed it: the model is then compiled as a whole, not each repeated block.
     """
+    if not hasattr(copied, "_modules"):
+        _report_missing("Module._modules", "regional compilation compiles the whole model")
+        return None
     children = vars(copied)["_modules"] = dict(copied._modules)
     return children
 
@@ -405,16 +459,20 @@ def count_of_changes(tensor: torch.Tensor) -> int:
     Raises:
         RuntimeError: the tensor was made in inference mode, and has no such count.
     """
-    return tensor._version
+    try:
+        return tensor._version
+    except AttributeError:
+        _report_missing("Tensor._version", "gradients that change in place are taken for unchanged")
+        return 0
 
 
 def untyped_storage(typed: Any) -> Any:
     """Return the untyped storage of a TypedStorage.
 
-    This uses ``_untyped_storage``, since the public ``untyped()`` warns. If torch removed it, no
-    tensor could be sent between notebook and ranks.
+    This uses ``_untyped_storage``, since the public ``untyped()`` warns.
     """
-    return typed._untyped_storage
+    own = getattr(typed, "_untyped_storage", None)
+    return typed.untyped() if own is None else own
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -441,6 +499,10 @@ def loadable_names() -> dict[str, Any]:
     This uses ``_get_allowed_globals``. If torch removed it, even a checkpoint that contains only
     tensors could be read only if the user says that the file is trusted.
     """
-    from torch import _weights_only_unpickler
+    try:
+        from torch import _weights_only_unpickler
 
-    return dict(_weights_only_unpickler._get_allowed_globals())
+        return dict(_weights_only_unpickler._get_allowed_globals())
+    except (AttributeError, ImportError):
+        _report_missing("_get_allowed_globals", "checkpoints are read only if they are trusted")
+        return {}

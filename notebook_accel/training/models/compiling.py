@@ -255,6 +255,8 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
     """Return a shallow copy of ``module`` with compiled children; all else is shared with it."""
     new = copy.copy(module)
     children = of_torch.own_children(new)
+    if children is None:
+        return cast("Module", torch.compile(module, **compile_kwargs))
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
         # That of the copy must call the children of the copy.

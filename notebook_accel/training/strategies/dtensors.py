@@ -331,11 +331,5 @@ def drop_unreduced(model: Module, weights: Container[int]) -> None:
         weights: the ids of the sharded weights whose gradients are dropped.
     """
     for part in model.modules():
-        if not isinstance(part, FSDPModule):
-            continue
-        for held in of_torch.fsdp_parameters(part):
-            if id(held.sharded_param) in weights:
-                held.unsharded_accumulated_grad = None
-                whole = of_torch.whole_gradient(held)
-                if whole is not None:
-                    whole.grad = None
+        if isinstance(part, FSDPModule):
+            of_torch.drop_whole_gradients(part, weights)

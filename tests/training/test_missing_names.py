@@ -1,0 +1,111 @@
+"""A private name of torch that is gone turns its feature off, with one line; training goes on."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from notebook_accel import Accelerator
+from notebook_accel.private import of_torch
+from notebook_accel.training.models.compiling import compile_regions
+from tests.training.harness import run_ranks
+from tests.training.meshes import plugin
+
+SOURCE = Path(of_torch.__file__).read_text()
+# Names that a function of ours replaces in torch, and reports in the launch's log if it cannot.
+NAMES = sorted(
+    {
+        name
+        for node in ast.walk(ast.parse(SOURCE))
+        for name in (
+            [node.attr]
+            if isinstance(node, ast.Attribute)
+            else [node.value]
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        if re.fullmatch(r"_(?!_)\w*[A-Za-z]\w*", name)
+    }
+)
+
+
+def without(name: str) -> None:
+    """Have ``of_torch`` ask for a name that no torch has."""
+    altered = re.sub(rf"\b{name}\b", f"_gone{name}", SOURCE)
+    exec(compile(altered, of_torch.__file__, "exec"), vars(of_torch))
+
+
+def train_without(names: list[str], folder: str) -> dict[str, tuple[list[str], float]]:
+    """The lines that are shown without each name, and the weights' sum after training."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("notebook_accel").addHandler(Handler())
+    found = {}
+    for name in ["", *names]:
+        lines.clear()
+        if name:
+            without(name)
+        found[name] = ([], train(f"{folder}/{name}"))
+        found[name][0].extend(lines)
+    return found
+
+
+def train(folder: str) -> float:
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin(), rng_types=[]
+    )
+    model, optimizer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), None
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for step in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((2, 2), 1.0 + step)).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.ones(2, 2)).sum())
+    optimizer.optimizer.zero_grad()
+    optimizer.zero_grad()
+    accelerator.save_state(folder)
+    of_torch.set_rotate_method("allgather")
+    weight = next(model.parameters())
+    of_torch.at_other_device(weight, torch.zeros_like(weight.to_local()))
+    of_torch.flatten_mesh(weight.device_mesh, "all")
+    of_torch.untyped_storage(torch.storage.TypedStorage(4, dtype=torch.uint8))
+    compile_regions(
+        nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])), backend="eager"
+    )
+    scaler, plain = (
+        torch.amp.GradScaler("cpu"),
+        torch.optim.SGD([torch.ones(1, requires_grad=True)]),
+    )
+    of_torch.count_of_changes(torch.ones(1))
+    of_torch.overflowed(scaler, plain)
+    of_torch.unscale_by(type("Scaler", (torch.amp.GradScaler,), {}), lambda *_: {})
+    of_torch.loadable_names()
+    return sum(each.full_tensor().sum().item() for each in model.parameters())
+
+
+def test_training_goes_on_without_each_private_name(tmp_path: Path) -> None:
+    assert {"_unsharded_param", "_version", "_flatten", "_get_default_store"} <= {*NAMES}
+    of_ranks = run_ranks(train_without, 2, NAMES, str(tmp_path), timeout=110)
+    reported = {name for name, seen in of_ranks[0].items() if seen[0]}
+    assert {"_flatten", "_found_inf_per_device", "_modules", "_spec", "_version"} <= reported
+    for found in of_ranks:
+        expected: Any = found[""][1]
+        assert [name for name, seen in found.items() if len(seen[0]) > 1] == []
+        assert {name: seen[1] for name, seen in found.items()} == dict.fromkeys(found, expected)
