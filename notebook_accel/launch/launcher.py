@@ -428,8 +428,13 @@ def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
     """
     engine.warm_up(request)
     preflight.check_port(request.config)  # before an engine listens there itself
-    plan = engine.plan_ranks(request)
-    preflight.check_files_of_ranks(plan.world_size)
+    try:
+        plan = engine.plan_ranks(request)
+        preflight.check_files_of_ranks(plan.world_size)
+    except BaseException:
+        # The traceback, which IPython keeps, would hold the engine, and with it an open port.
+        engine.close()
+        raise
     return plan
 
 

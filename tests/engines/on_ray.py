@@ -166,6 +166,35 @@ def test_results_logs_and_progress_come_to_the_kernel(notebook: Notebook) -> Non
     assert "num_processes=99, and the Ray cluster has 8 CPUs" in refused
 
 
+def test_a_launch_that_waits_for_room_says_so_and_keeps_none(
+    notebook: Notebook, cluster: Any, tmp_path: Path
+) -> None:
+    @ray.remote(num_cpus=4)
+    class Holder:
+        def hold(self) -> None:
+            return
+
+    holders = [Holder.remote() for _ in range(2)]
+    ray.get([holder.hold.remote() for holder in holders], timeout=SLOW)
+    try:
+        cell = notebook.start("notebook_launcher(lambda: 1, (), 2, engine='ray', devices='cpu')")
+
+        def is_said() -> bool:
+            texts = [str(d["data"].get("text/plain")) for d in notebook.kernel.displays.values()]
+            return any("waits for 2 CPUs of the Ray cluster" in text for text in texts)
+
+        assert notebook.kernel.listen_until(is_said, seconds=SLOW), notebook.kernel.displays
+        notebook.interrupt()
+        reply = notebook.finish(cell, timeout=20)
+        assert "KeyboardInterrupt" in "\n".join(reply.traceback)
+    finally:
+        for holder in holders:
+            ray.kill(holder)
+    eventually(
+        lambda: ray.available_resources().get("CPU") == 8, within=SLOW, what="all CPUs are free"
+    )
+
+
 def test_output_is_live_and_a_stop_and_an_interrupt_end_all_nodes(
     notebook: Notebook, tmp_path: Path
 ) -> None:

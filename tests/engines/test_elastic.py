@@ -520,12 +520,22 @@ def test_a_token_lets_in_the_machines_of_its_launch_and_nobody_after(
 
 
 def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+
     def press(address: str, token: str) -> None:
+        ports.append(int(address.rpartition(":")[2]))
         os.kill(os.getpid(), signal.SIGINT)
 
     config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="127.0.0.1", use_port=None)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         launch(lambda: 1, config=config, view=Waits(press))
+
+    def is_closed() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", ports[0])) != 0
+
+    eventually(is_closed, within=BUSY, what="the port is closed")
+    assert caught.value.__traceback__ is not None, "IPython keeps it, and what it holds"
 
 
 def test_an_address_that_is_not_this_machines() -> None:

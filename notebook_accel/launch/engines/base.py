@@ -195,3 +195,11 @@ class Engine(ABC):
             f"a session needs ranks that stay between calls, and {self.description} has none: "
             "choose another engine"
         )
+
+    def close(self) -> None:
+        """Release what is only needed to start further ranks, such as connected machines.
+
+        Called once a run can have no more restarts, and where a launch fails. The default has
+        nothing to release.
+        """
+        return

@@ -166,12 +166,6 @@ class AgentEngine(Engine):
         """
         return self.plan_ranks(request)
 
-    def close(self) -> None:
-        """Release what is only needed to start further ranks, such as connected machines.
-
-        Called once a run can have no more restarts. The default has nothing to release.
-        """
-
 
 def abandon(links: Iterable[AgentLink]) -> None:
     """Close the connections to agents and kill them, after a start that failed half-way."""

@@ -416,6 +416,7 @@ class MachinesEngine(AgentEngine):
                 links.append(machine.start_agent(ranks, fields, run=run))
         except BaseException:
             abandon(links)
+            self.close()
             raise
         if self._server is not None:
             self._server.admit_no_more()

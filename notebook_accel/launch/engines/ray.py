@@ -30,6 +30,8 @@ from notebook_accel.launch.engines.machines import (
 from notebook_accel.private.of_debugpy import without_debugger
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from notebook_accel.launch.engines.machines import JoinedMachine
     from notebook_accel.launch.request import LaunchRequest
 
@@ -40,6 +42,8 @@ _PLACE_SECONDS = 300.0
 # An actor's process starts, and then the template on its node.
 _JOIN_SECONDS = 120.0
 _POLL_SECONDS = 0.05
+# Until the cell says that it waits: room that is free is found sooner.
+_SAY_SECONDS = 1.0
 
 
 class RayEngine(MachinesEngine):
@@ -61,6 +65,17 @@ class RayEngine(MachinesEngine):
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         ray = _connected()
         ranks_of_nodes = _place(ray, request)
+        try:
+            return self._plan_on(self._gather(ray, ranks_of_nodes, request), request)
+        except BaseException:
+            for actor in self._actors:
+                ray.kill(actor)
+            raise
+
+    def _gather(
+        self, ray: Any, ranks_of_nodes: Mapping[str, int], request: LaunchRequest
+    ) -> list[JoinedMachine]:
+        """Start an actor on each node, and wait until these nodes have joined."""
         server = self._listen("", 0, len(ranks_of_nodes))
         address = f"{ray.util.get_node_ip_address()}:{server.port}"
         starting = [
@@ -76,7 +91,7 @@ class RayEngine(MachinesEngine):
                     f"{address}{_why(ray, ended)}. Is notebook-accel installed on all of them, and "
                     "can they reach this machine?"
                 )
-        return self._plan_on(list(server.machines), request)
+        return list(server.machines)
 
     def _start(
         self,
@@ -193,17 +208,38 @@ def _place(ray: Any, request: LaunchRequest) -> Counter[str]:
     num_ranks = request.config.num_processes or (int(resources["GPU"]) if uses_gpus else 1)
     bundle = {"CPU": 1, **({"GPU": 1} if uses_gpus else {})}
     short = [name for name, count in bundle.items() if resources.get(name, 0) < count * num_ranks]
-    group = None if short else ray.util.placement_group([bundle] * num_ranks, strategy="PACK")
-    if group is None or not group.wait(_PLACE_SECONDS):
+    nodes = {} if short else _nodes_for([bundle] * num_ranks, ray, request)
+    if not nodes:
         has = ", ".join(f"{resources.get(name, 0):g} {name}s" for name in bundle)
         raise LaunchError(
             f"num_processes={num_ranks}, and the Ray cluster has {has}, of which others may use "
             "some: each rank takes one. Ask for fewer, or wait until there is room"
         )
-    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    # The actors take its place: one has all that its node's ranks need.
-    ray.util.remove_placement_group(group)
     return Counter(nodes.values())
+
+
+def _nodes_for(bundles: list[dict[str, int]], ray: Any, request: LaunchRequest) -> dict[int, str]:
+    """Wait until the cluster has room; return Ray's id of the node of each bundle, or {}."""
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    began, has_said = time.monotonic(), False
+    try:
+        # `group.wait` is one call in C, which no interrupt ends.
+        while (table := ray.util.placement_group_table(group))["state"] != "CREATED":
+            waited = time.monotonic() - began
+            if waited >= _PLACE_SECONDS:
+                return {}
+            if waited >= _SAY_SECONDS and not has_said:
+                has_said = True
+                what = " and ".join(f"{len(bundles)} {name}s" for name in bundles[0])
+                request.view.waits_for_machines(
+                    f"{request.name}: waits for {what} of the Ray cluster"
+                )
+            time.sleep(_POLL_SECONDS)
+        return dict(table["bundles_to_node_id"])
+    finally:
+        # The actors take its place: one has all that its node's ranks need. A group that found no
+        # room would take it later, and keep it.
+        ray.util.remove_placement_group(group)
 
 
 def _why(ray: Any, ended: list[Any]) -> str:
