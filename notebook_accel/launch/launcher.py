@@ -10,6 +10,7 @@ Once a call is sent, the thread of the ranks' pool (control/pool.py) brings the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import time
@@ -41,7 +42,7 @@ from notebook_accel.launch.transport.segment import sendable
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -373,7 +374,7 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
     name = request.name or str(getattr(function, "__name__", type(function).__name__))
     # What a session's ranks are called with is a request of the notebook; names that it pushes are
     # no arguments.
-    shown = args, kwargs
+    shown = _named(function, args, kwargs)
     if not request.brings_globals:
         shown = getattr(function, "args", ()), getattr(function, "kwargs", {})
     return replace(
@@ -386,6 +387,21 @@ def _checked(request: LaunchRequest) -> LaunchRequest:
         environment=request.environment or rank_environment(request.config),
         view=GuardedView(request.view),
     )
+
+
+def _named(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call with the positional ones by their names, if all have one."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args, kwargs
+    names = list(bound.arguments)[: len(args)]
+    kinds = {bound.signature.parameters[name].kind for name in names}
+    if kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
+        return (), {**dict(zip(names, args, strict=True)), **kwargs}
+    return args, kwargs
 
 
 def _wait_in_cell(run: Run, *before: Presses) -> None:

@@ -267,7 +267,8 @@ class Run:
             )
             return self._about_this(TimeoutError(text))
         if not any(rank.returned for rank in self.state.ranks):
-            text = f"the run was stopped before it had a result{kept or f' (run {self.id})'}"
+            ended = "killed" if self._call.was_killed else "stopped"
+            text = f"the run was {ended} before it had a result{kept or f' (run {self.id})'}"
             return self._about_this(RunStopped(text))
         return None
 
@@ -339,6 +340,7 @@ class Run:
             >>> run.status  # it had ended before
             'succeeded'
         """
+        self._call.was_killed = True
         self._call.kill()
 
     # ---- what it left ----------------------------------------------------------------------

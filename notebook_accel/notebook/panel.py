@@ -267,6 +267,7 @@ def _row(
         where = state.hang.elsewhere.get(rank.rank) or f"in {state.hang.operations[rank.rank]}"
         line = replace(line, label=where)
         kind_of_label = " na-in"
+    is_wide = bool(kind_of_label) and not line.fraction and not inner
     shown = {"succeeded": "done"}.get(status, status)
     if status == "quiet" and rank.quiet_since is not None:
         shown = f"quiet {wording.clock(state.now() - rank.quiet_since)}"
@@ -280,8 +281,9 @@ def _row(
             class_=f"na-c-state {_class_of(status)}",
             title=_MEANINGS.get(status),
         ),
-        _label(line, kind_of_label),
-        element("td", *bars, class_="na-c-bar"),
+        # Where a rank waits takes the room of a bar that says nothing.
+        _label(line, kind_of_label, is_wide=is_wide),
+        "" if is_wide else element("td", *bars, class_="na-c-bar"),
         element("td", line.count, class_="na-c-count"),
         element("td", line.rate, class_="na-c-rate"),
         element("td", line.remaining, class_="na-c-left"),
@@ -330,10 +332,11 @@ def _inner_row(rank: RankState, line: ProgressLine | None) -> Markup:
     )
 
 
-def _label(line: ProgressLine, kind: str = "") -> Markup:
+def _label(line: ProgressLine, kind: str = "", *, is_wide: bool = False) -> Markup:
     title = shorten(line.label, 90) if len(line.label) > 18 else None
     label = shorten(line.label, _LABEL_BYTES)
-    return element("td", label, class_=f"na-c-label{kind}", title=title)
+    colspan = 2 if is_wide else None
+    return element("td", label, class_=f"na-c-label{kind}", title=title, colspan=colspan)
 
 
 def _bar(rank: RankState, line: ProgressLine, kind: str) -> Markup:

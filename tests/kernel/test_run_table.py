@@ -64,7 +64,7 @@ def test_runs_and_comparisons_are_shown_as_tables(
         assert first[:2] == ["lr 0.01", "✓ succeeded"]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first[2])
         assert re.fullmatch(r"\d+\.\d s", first[3])
-        assert first[4].startswith("0.01, Model, key='<b>kkk")
+        assert first[4].startswith("lr=0.01, model=Model, key='<b>kkk")
         assert "k" * 60 not in text
         assert first[5:9] == ["0.375", "0.5", "0.01", "digits.ipynb"]
         assert second[0] == "lr 0.1"

@@ -242,10 +242,11 @@ mine = notebook_launcher(endless, num_processes=2)
     kernel.click("Stop")
     error = "\n".join(kernel.finish(cell).traceback)
     assert "RunStopped" in error
-    # As the error says it, so does the summary.
+    # The summary says in short what the error says.
     shown = unescape("".join(one["data"]["text/html"] for one in kernel.displays.values()))
-    what_to_type = r"import notebook_accel; (notebook_accel\.last_run\(\)\.rescued)"
-    (typed,) = set(re.findall(what_to_type, error)) & set(re.findall(what_to_type, shown))
+    (typed,) = re.findall(r"import notebook_accel; (notebook_accel\.last_run\(\)\.rescued)", error)
+    assert "kept: last_run().rescued<" in shown
+    assert "find_run" not in shown
     seen = f"import notebook_accel; kept = {typed}; print(kept.step > 0, type(kept.models[0]))"
     assert run(kernel, seen).text == "True <class 'torch.nn.modules.linear.Linear'>\n"
 

@@ -139,6 +139,9 @@ def test_who_waits_for_whom() -> None:
     assert ("class", "na-c-state na-elsewhere") in page.attributes
     assert ("title", "other ranks wait for it") in page.attributes
     assert ("class", "na-c-label na-in") in page.attributes
+    # Each takes the room of its empty bar.
+    assert page.attributes.count(("colspan", "2")) == 2
+    assert "progress" not in page.tags
 
 
 def test_a_rank_that_is_suspended() -> None:

@@ -140,6 +140,7 @@ class Call:
         ended: set once the call has ended and the view has drawn its end.
         timeout: seconds after which the call is ended; None for never.
         timed_out: whether the timeout ended the call.
+        was_killed: whether the user asked to kill the call.
         curves: curves of the metrics for the live charts, while the call goes on; else None.
         number: number of the call among those of the same rank processes, from 1 on; 0 before it
             was sent.
@@ -149,6 +150,7 @@ class Call:
 
     curves: LiveCurves | None = None
     timed_out = False
+    was_killed = False
     number = 0
     rescued_as = ""
 
@@ -692,7 +694,8 @@ class RankCall(Call):
             if unsaved:
                 later, loss = "after another launch", f". A restart loses {unsaved}: save it before"
             self.rescued_as = f"{self.handle()}.rescued ({later}: {by_id}){loss}"
-            state = apply(wire.Notice(text=RESCUED + self.rescued_as), state)
+            # In short: the error says it as well, with what is true later.
+            state = apply(wire.Notice(text=f"{RESCUED}last_run().rescued{loss}"), state)
         if lost_notice:
             state = apply(wire.Notice(text=lost_notice), state)
         self.state = state

@@ -252,6 +252,18 @@ def test_a_stop_then_a_harder_one(run: PlayedRun) -> None:
     assert agent.says_nothing_new(), "who has ended is not told to"
 
 
+def test_a_run_that_was_killed_says_so(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    handle = listed(call)
+    handle.kill()
+    for rank in (0, 1):
+        agent.tell(wire.RankEnded, rank=rank, signal=9, ended_by_agent=True)
+    assert call.ended.wait(SECONDS)
+    with pytest.raises(RunStopped, match="the run was killed before it had a result"):
+        handle.wait()
+
+
 def test_presses_grow_harder(run: PlayedRun) -> None:
     (agent,) = run.agents
     call = run.begin_call()
