@@ -309,6 +309,25 @@ def test_a_stop_ends_both_sides(other: OtherMachine) -> None:
     assert other.process.wait(BUSY) == 0
 
 
+def test_a_machine_whose_process_is_held_up_is_not_lost(other: OtherMachine) -> None:
+    def train() -> int:
+        from notebook_accel.launch import rank
+
+        while not rank.current().should_stop():
+            rank.current().count_step()
+            time.sleep(0.001)
+        return rank.current().rank
+
+    run = on_two(train, other=other, block=False)
+    eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+    assert other.process is not None
+    other.process.send_signal(signal.SIGSTOP)
+    time.sleep(8)
+    other.process.send_signal(signal.SIGCONT)
+    run.stop()
+    assert run.wait(BUSY).results == [0, 1]
+
+
 # ---- restarts ------------------------------------------------------------------------------
 
 

@@ -74,6 +74,8 @@ _AGENT_SECONDS = 60.0
 # How an agent ended is known once its template has reaped it.
 _END_SECONDS = 5.0
 _MAX_NAME = 60
+# Connections that have not proved the secret: strangers must not use up this process's files.
+_MAX_UNPROVED = 64
 
 
 # ---- In the notebook: a machine that has joined --------------------------------------------
@@ -265,6 +267,7 @@ class MachineServer:
         self.machines: list[JoinedMachine] = []
         self.refused = ""
         self._wanted = wanted
+        self._num_unproved = 0
         context, fingerprint = server_context()
         self.token = Token.new(fingerprint)
         opening = asyncio.start_server(
@@ -306,12 +309,18 @@ class MachineServer:
             machine.let_go()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_unproved >= _MAX_UNPROVED:
+            writer.transport.abort()
+            return
+        self._num_unproved += 1
         try:
             proof = check_proof(reader, self.token)
             problem = await asyncio.wait_for(proof, HANDSHAKE_SECONDS)
         except (OSError, EOFError, asyncio.TimeoutError):
             writer.transport.abort()
             return
+        finally:
+            self._num_unproved -= 1
         link = MachineLink(reader, writer)
         if problem:
             self._refuse(link, problem)

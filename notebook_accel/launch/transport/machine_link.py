@@ -10,9 +10,9 @@
 
 The person copies the token from the notebook to the other machine. It holds the fingerprint of the
 certificate and a secret, so that each end can authenticate the other; the notebook decodes no
-message before it has compared the secret. From then on both ends send a heartbeat every second. If
-an end receives nothing for five seconds, it closes the connection. TCP alone would not notice a
-broken link for a quarter of an hour.
+message before it has compared the secret. A broken link is noticed within some seconds: the system
+sends keepalive probes, which the other system answers even while the process there is busy or
+stopped, and data that is not acknowledged for five seconds ends the connection.
 
 One background thread with an event loop serves all connections of this process. The channels of a
 run (``frames.py``) do not know of the network: each uses a local socket, whose bytes this module
@@ -28,6 +28,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
 import ssl
 import struct
 import threading
@@ -43,7 +44,6 @@ from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.transport.channel import decode, encode
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Coroutine
 
 __all__ = [
@@ -62,12 +62,19 @@ T = TypeVar("T")
 
 HANDSHAKE_SECONDS = 10.0
 _POLL_SECONDS = 0.01
-_BEAT_SECONDS = 1.0
-# Heartbeats that may be missing. Counted by our own beats, so that a process that was held up does
-# not blame the other.
-_MAX_MISSING = 5
+_LOOK_SECONDS = 1.0
+_MAX_SILENT_MS = 5_000
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+)
+# Of Linux's struct tcp_info: unanswered probes of a full receiver; packets that are not
+# acknowledged; milliseconds since the last acknowledgement.
+_TCP_INFO = struct.Struct("3x B 20x I 28x I")
 _FRAME = struct.Struct("!cI")
-_DATA, _MESSAGE, _BEAT = b"d", b"m", b"b"
+_DATA, _MESSAGE = b"d", b"m"
 _MAX_FRAME = 1 << 26
 _CHUNK = 1 << 18
 _SECRET = 16
@@ -304,8 +311,10 @@ class MachineLink:
         self._reader = reader
         self._writer = writer
         self._local: asyncio.StreamWriter | None = None
-        self._is_reading = self._has_heard = False
         self.is_open = True
+        self._socket = writer.get_extra_info("socket")
+        for level, option, value in _KEEPALIVE:
+            self._socket.setsockopt(level, option, value)
         self.own_address = str(writer.get_extra_info("sockname")[0])
         self.peer_address = str(writer.get_extra_info("peername")[0])
 
@@ -313,19 +322,19 @@ class MachineLink:
         """Queue a message about the machine, for the loop to send; do nothing on a closed link."""
         self._write(_MESSAGE, encode(message))
 
-    def _write(self, kind: bytes, data: bytes = b"") -> None:
+    def _write(self, kind: bytes, data: bytes) -> None:
         if self.is_open:
             self._writer.write(_FRAME.pack(kind, len(data)) + data)
 
     async def serve(self, take: Callable[[wire.Message], None]) -> None:
-        """Read until the connection ends, and send heartbeats meanwhile; then close this end.
+        """Read until the connection ends or is found broken; then close this end.
 
         Bytes of a run's channel go to the socket given to :meth:`attach`.
 
         Args:
             take: called with each message about the machine.
         """
-        beating = asyncio.ensure_future(self._beat())
+        watching = asyncio.ensure_future(self._watch())
         try:
             while True:
                 kind, data = await self._read()
@@ -338,33 +347,27 @@ class MachineLink:
         except (OSError, EOFError, msgspec.MsgspecError):
             pass
         finally:
-            beating.cancel()
+            watching.cancel()
             self.detach()
             self.close()
 
     async def _read(self) -> tuple[bytes, bytes]:
-        self._is_reading = True
         kind, length = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
         if length > _MAX_FRAME:
             raise EOFError("what came is no frame")
-        data = await self._reader.readexactly(length)
-        self._is_reading, self._has_heard = False, True
-        return kind, data
+        return kind, await self._reader.readexactly(length)
 
-    async def _beat(self) -> None:
-        """Send a heartbeat every second; abort the connection after five seconds of silence.
+    async def _watch(self) -> None:
+        """Abort the connection once the other system has not acknowledged data for five seconds.
 
-        Silence means that this end waits for bytes from the other end, and none arrive.
+        TCP_USER_TIMEOUT would do so as well for a process that is stopped and takes nothing.
         """
-        num_missing = 0
-        while num_missing < _MAX_MISSING:
-            self._write(_BEAT)
-            await asyncio.sleep(_BEAT_SECONDS)
-            # While a channel takes its bytes slowly, nothing is read.
-            is_silent = self._is_reading and not self._has_heard
-            num_missing = num_missing + 1 if is_silent else 0
-            self._has_heard = False
-        self.abort()
+        while self.is_open:
+            await asyncio.sleep(_LOOK_SECONDS)
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            probes, unacknowledged, silent = _TCP_INFO.unpack(info)
+            if silent > _MAX_SILENT_MS and (unacknowledged or probes > 1):
+                self.abort()
 
     async def attach(self, sock: socket.socket) -> asyncio.Task[None]:
         """Relay the bytes of a run's channel over the link, in both directions.
@@ -401,4 +404,6 @@ class MachineLink:
     def abort(self) -> None:
         """Close the connection now; queued messages and bytes are lost."""
         self.is_open = False
-        self._writer.transport.abort()
+        # Python 3.11.2 raises it where the connection is closed already.
+        with contextlib.suppress(AttributeError):
+            self._writer.transport.abort()
