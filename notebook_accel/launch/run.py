@@ -442,9 +442,9 @@ class Run:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the function, with all that it uses, as a script for torchrun.
 
-        Functions and classes of cells are copied as source, in their present state in the notebook.
-        Other values are written as literals or pickled, 1 MB at most: load data inside the
-        function.
+        The script has the statements of the notebook's cells, up to the launch and in their order,
+        that made what the function uses, and no data. What they cannot make again, such as the
+        result of another run, is loaded by a line that says how to save it.
 
         Args:
             path: where to write the script; a leading ``~`` is expanded.
@@ -453,8 +453,8 @@ class Run:
             The path of the script.
 
         Raises:
-            NotebookAccelError: this is not the handle that the launch returned, or the function
-                uses a value that is too large or cannot be pickled.
+            NotebookAccelError: this is not the handle that the launch returned; or the function, a
+                function that it calls, or an argument has no name in the notebook's cells.
             OSError: the file cannot be written.
 
         Example:

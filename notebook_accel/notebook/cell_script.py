@@ -6,9 +6,8 @@
     In[5]  %%accelerate --write train.py
            model(torch.ones(2))            the cell itself, last
 
-Variables of the notebook that these cells use are written as ``run.export`` writes them: modules
-as imports, functions and classes as source, other values as literals or pickled. Each variable has
-the value that the notebook has now.
+Before them stand the statements of the notebook's own cells that made the variables which these
+cells use, as in what ``run.export`` writes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import ast
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.control.export import Script
+from notebook_accel.launch.control.export import lines_for, script_text
 from notebook_accel.launch.text.used_names import PROVIDED, is_history, names_of, without_watcher
 
 if TYPE_CHECKING:
@@ -62,26 +61,25 @@ def script_of_cells(
 
     Raises:
         ConfigError: a cell has code that a script cannot have.
-        NotebookAccelError: a value of the notebook is too large for a script.
+        NotebookAccelError: a function or class that is needed was not defined in a cell.
     """
-    script = Script(sources)
     texts = {number: _plain(number, cells[number], transform) for number in sorted(cells)}
     last = max(texts)
     texts[last] = _shown_at_the_end(texts[last])
     assigned: set[str] = set()
     provided: set[str] = set()
+    needed: set[str] = set()
     for text in texts.values():
         names = names_of(text)
         used = names.used - assigned
         provided |= used & {"display", *PROVIDED}
-        for name in sorted(used - {"display", *PROVIDED}):
-            if name in namespace and not is_history(name) and name not in _OF_IPYTHON:
-                script.define(name, namespace[name])
+        needed |= {name for name in used & namespace.keys() if not is_history(name)}
         assigned |= names.assigned
-    blocks = [_provided(provided, mixed_precision)]
+    needed -= {"display", *PROVIDED, *_OF_IPYTHON}
+    blocks = [lines_for(needed, sources, namespace), _provided(provided, mixed_precision)]
     blocks += [f"# ---- In[{number}]\n{text.strip()}\n" for number, text in texts.items()]
-    body = "\n".join(block for block in blocks if block)
-    text = script.text(body, what=f"In[{last}]", world_size=world_size, file=file)
+    body = "\n".join(block for block in blocks if block.strip())
+    text = script_text(body, what=f"In[{last}]", world_size=world_size, file=file)
     try:
         compile(text, file, "exec", dont_inherit=True)
     except SyntaxError as error:

@@ -1,77 +1,59 @@
 """Write a run's function as a script that torchrun starts.
 
-How each value that the function uses gets into the script:
+The script has those statements of the notebook's cells, in their order, that made what the function
+uses, and then the call of the function::
 
-    imported modules, functions and classes   imported
-    functions and classes of cells            copied as source; each one after the globals that its
-                                              ``def`` or ``class`` statement reads
-    numbers, strings, containers of these     written as literals
-    everything else                           pickled; all in one pickle, as text in the script
+    def train(size): ...      the function          -> used: torch, images
+    images = images / 16      what made its globals -> kept, and what made `images` before
+    import torch                                    -> kept
+    run = notebook_launcher() what launches         -> left out
+    best = run[0]             what uses a launch    -> best = torch.load("best.pt")
 
-The pickle refers to classes and functions that are copied as source by name, so that an unpickled
-instance has the script's own class. Functions that are pickled themselves (lambdas, closures) carry
-copies of the globals that they use. What a cell changes on a class or function after its definition
-(``Net.forward = faster``) is not written.
+It never has data. What no statement can make again is loaded by a line that says so.
 """
 
 from __future__ import annotations
 
 import ast
-import base64
-import functools
+import builtins
+import copy
 import inspect
-import io
 import keyword
 import linecache
 import math
-import symtable
+import re
 import sys
-import textwrap
 import types
-from collections import ChainMap
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import cloudpickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.payload.pickling import BY_TYPE, remake
+from notebook_accel.launch.text.used_names import is_history, names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from notebook_accel.launch.payload import CellSource
 
-__all__ = ["Script", "script_of"]
+__all__ = ["lines_for", "script_of", "script_text"]
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
-# A script is text to read and to commit; data belongs into files.
-_MAX_BYTES = 1_000_000
-# As symbol tables name them, between angle brackets or not.
-_COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
-
+# A script is text to read: a longer literal is data.
+_MAX_LITERAL = 1000
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.Try, ast.With, ast.AsyncWith)
+# What changes an object in place, or random generators, by the names of the field.
+_CHANGES = re.compile(r".*_|shuffle|.*seed.*")
+_KINDS = {"import": "import", "from": "import"} | dict.fromkeys(
+    ("@", "def", "class", "async"), "block"
+)
+_SAVE_IT = "  # save it in the notebook first: "
 _HEAD = '''"""{what}, exported from a notebook.
 
 Run it with: torchrun --nproc_per_node={world_size} {file}
 """
 '''
-# So that annotations need nothing while a definition's statement runs.
-_FUTURE = "from __future__ import annotations\n"
-_LOAD = """
-# Values that no source text makes, pickled.
-def _unpickle(text):
-    import base64, io, pickle
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, name):
-            return globals()[name]
-
-    return Unpickler(io.BytesIO(base64.b85decode(text))).load()
-
-_pickled = _unpickle({text!r})
-"""
-# What ``functools.lru_cache`` and ``cache`` make of a function.
-_Cached: Any = type(functools.lru_cache(len))
 
 
 def script_of(
@@ -90,449 +72,322 @@ def script_of(
         args, kwargs: its arguments.
         world_size: number of processes in the torchrun command of the script's head comment.
         file: name of the script in that command.
-        sources: the notebook's cells, newest first, in which the source of classes and imports of
-            submodules are looked up.
+        sources: the notebook's cells up to the launch, newest first.
 
     Raises:
         NotebookAccelError: the function is marked as one that no script can call (attribute
-            ``_notebook_accel_no_script``); a value can neither be written as source nor pickled,
-            or is larger than 1 MB; or two different values need the same name.
+            ``_notebook_accel_no_script``); or the function, or an argument that is no literal, has
+            no name in the notebook.
     """
     refusal = getattr(function, _NO_SCRIPT, None)
     if refusal is not None:
         raise NotebookAccelError(refusal)
-    name = getattr(function, "__name__", "function")
-    script = Script([source.text for source in sources])
-    called = script.value("function", function)
-    given = [script.value(f"args[{index}]", arg) for index, arg in enumerate(args)]
-    named = {key: script.value(f"kwargs[{key!r}]", value) for key, value in kwargs.items()}
-    given += [f"{key}={text}" for key, text in named.items() if _is_name(key)]
-    given += [f"**{{{key!r}: {text}}}" for key, text in named.items() if not _is_name(key)]
-    body = f'if __name__ == "__main__":\n    {called}({", ".join(given)})\n'
-    return script.text(body, what=name, world_size=world_size, file=file)
+    of_cells: Any = inspect.unwrap(function)
+    known = getattr(of_cells, "__globals__", vars(sys.modules["__main__"]))
+    texts = [source.text for source in sources]
+    if not texts and hasattr(of_cells, "__code__"):  # a plain program
+        texts = ["".join(linecache.getlines(of_cells.__code__.co_filename))]
+    written = _launched_with(texts[0], known) if texts else {}
+    called = _expression("function", function, known, written)
+    given = [_expression(f"args[{i}]", arg, known, written) for i, arg in enumerate(args)]
+    for key, value in kwargs.items():
+        text = _expression(f"kwargs[{key!r}]", value, known, written)
+        is_name = key.isidentifier() and not keyword.iskeyword(key)
+        given.append(f"{key}={text}" if is_name else f"**{{{key!r}: {text}}}")
+    call = f"{called}({', '.join(given)})"
+    body = f'\n\nif __name__ == "__main__":\n    {call}\n'
+    lines = lines_for(names_of(call).used, texts, known)
+    what = getattr(function, "__name__", "function")
+    return script_text(lines + body, what=what, world_size=world_size, file=file)
 
 
-def _is_name(key: str) -> bool:
-    """Return whether ``key=value`` is valid Python; other keys are passed as ``**{key: value}``."""
-    return key.isidentifier() and not keyword.iskeyword(key)
+def script_text(body: str, *, what: str, world_size: int, file: str) -> str:
+    """Return a whole script: a docstring that says how to run it, future imports, ``body``."""
+    head = _HEAD.format(what=what, world_size=world_size, file=file)
+    lines = body.split("\n")
+    future = sorted({line for line in lines if line.startswith("from __future__ import")})
+    rest = "\n".join(line for line in lines if line not in future)
+    return "\n".join([head, *future, rest.strip("\n"), ""])
 
 
-class Script:
-    """Collects the imports, definitions and values of a script, and makes its text of them.
+@dataclass(frozen=True)
+class _Statement:
+    """A top-level statement of a cell.
 
-    :meth:`value` and :meth:`define` collect, then :meth:`text` makes the text.
+    Attributes:
+        used: the global variables that it names.
+        at_once: those of them that it reads while it runs, not in the body of a function.
+        is_made: whether a script can run it; false for launches, magics, and what needs these.
+        keeps_older: whether what assigned its names before is needed, too.
+    """
+
+    node: ast.stmt
+    text: str
+    used: frozenset[str]
+    at_once: frozenset[str]
+    assigned: frozenset[str]
+    is_made: bool
+    keeps_older: bool
+
+
+def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, Any]) -> str:
+    """Return the statements of cells that make global variables, and what these need in turn.
 
     Args:
-        cells: texts of the notebook's cells, newest first.
+        names: the variables.
+        cells: the notebook's cells, newest first.
+        known: the notebook's variables now.
+
+    Raises:
+        NotebookAccelError: a function or class that is needed was not defined in a cell.
     """
-
-    def __init__(self, cells: Sequence[str]) -> None:
-        self._cells = cells
-        # What each global of the script is.
-        self._names: dict[str, Any] = {}
-        self._imports: set[str] = set()
-        self._literals: dict[str, str] = {}
-        # The source of each definition.
-        self._definitions: dict[str, str] = {}
-        # By name, or by what an error calls it: ``args[0]``.
-        self._pickled: dict[str, Any] = {}
-
-    def value(self, label: str, value: Any) -> str:
-        """Return a Python expression for a value, and add what the expression needs to the script.
-
-        Args:
-            label: what an error message calls the value: ``args[0]``.
-            value: any object of the notebook.
-
-        Raises:
-            NotebookAccelError: as :meth:`define`.
-        """
-        if _is_literal(value):
-            return _checked_literal(label, value)
-        name = getattr(value, "__name__", "") if _is_definition(value) else ""
-        has_text = _is_definition(value) and (_is_public(value) or self._has_source(name, value))
-        if has_text and self._names.get(name, value) is value:
-            self.define(name, value)
-            return name
-        self._pickle(label, value)
-        return f"_pickled[{label!r}]"
-
-    def define(self, name: str, value: Any) -> None:
-        """Add a global variable ``name`` to the script, and all that its value needs in turn.
-
-        Raises:
-            NotebookAccelError: the script already has a different global of this name; or the value
-                can neither be written as source nor pickled.
-        """
-        if name in self._names:
-            if self._names[name] is not value:
-                raise NotebookAccelError(
-                    f"`{name}` is the name of two things that the script needs; rename one of "
-                    "them, launch again, and export that run"
-                )
-            return
-        self._names[name] = value
-        if isinstance(value, types.ModuleType):
-            self._import(name, value.__name__)
-        elif _is_public(value):
-            own = value.__qualname__
-            alias = own if own == name else f"{own} as {name}"
-            self._imports.add(f"from {value.__module__} import {alias}")
-        elif self._has_source(name, value):
-            self._copy(name, value)
-        elif _is_literal(value):
-            self._literals[name] = _checked_literal(name, value)
-        else:
-            self._pickle(name, value)
-
-    def text(self, body: str, *, what: str, world_size: int, file: str) -> str:
-        """Return the text of the script.
-
-        Args:
-            body: the last lines, which call the function.
-            what: name of the function, for the script's docstring.
-            world_size, file: as in :func:`script_of`.
-
-        Raises:
-            NotebookAccelError: a class needs a pickled value while it is defined, and that value
-                needs the class.
-        """
-        needs = {name: self._needed_at_once(name) for name in self._definitions}
-        late = [name for name in self._ordered(needs) if needs[name] & self._pickled.keys()]
-        early = [name for name in self._ordered(needs) if name not in late]
-        parts = [
-            _HEAD.format(what=what, world_size=world_size, file=file),
-            _FUTURE,
-            "\n".join(sorted(self._imports)),
-            "\n".join(f"{name} = {text}" for name, text in self._literals.items()),
-            *(f"\n{self._definitions[name].strip()}" for name in early),
-            self._load(late),
-            *(f"\n{self._definitions[name].strip()}" for name in late),
-            f"\n{body}",
-        ]
-        return "\n".join(part for part in parts if part.strip())
-
-    def _import(self, name: str, module: str) -> None:
-        if module != name:
-            self._imports.add(f"import {module} as {name}")
-            return
-        # ``import package.part`` in a cell assigns the package alone.
-        parts = {
-            alias.name
-            for text in self._cells
-            for node in ast.walk(_parsed(text))
-            if isinstance(node, ast.Import)
-            for alias in node.names
-            if alias.asname is None and alias.name.startswith(f"{name}.")
-        }
-        self._imports |= {f"import {part}" for part in parts & sys.modules.keys() or {name}}
-
-    def _has_source(self, name: str, value: Any) -> bool:
-        is_named = _is_definition(value) and getattr(value, "__name__", "") == name
-        return is_named and _source_of(value, self._cells) is not None
-
-    def _copy(self, name: str, value: Any) -> None:
-        source = self._definitions[name] = _source_of(value, self._cells) or ""
-        known = _globals_of(value)
-        for read in sorted(set(_globals_read(symtable.symtable(source, "", "exec")))):
-            if read in known:
-                self.define(read, known[read])
-
-    def _pickle(self, label: str, value: Any) -> None:
-        """Add a value to the script's pickle, and the definitions that it needs to the script.
-
-        The value is pickled once on trial, to find these definitions and to fail early.
-
-        Args:
-            label: key of the value in the pickle, and its name in an error message.
-            value: what is pickled.
-
-        Raises:
-            NotebookAccelError: the value cannot be pickled, or is too large for a script.
-        """
-        self._pickled[label] = value
-        try:
-            _ScriptPickler(_SmallFile(), self._reference).dump(value)
-        except NotebookAccelError:
-            raise
-        except _TooLargeError:
-            raise _too_large(label, value) from None
-        except Exception as error:  # whatever a user's object does when it is pickled
-            raise NotebookAccelError(
-                f"`{label}` ({type(value).__name__}) cannot be written into a script: {error}. "
-                "Make it inside the function, launch again, and export that run"
-            ) from error
-
-    def _reference(self, value: Any) -> str | None:
-        """Return the global name by which the pickle refers to a value; None to pickle it by value.
-
-        Only functions and classes of cells whose source can be copied have such a name. Their
-        definition is added to the script.
-        """
-        if not _is_definition(value) or getattr(value, "__module__", "") != "__main__":
-            return None
-        name = value.__name__
-        is_there = _globals_of(value).get(name) is value and self._has_source(name, value)
-        is_taken = self._names.get(name, value) is not value
-        if not is_there or (is_taken and isinstance(value, types.FunctionType)):
-            return None
-        self.define(name, value)
-        return str(name)
-
-    def _load(self, late: Sequence[str]) -> str:
-        """Return the script's lines that unpickle values and assign them to names; "" if none.
-
-        Args:
-            late: definitions that come after these lines, since they need pickled values. The
-                pickle cannot refer to them.
-
-        Raises:
-            NotebookAccelError: the pickle needs a class of ``late``.
-        """
-        if not self._pickled:
-            return ""
-
-        def reference(value: Any) -> str | None:
-            name = self._reference(value)
-            if name not in late:
-                return name
-            if isinstance(value, type):
-                raise NotebookAccelError(
-                    f"`{name}` needs a value while it is defined that itself needs `{name}`: make "
-                    "that value inside the function, launch again, and export that run"
-                )
-            # A function may be there twice: what was registered with a decorator, say.
-            return None
-
-        file = io.BytesIO()
-        # In one pickle: an object that two values share stays one.
-        _ScriptPickler(file, reference).dump(self._pickled)
-        names = [f"{name} = _pickled[{name!r}]" for name in self._pickled if name in self._names]
-        text = base64.b85encode(file.getvalue()).decode()
-        return "\n".join([_LOAD.format(text=text), *names])
-
-    def _needed_at_once(self, name: str) -> set[str]:
-        """Return the globals that a definition may read while its ``def`` or ``class`` runs.
-
-        These are the globals in decorators, base classes, default values and class bodies. If one
-        of them is itself copied as source, all globals that it reads are added, since it may be
-        called.
-
-        Args:
-            name: name of a function or class that is copied as source.
-        """
-        found: set[str] = set()
-        waiting = [*self._read_by(name, at_once=True)]
-        while waiting:
-            used = waiting.pop()
-            if used not in found:
-                found.add(used)
-                waiting += self._read_by(used) if used in self._definitions else ()
-        return found
-
-    def _read_by(self, name: str, *, at_once: bool = False) -> Iterator[str]:
-        table = symtable.symtable(_FUTURE + self._definitions[name], "", "exec")
-        return _globals_read(table, at_once=at_once)
-
-    def _ordered(self, needs: Mapping[str, set[str]]) -> list[str]:
-        """Return the definitions' names in cell order, but each after those that it needs.
-
-        Args:
-            needs: for each definition, the globals that must exist before its statement runs.
-        """
-        ordered: dict[str, None] = {}
-        begun: set[str] = set()
-
-        def add(name: str) -> None:
-            if name not in begun and name in needs:
-                begun.add(name)
-                for used in sorted(needs[name]):
-                    add(used)
-                ordered[name] = None
-
-        for name in sorted(self._definitions, key=self._place):
-            add(name)
-        return [*ordered]
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """Return a sort key for a definition: (number of its cell, position in the cell's text).
-
-        The oldest cell has number 1. A definition that is found in no cell has the key (0, its
-        index among all definitions).
-        """
-        source = self._definitions[name].strip()
-        for index, cell in enumerate(self._cells):
-            if source in cell:
-                return len(self._cells) - index, cell.find(source)
-        return 0, list(self._definitions).index(name)
-
-
-# ---- the source of what cells define, and which globals it looks up ------------------------
-
-
-def _source_of(value: Any, cells: Sequence[str]) -> str | None:
-    """Return source text that makes this function or class again; None if there is none.
-
-    There is none for closures and lambdas, if the source is unknown, or if the source alone would
-    not give an equal function (``functools.singledispatch``).
-
-    Args:
-        value: a function or class.
-        cells: texts of the notebook's cells, newest first.
-    """
-    made = value if isinstance(value, type) else inspect.unwrap(value)
-    if getattr(made, "__closure__", None) or value.__name__ == "<lambda>":
-        return None
-    try:
-        source = textwrap.dedent(inspect.getsource(value))
-    except (OSError, TypeError):
-        return _class_in_cells(value, cells) if isinstance(value, type) else None
-    # The source makes a decorated function again if its decorators alone have made it. That is not
-    # so for `functools.singledispatch`, since what was registered with it is written elsewhere.
-    is_made_by_it = made is value or (
-        source.startswith("@")
-        and _globals_of(value).get(value.__name__) is value
-        and not hasattr(value, "dispatch")
-    )
-    return source if is_made_by_it else None
-
-
-def _parsed(text: str) -> ast.Module:
-    """Parse a cell; return an empty module if it is not valid Python (has a magic, say)."""
-    try:
-        return ast.parse(text)
-    except SyntaxError:
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
-    """Return the text of a class's ``class`` statement with its decorators; None if not found.
-
-    Args:
-        value: the class.
-        cells: texts of the notebook's cells, newest first. The cells that its methods come from
-            are searched first.
-    """
-    files = (function.__code__.co_filename for function in _functions(value))
-    for text in [*("".join(linecache.getlines(file)) for file in files), *cells]:
-        for node in reversed(_parsed(text).body):
-            if isinstance(node, ast.ClassDef) and node.name == value.__qualname__:
-                first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
-                return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return None
-
-
-def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
-    """Yield the global names that a definition reads; a name may come more than once.
-
-    Includes names that are read in nested functions, classes and comprehensions, and in decorators,
-    base classes, default values and annotations.
-
-    Args:
-        table: symbol table of the definition's source.
-        at_once: yield only names that are read while the ``def`` or ``class`` statement itself
-            runs. The body of a class and comprehensions run then; the body of a function runs later
-            and is left out.
-    """
-    is_top = table.get_type() == "module"
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (is_top or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        is_now = child.get_type() == "class" or child.get_name().strip("<>") in _COMPREHENSIONS
-        if is_now or not at_once:
-            yield from _globals_read(child, at_once=at_once)
-
-
-def _globals_of(value: Any) -> Mapping[str, Any]:
-    """Return the global namespace in which a function or class was defined."""
-    functions = _functions(value)
-    if functions:
-        return functions[0].__globals__
-    return vars(sys.modules[value.__module__])
-
-
-def _functions(value: Any) -> list[types.FunctionType]:
-    """Return the Python functions behind a function or class, without decorators' wrappers.
-
-    For a function this is the unwrapped function alone; for a class, the methods that the class
-    body defines.
-    """
-    if not isinstance(value, type):
-        return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
-    parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
-    return [
-        part
-        for part in parts
-        if isinstance(part, types.FunctionType)
-        and part.__module__ == value.__module__
-        and part.__qualname__.startswith(f"{value.__qualname__}.")
-    ]
-
-
-class _TooLargeError(Exception):
-    """Raised while pickling once the pickle is larger than a script may hold (1 MB)."""
-
-
-class _SmallFile(io.BytesIO):
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > _MAX_BYTES:
-            raise _TooLargeError
-        return super().write(data)
-
-
-class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler for the values of an exported script.
-
-    Functions and classes that the script defines are pickled as names, everything else by value.
-
-    Args:
-        file: where the pickle is written.
-        reference: returns the name of a function or class that the script defines, and None for
-            every other value.
-    """
-
-    dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
-
-    def __init__(self, file: io.BytesIO, reference: Callable[[Any], str | None]) -> None:
-        super().__init__(file)
-        self._reference = reference
-
-    def persistent_id(self, value: Any) -> str | None:
-        return self._reference(value)
-
-    def reducer_override(self, value: Any) -> Any:
-        return remake(value) or super().reducer_override(value)
-
-
-def _too_large(label: str, value: Any) -> NotebookAccelError:
-    return NotebookAccelError(
-        f"`{label}` ({type(value).__name__}) is larger than the {_MAX_BYTES // 1_000_000} MB that "
-        "a script should hold: load it inside the function, from a file, launch again, and "
-        "export that run"
-    )
-
-
-def _checked_literal(label: str, value: Any) -> str:
-    text = repr(value)
-    if len(text) > _MAX_BYTES:
-        raise _too_large(label, value)
+    statements = _statements(cells, known)
+    needed = _with_readers(names, statements, len(statements))
+    kept: list[str] = []
+    for number in reversed(range(len(statements))):
+        one = statements[number]
+        made = one.assigned & needed
+        if not made and not _changes(one, needed, known):
+            continue
+        if one.is_made:
+            kept.append(one.text)
+            if not one.keeps_older:
+                needed -= made - one.at_once
+            needed |= _with_readers(one.at_once, statements, number)
+        elif made:
+            kept += [_loaded(name, known) for name in sorted(made)]
+            needed -= made
+    first = [_first(name, known) for name in sorted(needed)]
+    lines = [line for line in (*first, *reversed(kept)) if line]
+    if any(f"{_SAVE_IT}torch" in line for line in lines):
+        lines = ["import torch", *(line for line in lines if line != "import torch")]
+    return _spaced(lines)
+
+
+def _spaced(lines: Sequence[str]) -> str:
+    """Join statements, with blank lines around imports and definitions."""
+    text, before = "", ""
+    for line in lines:
+        code = re.sub(r"\A(#.*\n)+", "", line)
+        words = code.split(maxsplit=1)[0]
+        found = _KINDS.get("@" if code[0] == "@" else words, "code")
+        gap = 2 if "block" in (before, found) else int(before != found)
+        text += "\n" * gap * bool(text) + line + "\n"
+        before = found
     return text
 
 
-def _is_definition(value: Any) -> bool:
-    """Return whether the value is a class or a Python function.
+def _statements(cells: Sequence[str], known: Mapping[str, Any]) -> list[_Statement]:
+    """Return the statements of all cells in their order; of the newest, those up to its launch."""
+    found: list[_Statement] = []
+    unmade: set[str] = set()
+    there = {*known}
+    for cell in reversed(cells):
+        nodes = [*_nodes(cell)]
+        ends = [i for i, (node, _) in enumerate(nodes) if _launches(node, known)]
+        if cell is cells[0] and ends:
+            nodes = nodes[: ends[-1] + 1]
+        for node, text in nodes:
+            names = names_of(ast.unparse(node))
+            used, assigned = names.used - vars(builtins).keys(), names.assigned
+            is_definition = isinstance(node, _DEFINITIONS)
+            is_made = is_definition or not (
+                # The last: it failed, as this statement did in the notebook.
+                _launches(node, known) or "get_ipython" in used or used & unmade or used - there
+            )
+            there |= assigned
+            unmade = unmade - assigned if is_made else unmade | assigned
+            is_package = isinstance(node, ast.Import) and any(
+                "." in alias.name and not alias.asname for alias in node.names
+            )
+            older = is_package or isinstance(node, _COMPOUND) or bool(assigned - names.certain)
+            found.append(
+                _Statement(node, text, used, _at_once(node, used), assigned, is_made, older)
+            )
+    return found
 
-    True also for a lambda, and for a function that ``functools.lru_cache`` wraps.
+
+def _at_once(node: ast.stmt, used: frozenset[str]) -> frozenset[str]:
+    is_lambda = isinstance(getattr(node, "value", None), ast.Lambda)
+    if not is_lambda and not isinstance(node, _DEFINITIONS):
+        return used
+    head = copy.deepcopy(node)
+    for part in ast.walk(head):
+        if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            part.body = [ast.Pass()]
+        elif isinstance(part, ast.Lambda):
+            part.body = ast.Constant(None)
+    return names_of(ast.unparse(head)).used & used
+
+
+def _nodes(cell: str) -> Iterator[tuple[ast.stmt, str]]:
+    """Yield each statement of a cell with its text; none if the cell is not Python."""
+    try:
+        body = ast.parse(cell).body
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    lines = cell.split("\n")
+    for node in body:
+        inner = re.match(r"get_ipython\(\).run_cell_magic\('(time|capture)'", ast.unparse(node))
+        if inner is not None:
+            yield from _nodes(node.value.args[-1].value)  # type: ignore[attr-defined]
+            continue
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+        last = node.end_lineno or node.lineno
+        others = [one for one in body if one is not node]
+        is_alone = all(one.lineno > last or (one.end_lineno or 0) <= first for one in others)
+        while is_alone and first and lines[first - 1].startswith("#"):
+            first -= 1  # a comment belongs to what follows it
+        yield node, "\n".join(lines[first:last]) if is_alone else ast.unparse(node)
+
+
+def _launches(node: ast.stmt, known: Mapping[str, Any]) -> bool:
+    if isinstance(node, (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
+        return False
+    return any(_is_launch(part, known) for part in ast.walk(node))
+
+
+def _is_launch(node: ast.AST, known: Mapping[str, Any]) -> bool:
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
+    called = getattr(known.get(str(name)), "__name__", name)
+    return name is not None and called in ("notebook_launcher", "launch", "attach", "last_run")
+
+
+def _with_readers(names: Collection[str], statements: Sequence[_Statement], end: int) -> set[str]:
+    """Return the names, and those that functions and classes among them read when they are called.
+
+    Args:
+        names: global variables.
+        statements: the notebook's.
+        end: the number of the statement that uses the names.
     """
-    return isinstance(value, (type, types.FunctionType, _Cached))
+    found: set[str] = set()
+    waiting = [*names]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            makers = (one for one in reversed(statements[:end]) if name in one.assigned)
+            maker = next(makers, None)
+            if maker is not None and isinstance(maker.node, (*_DEFINITIONS, ast.Assign)):
+                is_lambda = isinstance(getattr(maker.node, "value", None), ast.Lambda)
+                waiting += maker.used if is_lambda or isinstance(maker.node, _DEFINITIONS) else ()
+    return found
+
+
+def _changes(one: _Statement, needed: set[str], known: Mapping[str, Any]) -> bool:
+    """Return whether a statement changes an object that is needed, or the random generators."""
+    node = one.node
+    code = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+    data = {name for name in needed if not isinstance(known.get(name), code)}
+    if not one.is_made or isinstance(node, _DEFINITIONS):
+        return False
+    if isinstance(node, ast.Expr):
+        if not isinstance(node.value, ast.Call):
+            return False
+        *owner, called = ast.unparse(node.value.func).split(".")
+        changes = _CHANGES.fullmatch(called) is not None
+        return (changes and bool(one.used & data or "seed" in called)) or (
+            bool(owner) and owner[0].partition("[")[0] in data
+        )
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        roots = {re.split(r"\W", ast.unparse(target), maxsplit=1)[0] for target in targets}
+        return bool(roots & data - one.assigned) or bool(roots & needed - one.assigned)
+    return isinstance(node, _COMPOUND) and bool(one.used & data)
+
+
+def _first(name: str, known: Mapping[str, Any]) -> str:
+    """Return the line that makes a variable which no cell has made."""
+    if name not in known or is_history(name) or hasattr(builtins, name):
+        return ""
+    value = known[name]
+    if isinstance(value, types.ModuleType):
+        same = value.__name__ == name
+        return f"import {name}" if same else f"import {value.__name__} as {name}"
+    if _is_public(value):
+        own = value.__qualname__
+        return f"from {value.__module__} import {own if own == name else f'{own} as {name}'}"
+    if _is_literal(value):
+        return f"{name} = {value!r}"
+    if isinstance(value, (types.FunctionType, type)):
+        text = _source_of(value)
+        if text is not None:
+            return text
+    return _loaded(name, known)
+
+
+def _source_of(value: Any) -> str | None:
+    """Return the source of a function or class that is at the top level of its file."""
+    try:
+        text = inspect.getsource(value)
+    except (OSError, TypeError):
+        return None
+    is_def = text.startswith(("@", "def ", "class ", "async def "))
+    return text.rstrip("\n") if is_def else None
+
+
+def _loaded(name: str, known: Mapping[str, Any]) -> str:
+    """Return a line that loads a variable from a file, and says how to save it."""
+    value = known.get(name)
+    if isinstance(value, (types.FunctionType, type)):
+        raise NotebookAccelError(
+            f"`{name}`, which the script needs, is not defined in a cell of this notebook: define "
+            "it there, launch again, and export that run"
+        )
+    is_tensor = type(value).__module__ == "torch" and type(value).__name__ == "Tensor"
+    safe = "" if is_tensor else ", weights_only=False"
+    return f'{name} = torch.load("{name}.pt"{safe}){_SAVE_IT}torch.save({name}, "{name}.pt")'
+
+
+def _launched_with(cell: str, known: Mapping[str, Any]) -> dict[str, str]:
+    """Return the arguments as the newest launch of a cell writes them, by their labels."""
+    found: dict[str, str] = {}
+    calls = (
+        part
+        for node, _ in _nodes(cell)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Call) and _is_launch(part.func, known)
+    )
+    for call in calls:
+        named = {part.arg: part.value for part in call.keywords}
+        args = named.get("args", call.args[1] if len(call.args) > 1 else None)
+        if isinstance(args, (ast.Tuple, ast.List)):
+            found |= {f"args[{i}]": ast.unparse(one) for i, one in enumerate(args.elts)}
+        kwargs = named.get("kwargs")
+        if isinstance(kwargs, ast.Dict):
+            pairs = zip(kwargs.keys, kwargs.values, strict=True)
+            found |= {f"kwargs[{ast.unparse(key)}]": ast.unparse(v) for key, v in pairs if key}
+    return found
+
+
+def _expression(
+    label: str, value: Any, known: Mapping[str, Any], written: Mapping[str, str]
+) -> str:
+    """Return an expression for the function or an argument of a launch."""
+    is_container = isinstance(value, (list, tuple, set, dict))
+    if not is_container and _is_literal(value):
+        return repr(value)
+    own = getattr(value, "__name__", "")
+    names = [own, *(name for name in known if not is_history(name))]
+    found = next((name for name in names if own != "<lambda>" and known.get(name) is value), None)
+    found = found or next((name for name in names if known.get(name) is value), None)
+    if found is not None:
+        return str(found)
+    if label in written:
+        return written[label]
+    if _is_literal(value):
+        return repr(value)
+    if inspect.ismethod(value):
+        return f"{_expression(label, value.__self__, known, written)}.{value.__name__}"
+    raise NotebookAccelError(
+        f"`{label}` ({type(value).__name__}) has no name in the notebook by which a script could "
+        "make it: assign it to a variable at the top of a cell, launch again, and export that run"
+    )
 
 
 def _is_public(value: Any) -> bool:
-    """Return whether a script can import the value by its own name from its module.
-
-    False for everything defined in ``__main__``, and so in the notebook's cells.
-    """
+    """Return whether a script can import the value by its own name from its module."""
     try:
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         name = str(getattr(value, "__qualname__", ""))
@@ -544,13 +399,11 @@ def _is_public(value: Any) -> bool:
 
 
 def _is_literal(value: Any) -> bool:
-    """Return whether ``repr(value)`` is an expression that gives an equal value of the same type.
-
-    True for a list, tuple, set or dict if it is True for all of its items.
-    """
+    """Return whether ``repr(value)`` is a short expression of an equal value of the same type."""
     if isinstance(value, float):
         return type(value) is float and math.isfinite(value)
     if type(value) in (dict, list, tuple, set):
         parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(map(_is_literal, parts))
-    return value is None or type(value) in (bool, int, str, bytes)
+        return all(map(_is_literal, parts)) and len(repr(value)) <= _MAX_LITERAL
+    is_plain = value is None or type(value) in (bool, int, str, bytes)
+    return is_plain and len(repr(value)) <= _MAX_LITERAL
