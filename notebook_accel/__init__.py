@@ -38,7 +38,9 @@ def __getattr__(name: str) -> Any:
             warm_kernel()
         return _fetch(name)
     if name == "__version__":
-        return importlib.metadata.version("notebook-accel")
+        # Scripts ask for a minimum version of Accelerate: the one whose interface this is stands
+        # before our own.
+        return f"1.15.0+notebook.accel.{importlib.metadata.version('notebook-accel')}"
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -406,6 +406,12 @@ CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
         lambda: _source_has("torchdata.stateful_dataloader.stateful_dataloader", "._num_yielded"),
     ),
     (
+        "datasets",
+        "_distributed",
+        "a stream that split_dataset_by_node made is split again",
+        lambda: _source_has("datasets.iterable_dataset", "._distributed"),
+    ),
+    (
         "python",
         "_shutdown",
         "a rank ends before its threads",

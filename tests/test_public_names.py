@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import accelerate
 import pytest
+from packaging.version import Version
 
 import notebook_accel
 from tests.public import DOORS, PACKAGE, public_names
@@ -83,7 +84,10 @@ def test_a_door_is_imports_of_ours_and_one_line_for_the_rest(path: Path) -> None
 
 
 def test_the_version_is_the_installed_one() -> None:
-    assert notebook_accel.__version__ == version("notebook-accel")
+    own = Version(notebook_accel.__version__)
+    assert own.local == f"notebook.accel.{version('notebook-accel')}"
+    assert own.public == version("accelerate"), "the release whose interface the package has"
+    assert own >= Version("0.16.0")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

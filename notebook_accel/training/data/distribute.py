@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.private import of_datasets
 from notebook_accel.training.collectives.data_group import DataGroup
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
@@ -126,7 +127,8 @@ def _is_dispatched(
     loader: DataLoader[Any], config: DataLoaderConfiguration, device: torch.device | None
 ) -> bool:
     if config.dispatch_batches is None:
-        return isinstance(loader.dataset, IterableDataset) and device is not None
+        is_split = of_datasets.is_split_by_node(loader.dataset)
+        return isinstance(loader.dataset, IterableDataset) and device is not None and not is_split
     if config.dispatch_batches and device is None:
         raise ConfigError(
             "dispatch_batches=True sends batches to the devices of the ranks, but "
@@ -255,6 +257,13 @@ def _share_iterable(
 ) -> LoaderOptions:
     dataset: Any = draft.dataset
     num_processes, index = options.data_group.size, options.data_group.index
+    if of_datasets.is_split_by_node(dataset):
+        notice_once(
+            "split_dataset_by_node",
+            "prepare leaves a stream that split_dataset_by_node has split as it is; unsplit, "
+            "prepare shares it out itself",
+        )
+        return replace(options, is_uneven=True, split_batches=False)
     if not config.split_batches and _divides_itself(
         dataset, num_processes, evenly=config.even_batches
     ):
