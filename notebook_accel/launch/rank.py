@@ -59,13 +59,14 @@ class StorePort(NamedTuple):
 class Training(Protocol):
     """Protocol of a training whose state can be saved when the run is stopped."""
 
-    def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
+    def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
         The caller keeps the first form that can be pickled.
 
         Args:
             num_steps: number of optimizer steps of the current call, to be stored with the state.
+            free: bytes of the host's memory that the copies may take.
         """
 
 
@@ -317,17 +318,18 @@ class LaunchedContext(RankContext):
     def note_training(self, training: Training) -> None:
         self._training, self._any_training = training, weakref.ref(training)
 
-    def parts_to_rescue(self) -> Iterator[object]:
+    def parts_to_rescue(self, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
-        It yields nothing if nothing was trained in the current call.
+        It yields nothing if nothing was trained in the current call, or if there is no room:
+        ``free`` is the number of bytes that the copies may take.
         """
         training = self._training
         # What an earlier call prepared counts as trained in this call once this call has taken a
         # batch or made a step.
         if training is None and self._any_training and (self._row.batches or self._row.steps):
             training = self._any_training()
-        return iter(()) if training is None else training.parts_to_rescue(self._row.steps)
+        return iter(()) if training is None else training.parts_to_rescue(self._row.steps, free)
 
     def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
         """Return a message of class ``kind`` with these fields, about this rank's current call."""

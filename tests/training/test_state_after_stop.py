@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -28,7 +29,7 @@ from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from notebook_accel.training.models.meta_copy import copy_on_meta
-from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece
+from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece, parts_of
 from tests.launches import call, launch
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 from tests.waiting import eventually
@@ -222,6 +223,35 @@ def test_what_is_not_on_disk_is_told(
     assert [path.name for path in run.log_dir.glob("rescued*")] == []
     with pytest.raises(NotebookAccelError, match="is gone"):
         _ = elsewhere.rescued
+
+
+def test_what_the_host_has_no_memory_for_is_left_out(tmp_path: Path) -> None:
+    """Weights go before the states of optimizers, and one line says what is not kept and why."""
+    accelerator = Accelerator(cpu=True)
+    inner = torch.nn.Linear(10, 10)
+    model, optimizer = accelerator.prepare(inner, torch.optim.Adam(inner.parameters()))
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    weights = 2 * 4 * 110  # a copy here and one in the notebook
+    states = 2 * weights + 2 * 2 * 4
+
+    def kept(free: int) -> tuple[Any, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            part = next(parts_of(accelerator._prepared, 1, free), None)
+        return part and part.join([]), [str(one.message) for one in caught]
+
+    whole, told = kept(weights + states)
+    assert whole.optimizers[0]["state"]
+    assert told == whole.missing == []
+    partly, told = kept(weights + states - 1)
+    assert partly.models == [inner]
+    assert partly.optimizers == [None]
+    assert told == partly.missing
+    assert "the optimizers' states are not kept: the copies need 0.0 GB of memory" in told[0]
+    nothing, told = kept(weights - 1)
+    assert nothing is None
+    assert "what was being trained is not kept" in told[0]
 
 
 @pytest.fixture

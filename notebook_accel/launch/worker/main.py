@@ -40,6 +40,7 @@ from notebook_accel.launch.payload.notebook_state import apply_notebook_state
 from notebook_accel.launch.setup.steps import take_over
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.log_files import FULL_DISK
+from notebook_accel.launch.system.memory import free_memory
 from notebook_accel.launch.template.libraries import OF_TEMPLATE, file_of, is_library
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.scoreboard import Scoreboard
@@ -666,7 +667,7 @@ def _pack_training(
     """
     problem: Exception | None = None
     try:
-        for part in context.parts_to_rescue():
+        for part in context.parts_to_rescue(free_memory()):
             try:
                 return pack(payload.pack_result(part, call))
             except Exception as error:  # whatever classes of the user's do when they are pickled

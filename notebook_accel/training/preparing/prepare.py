@@ -290,7 +290,7 @@ class Preparation:
         # Should the run be stopped, this is what was being trained.
         current().note_training(self)
 
-    def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
+    def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's training state in alternative forms, the most complete first.
 
         It is called on each rank of a run that was stopped or interrupted. The rank sends the
@@ -298,8 +298,9 @@ class Preparation:
 
         Args:
             num_steps: number of optimizer steps so far.
+            free: bytes of the host's memory that the copies may take.
         """
-        return parts_of(self, num_steps)
+        return parts_of(self, num_steps, free)
 
     def loader(
         self,

@@ -17,9 +17,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training.collectives.nested import honor_type, recursively_apply
+from notebook_accel.training.collectives.nested import honor_type, leaves, recursively_apply
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.models.meta_copy import fill
+from notebook_accel.training.settings.notices import notice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -140,6 +141,7 @@ class RankPart:
             sharded tensor; None for an optimizer whose states the notebook could not join.
         schedulers: the state dict of each scheduler.
         step: number of optimizer steps that this rank has made.
+        dropped: why the optimizers' states are None, if the host has no memory for them.
     """
 
     models: list[Module | None]
@@ -147,6 +149,7 @@ class RankPart:
     optimizers: list[dict[str, Any] | None]
     schedulers: list[dict[str, Any]]
     step: int
+    dropped: str = ""
 
     def join(self, others: Sequence[RankPart]) -> Rescued:
         """Return the full training state, joined from the parts of all ranks, in the notebook.
@@ -171,8 +174,14 @@ class RankPart:
             )
             for index, model in enumerate(self.models)
         ]
+        dropped = next((part.dropped for part in parts if part.dropped), "")
+        missing += [dropped] if dropped else []
         optimizers = [
-            _whole(_each([part.optimizers for part in parts], index), f"optimizer {index}", missing)
+            None
+            if dropped
+            else _whole(
+                _each([part.optimizers for part in parts], index), f"optimizer {index}", missing
+            )
             for index in range(len(self.optimizers))
         ]
         return Rescued(
@@ -185,16 +194,20 @@ class RankPart:
         )
 
 
-def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
+def parts_of(preparation: Preparation, num_steps: int, free: int) -> Iterator[RankPart]:
     """Yield this rank's part in alternative forms; the caller sends the first that pickles.
 
     Rank 0 yields a form with the models, then a form with state dicts alone. If any model is
     sharded, other ranks yield the form with state dicts; if not, they yield nothing, since rank 0
     has the full state.
 
+    What the host has no free memory for is left out, and one line says so: first the optimizers'
+    states, then everything. This rank makes a copy to send, and the notebook joins the copies.
+
     Args:
         preparation: the objects that the newest ``Accelerator`` has prepared.
         num_steps: number of optimizer steps so far.
+        free: bytes of the host's memory that the copies may take.
     """
     strategy, known_models = preparation.plan.strategy, preparation.models
     is_first = preparation.plan.topology.process_index == 0
@@ -202,7 +215,17 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
     if not known_models or not (is_first or any(in_parts)):
         return
     models = [uncompiled(known.inner) for known in known_models]
+    # Ranks of one machine that all have parts copy theirs at the same time.
+    num_copies = 2 * (preparation.plan.topology.local_num_processes if any(in_parts) else 1)
+    if (needed := num_copies * sum(map(_num_bytes, models))) > free:
+        notice(f"what was being trained is not kept: {_of_memory(needed, free)}")
+        return
     optimizers = [strategy.own_optimizer_state(known.optimizer) for known in preparation.optimizers]
+    dropped = ""
+    if (needed := needed + num_copies * _num_bytes(optimizers)) > free:
+        dropped = f"the optimizers' states are not kept: {_of_memory(needed, free)}"
+        notice(dropped)
+        optimizers = [None for _ in optimizers]
     without = RankPart(
         models=[None for _ in models],
         weights=[
@@ -212,6 +235,7 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
         optimizers=[_in_pieces(state) for state in optimizers],
         schedulers=[known.scheduler.state_dict() for known in preparation.schedulers],
         step=num_steps,
+        dropped=dropped,
     )
     if is_first:
         models_sent = [
@@ -223,6 +247,19 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
             if not is_part:
                 without.weights[index] = _in_pieces(dict(models[index].state_dict()))
     yield without
+
+
+def _num_bytes(held: Any) -> int:
+    """Return the bytes of this rank's tensors in a model or in nested values; shared ones once."""
+    if isinstance(held, torch.nn.Module):
+        held = [*held.parameters(), *held.buffers()]
+    tensors = {id(leaf): leaf for leaf in leaves(held) if isinstance(leaf, torch.Tensor)}
+    local = (getattr(one, "to_local", lambda one=one: one)() for one in tensors.values())
+    return sum(one.numel() * one.element_size() for one in local)
+
+
+def _of_memory(needed: int, free: int) -> str:
+    return f"the copies need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
 
 
 def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
