@@ -10,6 +10,7 @@ other error, as argparse does for bad arguments.
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -46,6 +47,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else arguments
     name, *rest = given or ["--help"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale may have no ✓
+    try:
+        status = _run(name, rest)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except NotebookAccelError as error:
+        print(f"notebook-accel {name}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, WorkerError) else 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `notebook-accel logs RUN | head`
+        sys.stderr.close()
+        return 141
+    except OSError as error:  # a folder that cannot be written, say
+        print(f"notebook-accel {name}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _run(name: str, rest: Sequence[str]) -> int:
     if name == "--version":
         print(version("notebook-accel"))
         return 0
@@ -55,17 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in _COMMANDS:
         print(f"notebook-accel: there is no command {name!r}\n{_help()}", file=sys.stderr)
         return 2
-    command = getattr(import_module(f"{__name__}.{_COMMANDS[name][0]}"), name.replace("-", "_"))
-    try:
-        status: int = command(rest)
-    except NotebookAccelError as error:
-        print(f"notebook-accel {name}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, WorkerError) else 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `notebook-accel logs RUN | head`
-        sys.stderr.close()
-        return 141
+    module = import_module(f"{__name__}.{_COMMANDS[name][0]}")
+    status: int = getattr(module, name.replace("-", "_"))(rest)
     return status
 
 

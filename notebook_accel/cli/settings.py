@@ -124,7 +124,7 @@ def _answer(label: str, about: str, default: Any) -> str:
     """
     try:
         return input(f"{label}: {about}\n  [{default}] ").strip()
-    except EOFError:
+    except (EOFError, RuntimeError):  # the second: it was closed from the start
         raise ConfigError(
             "there is nobody to answer: `notebook-accel config default` asks nothing"
         ) from None

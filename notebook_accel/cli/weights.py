@@ -58,6 +58,13 @@ def estimate_memory(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "Accelerate does it, and is not installed: pip install 'notebook-accel[accelerate]'"
         )
+    for one in arguments:
+        # Accelerate would raise an error of its library for the names of the Hub.
+        if not one.startswith("-") and (".." in one or one.count("/") > 1 or one[:1] in "./"):
+            raise ConfigError(
+                f"{one[:100]!r} is no model of the Hugging Face Hub: expected a name such as "
+                "bert-base-cased or google/vit-base-patch16-224"
+            )
     module = "accelerate.commands.accelerate_cli"
     command = [sys.executable, "-m", module, "estimate-memory", *arguments]
     return subprocess.run(command, check=False).returncode

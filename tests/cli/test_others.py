@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +15,7 @@ from safetensors.torch import load_file
 from notebook_accel.cli import main, sanity
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.slurm import slurm_step
-from tests.cli.commands import notebook_accel
+from tests.cli.commands import ROOT, notebook_accel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,3 +129,39 @@ def test_a_step_of_slurm(nodes: str, first: str) -> None:
     assert slurm_step({"SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}) is None
     with pytest.raises(ConfigError, match="--ntasks-per-node=1"):
         slurm_step({**step, "SLURM_STEP_NUM_TASKS": "6"})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("config <&-", "there is nobody to answer"),
+        ("config default", "notebook-accel config: "),
+        ("estimate-memory ../../x", "is no model of the Hugging Face Hub"),
+        ("doctor", "versions"),
+        ("--help | true", ""),
+        ("runs | true", ""),
+        ("join $(printf 'a%.0s' $(seq 100000)):80", "expected HOST:PORT"),
+    ],
+)
+def test_no_command_ends_with_a_traceback(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    odd = {
+        "HOME": str(tmp_path / "file"),
+        "XDG_CONFIG_HOME": str(tmp_path / "file" / "none"),
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONPATH": str(ROOT),
+        "NOTEBOOK_ACCEL_JOIN_TOKEN": "0" * 64,
+        "NOTEBOOK_ACCEL_RUNS": str(tmp_path / "runs"),
+    }
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m notebook_accel {line}"],
+        env={**os.environ, **odd},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "Exception ignored" not in done.stderr
+    assert said in done.stderr + done.stdout

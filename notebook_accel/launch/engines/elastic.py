@@ -289,8 +289,11 @@ def parse_address(text: str) -> tuple[str, int]:
         ConfigError: the text has another form.
     """
     host, _, port = text.strip().rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65_536:
-        raise ConfigError(f"{text!r}: expected HOST:PORT, as the notebook shows it")
+    is_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65_536
+    # As long as a name of a host, and of each part of it, may be.
+    is_host = 0 < len(host) < 254 and all(len(part) < 64 for part in host.split("."))
+    if not (is_host and is_port):
+        raise ConfigError(f"{text[:100]!r}: expected HOST:PORT, as the notebook shows it")
     return host.strip("[]"), int(port)
 
 
