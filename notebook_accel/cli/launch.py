@@ -88,6 +88,8 @@ def launch_parser() -> ArgumentParser:
     parser.description = "Run a script on several ranks. The first options are torchrun's."
     parser.allow_abbrev = False
     parser.set_defaults(nproc_per_node=None, nnodes=None, node_rank=None, rdzv_backend=None)
+    # Some versions of torch have a number as the port's default, which would hide all others.
+    parser.set_defaults(torchruns_port=parser.get_default("master_port"), master_port=None)
     parser.set_defaults(master_addr=None, max_restarts=None)
     add_settings(parser)
     return parser
@@ -193,6 +195,8 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
         typed.nnodes, typed.node_rank = step.num_nodes, step.node_rank
         typed.master_addr = typed.master_addr or step.master_addr
         typed.master_port = typed.master_port or step.port
+    if typed.master_port is None:
+        typed.master_port = typed.torchruns_port
     typed.nnodes = str(typed.nnodes or 1)
     typed.node_rank = int(typed.node_rank or 0)
     typed.max_restarts = int(typed.max_restarts or 0)
@@ -225,7 +229,7 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
             number of machines.
         LaunchError: the port is in use, or too few files can be opened.
     """
-    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+    from torch.distributed.run import parse_min_max_nnodes
 
     from notebook_accel.training.processes.devices import inventory
 
@@ -239,7 +243,7 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     on_cpu = chosen == "cpu" or not found.names
     notices: list[str] = []
     if typed.nproc_per_node is not None:
-        size = determine_local_world_size(typed.nproc_per_node)
+        size = _num_ranks_typed(typed.nproc_per_node)
     elif config.num_processes is not None and "num_nodes" in config.to_dict():
         size = config.num_processes
     elif config.num_processes is not None:
@@ -274,6 +278,15 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     os.environ.update(environment)
     typed.nproc_per_node = str(size)
     return notices
+
+
+def _num_ranks_typed(text: str) -> int:
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return int(determine_local_world_size(text))
+    except ValueError as error:
+        raise ConfigError(f"--nproc_per_node {text}: {error}") from None
 
 
 def _seed(typed: Namespace, config: LaunchConfig) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -19,6 +20,9 @@ from notebook_accel.config import LaunchConfig, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from tests.cli.commands import ROOT, SCRIPT, losses, notebook_accel, run
 from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
 
 # Each command imports torch anew, and so does each of its ranks.
 pytestmark = pytest.mark.timeout(300)
@@ -292,3 +296,34 @@ def test_an_option_goes_before_the_file_and_the_file_before_the_environment(
     assert (config.num_processes, config.seed, config.use_port) == (2, 7, 3000)
     assert config.fsdp == {"fsdp_version": 2, "cpu_offload": False}
     assert machines == {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1"}
+
+
+@pytest.mark.parametrize("of_torchrun", [None, 29500])
+def test_the_typed_port_is_taken_whatever_torchruns_default_is(
+    of_torchrun: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import run
+
+    from notebook_accel.cli import launch
+    from notebook_accel.cli.options import resolve_options
+
+    made = run.get_args_parser
+
+    def with_default() -> ArgumentParser:
+        parser: ArgumentParser = made()
+        parser.set_defaults(master_port=of_torchrun)
+        return parser
+
+    monkeypatch.setattr(run, "get_args_parser", with_default)
+    for words, port in (["--main_process_port", "4321"], 4321), ([], of_torchrun):
+        typed = launch.launch_parser().parse_args([*words, "train.py"])
+        config, found, _ = resolve_options(typed)
+        launch._place_machines(typed, found, config)
+        assert (typed.master_port and int(typed.master_port)) == port
+
+
+def test_a_wrong_number_of_ranks_is_one_line() -> None:
+    done = notebook_accel("launch", "--nproc_per_node", "abc", __file__, folder=ROOT)
+    assert done.returncode == 2
+    assert "--nproc_per_node abc: " in done.stderr
+    assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,6 +23,7 @@ import torch
 from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.launch.control import pool
+from notebook_accel.launch.engines import machines
 from notebook_accel.launch.engines.elastic import join
 from notebook_accel.launch.view import View
 from tests.engines import joined
@@ -561,3 +563,21 @@ def test_an_address_that_is_not_this_machines() -> None:
     config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="192.0.2.77")
     with pytest.raises(LaunchError, match=r"192\.0\.2\.77.*cannot be listened at"):
         launch(lambda: 1, config=config, view=View())
+
+
+def test_the_address_without_a_default_route_is_one_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machines.socket, "socket", Unroutable)
+    address = SimpleNamespace(family=socket.AF_INET, address="10.77.0.1")
+    loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
+    found = {"lo": [loopback], "eth0": [address]}
+    monkeypatch.setattr(machines.psutil, "net_if_addrs", lambda: found)
+    assert machines.own_addresses() == ["10.77.0.1"]
+
+
+class Unroutable(socket.socket):
+    """A socket of a machine that has no default route."""
+
+    def connect(self, address: Any) -> None:
+        raise OSError("Network is unreachable")

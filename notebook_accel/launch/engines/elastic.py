@@ -43,7 +43,7 @@ from notebook_accel.launch.engines.machines import (
     interface_of,
     interface_variables,
     notices_of,
-    outward_address,
+    own_addresses,
     torchelastic_variables,
 )
 from notebook_accel.launch.slurm import OtherNodes, has_other_nodes
@@ -149,11 +149,12 @@ class ElasticEngine(MachinesEngine):
         """
         host = request.config.master_addr
         if not has_other_nodes(os.environ, wanted):
-            host = host or outward_address()
+            host, *others = [host] if host else own_addresses()
+            also = f"\n(other addresses of this machine: {', '.join(others)})" if others else ""
             command = (
                 f"NOTEBOOK_ACCEL_JOIN_TOKEN={server.token} notebook-accel join {host}:{server.port}"
             )
-            return self._await(server, request, wanted, f". Run there:\n    {command}")
+            return self._await(server, request, wanted, f". Run there:\n    {command}{also}")
         address = f"{host or os.environ['SLURMD_NODENAME']}:{server.port}"
         join_it = [sys.executable, "-m", "notebook_accel", "join", address]
         nodes = OtherNodes(join_it, wanted, {"NOTEBOOK_ACCEL_JOIN_TOKEN": str(server.token)})

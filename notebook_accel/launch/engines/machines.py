@@ -65,7 +65,7 @@ __all__ = [
     "interface_of",
     "interface_variables",
     "notices_of",
-    "outward_address",
+    "own_addresses",
     "torchelastic_variables",
 ]
 
@@ -524,13 +524,20 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def outward_address() -> str:
-    """Return the IP address from which this machine sends to the network; 127.0.0.1 without one.
+def own_addresses() -> list[str]:
+    """Return this machine's IPv4 addresses, first the one from which it sends to the network.
 
-    Only the system's routing table is asked: nothing is sent.
+    Only the system's tables are asked: nothing is sent. Without a network it is 127.0.0.1 alone.
     """
+    first = []
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with udp, contextlib.suppress(OSError):
         udp.connect(("192.0.2.1", 9))  # set aside for documentation
-        return str(udp.getsockname()[0])
-    return "127.0.0.1"
+        first = [str(udp.getsockname()[0])]
+    found = [
+        one.address
+        for addresses in psutil.net_if_addrs().values()
+        for one in addresses
+        if one.family == socket.AF_INET and not one.address.startswith("127.")
+    ]
+    return list(dict.fromkeys([*first, *found])) or ["127.0.0.1"]
