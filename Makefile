@@ -19,7 +19,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage docs test-accelerator test-binder test-chaos test-datasets test-deepspeed test-eight \
-  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-long test-pythons test-ray \
+  test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-libraries test-long test-pythons test-ray \
   test-soak test-torch test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
   clean
 
@@ -41,6 +41,7 @@ help:
 	@echo 'make test-gpu        what only a machine with a GPU shows; make test skips that elsewhere'
 	@echo 'make test-hosts      trains on two hosts, one of them made of namespaces; needs root'
 	@echo 'make test-inductor   trains by what torch.compile builds, which takes a minute'
+	@echo 'make test-libraries  first cells of notebooks, with datasets, timm, fastai and others'
 	@echo 'make test-kernels    blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
@@ -141,6 +142,10 @@ test-deepspeed: $(READY)
 
 test-eight: $(READY)
 	$(PYTEST) tests/training/eight_ranks.py $(ARGS)
+
+test-libraries: $(READY)
+	$(call on_top,libraries,--constraint constraints.txt datasets==5.2.0 diffusers evaluate fastai lightning seaborn timm)
+	build/libraries/bin/python -m pytest -m '' tests/kernel/test_first_cells.py $(ARGS)
 
 test-fp8: $(READY)
 	$(call on_top,fp8,--constraint constraints.txt torchao==0.18.0)

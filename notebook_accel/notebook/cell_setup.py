@@ -205,10 +205,15 @@ def _in_block(block: Iterable[ast.stmt]) -> Iterator[_Found]:
                 yield from _found(target, node)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             yield from _in_call(node.value)
-        else:
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for decorator in node.decorator_list:
+                made = decorator.func if isinstance(decorator, ast.Call) else decorator
+                # Its argument is what is decorated, which only the cell can give it.
+                whole = ast.Call(made, [ast.Call(ast.Name("..."), [], [])], [])
+                yield from _found(made, ast.Name(f"@{ast.unparse(decorator)}"), called=whole)
+        elif isinstance(node, (ast.If, ast.For, ast.Try)):
             for part in ("body", "orelse", "finalbody"):
-                if isinstance(node, (ast.If, ast.For, ast.Try)):
-                    yield from _in_block(getattr(node, part, ()))
+                yield from _in_block(getattr(node, part, ()))
 
 
 def _in_call(node: ast.Call) -> Iterator[_Found]:
