@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.setup import libraries
-from notebook_accel.launch.setup.steps import assign, call, pack_step, run_cell, value_at
+from notebook_accel.launch.setup.steps import (
+    assign,
+    call,
+    import_for_effect,
+    pack_step,
+    run_cell,
+    value_at,
+)
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
@@ -66,7 +73,10 @@ class SetUp:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A statement of a cell: an assignment to ``path`` below a name, or a call of what is there."""
+    """A statement: an assignment to ``path`` below a name, or a call of what is there.
+
+    Of ``from MODULE import *`` the name is "", and the module is in ``path``.
+    """
 
     label: str
     root: str
@@ -128,6 +138,10 @@ def _repeated(shell: InteractiveShell, lost: list[str]) -> Iterator[tuple[Any, .
     namespace = shell.user_ns
     for text in namespace.get("In", ()):
         for found in _statements(text):
+            if not found.root:
+                name = str(found.path[0])
+                yield found.label, found.label, "", import_for_effect, name
+                continue
             root = _root(namespace.get(found.root))
             if root is None:
                 continue
@@ -203,6 +217,8 @@ def _in_block(block: Iterable[ast.stmt]) -> Iterator[_Found]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 yield from _found(target, node)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and not node.level:
+            yield _Found(label=ast.unparse(node), root="", path=(node.module or "",))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             yield from _in_call(node.value)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -34,8 +34,8 @@ _CELLS = {
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         """,
         (
-            "str(pd.DataFrame({'a': [1 / 3]})), os.environ['TOKENIZERS_PARALLELISM'], np.random.rand(),"
-            " pd.get_option('display.max_columns'), train_test_split([1, 2, 3, 4])"
+            "str(pd.DataFrame({'a': [1 / 3]})), os.environ['TOKENIZERS_PARALLELISM'],"
+            " np.random.rand(), pd.get_option('display.max_columns'), train_test_split([1, 2, 3])"
         ),
     ),
     "settings in a class, everything seeded": (

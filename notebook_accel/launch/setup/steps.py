@@ -13,6 +13,7 @@ import sys
 import types
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,17 @@ from notebook_accel.launch.system.after_import import change_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Path", "Step", "assign", "call", "pack_step", "run_cell", "take_over", "value_at"]
+__all__ = [
+    "Path",
+    "Step",
+    "assign",
+    "call",
+    "import_for_effect",
+    "pack_step",
+    "run_cell",
+    "take_over",
+    "value_at",
+]
 
 # From a module to a value in it: names of attributes, and keys of dictionaries as tuples of one.
 Path = tuple["str | tuple[Any]", ...]
@@ -144,6 +155,12 @@ def assign(module: Any, path: Path, value: object) -> None:
 def call(module: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Call a function below a module (a step)."""
     value_at(module, path)(*args, **kwargs)
+
+
+def import_for_effect(name: str) -> None:
+    """Import a module that a cell imported by ``*``: its effect may be all that is wanted of it."""
+    with contextlib.suppress(ModuleNotFoundError):  # another machine may lack it
+        import_module(name)
 
 
 def run_cell(code: str, source: cells.CellSource) -> None:
