@@ -92,28 +92,34 @@ class _Follower:
         self._num_cells = max(0, len(cells) - 1)
         new = sys.modules.keys() - self._seen
         self._seen |= new
-        found |= {root for name in new for root in _used_by(name)}
-        if not found <= self._roots:
-            self._roots |= found
-            new = set(self._seen)
-        roots = {name.partition(".")[0] for name in new} & self._roots - OF_TEMPLATE
-        libraries = {root for root in roots if is_library(root)}
-        if libraries:
-            follow(
-                ImportItem(name)
-                for name, module in [*sys.modules.items()]
-                if name in new and name.partition(".")[0] in libraries and file_of(module)
-            )
+        own = {root for root in {name.partition(".")[0] for name in new} if _is_own(root)}
+        found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
+        added = (found - self._roots - OF_TEMPLATE) & sys.modules.keys()
+        added = {root for root in added if is_library(root)}
+        self._roots |= added
+        if not (added or new):
+            return
+        # Of a library that a cell imports for the first time, older modules too: what is the
+        # notebook's now may have been imported by another library before.
+        names = [
+            name
+            for name in sys.modules
+            if (root := name.partition(".")[0]) in self._roots and (root in added or name in new)
+        ]
+        follow(ImportItem(name) for name in names if file_of(sys.modules.get(name)))
+
+
+def _is_own(root: str) -> bool:
+    """Whether a module or package is the notebook's own, or installed in editable mode."""
+    path = file_of(sys.modules.get(root))
+    return bool(path) and not is_library_file(path) and root != "notebook_accel"
 
 
 def _used_by(name: str) -> set[str]:
-    """Return the libraries that a module of the notebook's own uses; none for other modules."""
-    module = sys.modules.get(name)
-    path = file_of(module)
-    if not path or is_library_file(path) or name.startswith("notebook_accel"):
-        return set()
-    values = [v for v in vars(module).values() if isinstance(v, (ModuleType, FunctionType, type))]
-    return {(getattr(v, "__module__", None) or v.__name__).partition(".")[0] for v in values}
+    """Return the top-level packages of what a module of the notebook's own uses."""
+    values = vars(sys.modules[name]).values()
+    used = [v for v in values if isinstance(v, (ModuleType, FunctionType, type))]
+    return {(getattr(v, "__module__", None) or v.__name__).partition(".")[0] for v in used}
 
 
 def imports_at_start(code: str) -> list[ImportItem]:
@@ -128,20 +134,30 @@ def _imports(code: str, *, is_deep: bool = False) -> Iterator[ImportItem]:
     except (SyntaxError, ValueError):
         return
     statement: Any
-    for statement in ast.walk(tree) if is_deep else tree.body:
+    for statement in _below(tree) if is_deep else tree.body:
         if isinstance(statement, ast.Import):
             yield from (ImportItem(alias.name) for alias in statement.names)
         elif isinstance(statement, ast.ImportFrom):
             if statement.module and not statement.level:
                 names = (alias.name for alias in statement.names if alias.name != "*")
                 yield ImportItem(statement.module, tuple(names))
-        elif is_deep and getattr(getattr(statement, "func", None), "attr", "") in _MAGICS:
-            # Below %%time, say, which has the code as its last argument.
-            for argument in statement.args[-1:]:
-                text = getattr(argument, "value", "")
-                yield from _imports(text if isinstance(text, str) else "", is_deep=True)
+        elif is_deep and isinstance(statement, ast.Expr):
+            call: Any = statement.value
+            if getattr(getattr(call, "func", None), "attr", "") in _MAGICS:
+                # Below %%time, say, which has the code as its last argument.
+                for argument in call.args[-1:]:
+                    text = getattr(argument, "value", "")
+                    yield from _imports(text if isinstance(text, str) else "", is_deep=True)
         elif not is_deep and _may_change_imports(statement):
             return
+
+
+def _below(node: Any) -> Iterator[ast.stmt]:
+    """Yield all statements of a block, those within other statements included."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(node, name, ()):
+            yield statement
+            yield from _below(statement)
 
 
 def _may_change_imports(statement: ast.AST) -> bool:

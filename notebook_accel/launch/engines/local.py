@@ -72,6 +72,9 @@ _ASK_FOR_MORE = (
     "(%%accelerate -n 2 in a cell)"
 )
 
+# Why there is no prepared template, which is said once.
+_said: set[str] = set()
+
 
 # What ranks on a kind of devices need, as somebody has to decide before they begin.
 _VARIABLES: dict[str, Callable[[Mapping[str, str], int], dict[str, str]]] = {
@@ -184,23 +187,36 @@ class LocalEngine(AgentEngine):
 
     description = "engine='local', whose ranks are on one machine"
     can_detach = True
+    # Why there is no prepared template.
+    _problem = ""
 
     def warm_up(self, request: LaunchRequest) -> None:
         def wait(source: Template) -> None:
             if not source.is_ready:
                 request.view.launch_is_slow(request.name)
             source.wait_until_ready()
-            # Ranks would import the same, each for itself.
+            if not _may_have_libraries(request):
+                return
             shown = ""
-            while _may_have_libraries(request) and (state := source.imports()).importing:
+            # Ranks would import the same, each for itself.
+            while (state := source.imports()).importing:
                 if state.importing != shown:
                     shown = state.importing
                     request.view.launch_is_slow(request.name, shown)
                 time.sleep(_POLL_SECONDS)
+            self._problem = state.problem
 
         ask_template(request.environment, wait)
 
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
+        plan = self._plan_ranks(request)
+        if not self._problem or _said:
+            return plan
+        _said.add(self._problem)
+        notice = f"each rank imports the notebook's libraries itself: {self._problem}"
+        return replace(plan, notices=(*plan.notices, notice))
+
+    def _plan_ranks(self, request: LaunchRequest) -> RankPlan:
         wanted = request.config.num_processes
         if request.config.devices == "cpu":
             return RankPlan.of_sizes(wanted or 1, environment=WITHOUT_DEVICES)

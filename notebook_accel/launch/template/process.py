@@ -96,7 +96,7 @@ def serve(fd: int, kernel_pid: int, imports_fd: int) -> None:
         with import_module("torch").autograd.profiler.record_function("template"):
             pass
         gc.enable()
-        gc.collect()
+        # Not collected before: that takes 0.3 s, in which the first launch may wait.
         gc.freeze()
         processes.stay_on_hangup(fd)
         sock = socket.socket(fileno=fd)

@@ -509,6 +509,10 @@ def enter_notebook(launch: wire.Launch) -> None:
     vars(builtins).update(get_ipython=lambda: None)
     tpu.load_backends()
     torch.set_num_threads(launch.num_threads)
+    pools = sys.modules.get("threadpoolctl")
+    if pools is not None and launch.num_threads > 1:
+        # Libraries that the template imported have taken its number, which is 1.
+        pools.threadpool_limits(launch.num_threads)
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     if launch.notebook:

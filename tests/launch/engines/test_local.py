@@ -41,8 +41,8 @@ class Slow(View):
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def launch_is_slow(self, name: str) -> None:
-        self.names.append(name)
+    def launch_is_slow(self, name: str, importing: str = "") -> None:
+        self.names.append(importing or name)
 
 
 def request(view: View | None = None, **settings: Any) -> LaunchRequest:
@@ -149,12 +149,17 @@ def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
     class Source:
         def __init__(self, *, is_ready: bool) -> None:
             self.is_ready = is_ready
+            self.importing = iter([""])
 
         def wait_until_ready(self) -> None:
             self.is_ready = True
 
-    for is_ready, expected in ((False, ["train"]), (True, [])):
+        def imports(self) -> wire.Imports:
+            return wire.Imports(importing=next(self.importing))
+
+    for is_ready, expected in ((False, ["train", "timm"]), (True, ["timm"])):
         source, view = Source(is_ready=is_ready), Slow()
+        source.importing = iter(["timm", "timm", ""])
         monkeypatch.setattr(local, "ask_template", lambda _, question, one=source: question(one))
         LocalEngine().warm_up(request(view))
         assert (view.names, source.is_ready) == (expected, True)

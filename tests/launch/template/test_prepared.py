@@ -189,3 +189,24 @@ time.sleep(99)
     kernel.kill()
     kernel.wait()
     eventually(lambda: gone(below), within=SECONDS, what="all processes are gone")
+
+
+def test_with_little_memory_ranks_import_themselves_and_one_line_says_so(
+    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = (
+        "from notebook_accel.launch.template import prepared; prepared._LITTLE_MEMORY = 1 << 60; "
+    )
+    monkeypatch.setattr(handle, "_BOOT", handle._BOOT)
+    import_little()
+    monkeypatch.setattr(
+        handle, "_BOOT", handle._BOOT.replace("from notebook", little + "from notebook", 1)
+    )
+    libraries.source = Template(os.environ)
+    libraries.write("large_lib")
+    libraries.want("large_lib")
+    found = libraries.imported()
+    libraries.source.kill()
+    assert (found.pid, found.libraries) == (0, ())
+    assert "GB of memory are free" in found.problem
+    assert libraries.times("large_lib") == 0
