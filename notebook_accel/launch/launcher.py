@@ -527,7 +527,7 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
         error.run = run  # type: ignore[attr-defined]
         call.kill()
         call.ended.wait(_KILL_SECONDS)
-        if call.rescued_as and not error.args:
+        if call.rescued_as and not error.args and not call.view.is_shown:
             error.args = (RESCUED + call.rescued_as,)
 
 

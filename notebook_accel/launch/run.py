@@ -258,7 +258,8 @@ class Run:
             return self._about_this(self._worker_error(failure))
         if self.status != "stopped":
             return None
-        kept = self._call.rescued_as
+        # What the view's summary says is not said twice.
+        kept = "" if self._call.view.is_shown else self._call.rescued_as
         kept = f"; {RESCUED}{kept}" if kept else ""
         if self._call.timed_out:
             text = (

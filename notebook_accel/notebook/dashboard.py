@@ -64,6 +64,8 @@ class Dashboard(View):
         slot: where the panel is shown; None for the output of the cell that opens the view.
     """
 
+    is_shown = True
+
     def __init__(
         self,
         clicks: ClicksAfterTheCell,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Markup",
+    "copy_button",
     "copyable",
     "element",
     "escape",
@@ -37,7 +38,13 @@ _COPY = (
     "getSelection().selectAllChildren(this.previousElementSibling);"
     "if(document.execCommand('copy'))this.textContent='Copied'"
 )
-_VOID_TAGS = frozenset({"br", "col", "img"})
+# What is copied is another text than what is shown.
+_COPY_CODE = (
+    "const put=e=>{e.clipboardData.setData('text/plain',this.dataset.code);e.preventDefault()};"
+    "document.addEventListener('copy',put);if(document.execCommand('copy'))this.value='Copied';"
+    "document.removeEventListener('copy',put)"
+)
+_VOID_TAGS = frozenset({"br", "col", "img", "input"})
 
 
 def escape(text: str) -> Markup:
@@ -87,6 +94,16 @@ def copyable(tag: str, text: str) -> Markup:
     """
     button = element("button", "Copy", class_="na-copy", type="button", onclick=_COPY)
     return join([element(tag, text), " ", button])
+
+
+def copy_button(code: str, style: str) -> Markup:
+    """Return a button that copies ``code``, for a summary.
+
+    It has no text between tags, which sanitisers that drop the button would keep.
+    """
+    return element(
+        "input", type="button", value="Copy", onclick=_COPY_CODE, data_code=code, style=style
+    )
 
 
 def shorten(text: str, max_bytes: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import NotFinite
 from notebook_accel.launch.control.plotting import metric_curves
 from notebook_accel.launch.control.state import RESCUED
@@ -21,7 +22,14 @@ from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
-from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
+from notebook_accel.notebook.markup import (
+    Markup,
+    copy_button,
+    element,
+    join,
+    message_bytes,
+    shorten,
+)
 from notebook_accel.notebook.panel import fold_of_stacks, stacks_of_hang
 from notebook_accel.notebook.rank_displays import other_displays, render_displays
 
@@ -83,6 +91,10 @@ _TEXT = (
 )
 _PLAIN_TEXT = f"{_TEXT};background:none;padding:0"
 _MUTED = "opacity:.65"
+_BUTTON = (
+    f"margin-left:8px;padding:0 8px;{_FONT};font-size:12px;line-height:20px;border:{_LINE};"
+    "border-radius:6px;background:none;color:inherit;cursor:pointer"
+)
 _COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
 # Pages typeset "$5 or $6" as mathematics, unless a class tells them not to.
 _NO_MATHS = "mathjax_ignore tex2jax_ignore"
@@ -257,8 +269,13 @@ def _notices(state: RunState) -> Markup:
     hang = (summary.hang_line(state),) if state.hang is not None else ()
     lines = []
     for text in (*hang, *state.notices[-_MAX_NOTICES:]):
-        sign = "✓" if text.startswith(RESCUED) else "⚠"
-        lines.append(element("div", f"{sign} {shorten(text, _MAX_NOTICE)}"))
+        is_kept = text.startswith(RESCUED)
+        # By its id the run is found in any cell, also after another launch or a restart.
+        code = f"{run_list.expression(state.run)}.rescued"
+        copy = copy_button(code, _BUTTON) if is_kept else ""
+        lines.append(
+            element("div", f"{'✓' if is_kept else '⚠'} {shorten(text, _MAX_NOTICE)}", copy)
+        )
     return join(lines)
 
 

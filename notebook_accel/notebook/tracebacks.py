@@ -85,8 +85,9 @@ def show_in_short() -> Iterator[None]:
             error.cell_names = {cell.filename: cell.label for cell in cell_sources(get_ipython())}
         elif isinstance(error, (KeyboardInterrupt, TimeoutError)) and run is not None:
             text = str(error) or "the run was interrupted"
-            kept = f"the run is kept: {run_list.expression_now(run.id)}"
-            _show_as(error, f"{text}; {kept}")
+            # Where training is kept, the summary or the error says the same of that.
+            kept = f"; the run is kept: {run_list.expression_now(run.id)}"
+            _show_as(error, text if run.state.has_rescued else text + kept)
         elif isinstance(error, KeyboardInterrupt):
             _show_as(error, "interrupted before a run began")
         _lead_debugger(error)

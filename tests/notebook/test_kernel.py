@@ -65,6 +65,10 @@ def run(kernel: Kernel, code: str, *, allow_stdin: bool = True) -> Reply:
     return kernel.run(textwrap.dedent(code), allow_stdin=allow_stdin)
 
 
+def summaries(kernel: Kernel) -> list[str]:
+    return [one["data"].get("text/html", "") for one in kernel.displays.values()]
+
+
 def kinds(reply: Reply) -> list[set[str]]:
     """The MIME types of each output that a notebook saves."""
     return [set(output["data"]) for output in reply.outputs]
@@ -198,17 +202,18 @@ notebook_launcher(wait, num_processes=1)
     reply = kernel.finish(cell)
     (line,) = reply.traceback
     assert "KeyboardInterrupt" in line
-    # It says what to type for what was being trained; and the run, by itself.
-    rescued, by_id, stopped = re.findall(
-        r"(notebook_accel\.(?:last|find)_run\([^)]*\)[.\w]*)", line
-    )
-    assert (rescued, stopped) == ("notebook_accel.last_run().rescued", "notebook_accel.last_run()")
-    for kept in (rescued, by_id):
-        typed = f"import notebook_accel; print({kept}.models[0].weight.item(), {stopped}.status)"
-        assert run(kernel, typed).text == "7.0 stopped\n"
+    assert line.endswith(": the run was interrupted")
+    # The summary alone says in short what to type, and its button copies what is true for ever.
+    (shown,) = (page for page in summaries(kernel) if "is kept" in page)
+    assert shown.count("what was being trained is kept: last_run().rescued<") == 1
+    (code,) = re.findall(r"data-code='([^']*)'", shown)
+    by_id = unescape(code).replace("import notebook_accel; ", "import notebook_accel; print(")
+    typed = "from notebook_accel import last_run; print(last_run().rescued.models[0].weight.item())"
+    assert run(kernel, typed).text == "7.0\n"
+    assert run(kernel, f"{by_id}.models[0].weight.item())").text == "7.0\n"
     # After a restart, too.
     run(kernel, FORGET)
-    assert run(kernel, f"print({by_id}.weights[0]['weight'].item())").text == "7.0\n"
+    assert run(kernel, f"{by_id}.weights[0]['weight'].item())").text == "7.0\n"
     error = "\n".join(run(kernel, "notebook_accel.last_run()").traceback)
     assert "this process has launched no run yet" in error
 
@@ -242,12 +247,11 @@ mine = notebook_launcher(endless, num_processes=2)
     kernel.click("Stop")
     error = "\n".join(kernel.finish(cell).traceback)
     assert "RunStopped" in error
-    # The summary says in short what the error says.
-    shown = unescape("".join(one["data"]["text/html"] for one in kernel.displays.values()))
-    (typed,) = re.findall(r"import notebook_accel; (notebook_accel\.last_run\(\)\.rescued)", error)
-    assert "kept: last_run().rescued<" in shown
-    assert "find_run" not in shown
-    seen = f"import notebook_accel; kept = {typed}; print(kept.step > 0, type(kept.models[0]))"
+    # The summary says it once.
+    assert "rescued" not in error
+    assert "\n".join(summaries(kernel)).count("kept: last_run().rescued<") == 1
+    seen = "import notebook_accel; kept = notebook_accel.last_run().rescued"
+    seen += "; print(kept.step > 0, type(kept.models[0]))"
     assert run(kernel, seen).text == "True <class 'torch.nn.modules.linear.Linear'>\n"
 
 

@@ -140,10 +140,10 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
     run = begin(mesh, num_ranks, tmp_path)
     run.stop()
     (tmp_path / "go").touch()
-    with pytest.raises(RunStopped, match=r"notebook_accel\.find_run\(.*\)\.rescued"):
+    with pytest.raises(RunStopped, match=r"is kept: last_run\(\)\.rescued$"):
         run.wait(SOON)
     assert runs()[-1] is run
-    assert any(f"notebook_accel.find_run({run.id!r}).rescued" in line for line in run.state.notices)
+    assert run.state.notices[-1].endswith("is kept: last_run().rescued")
     check_rescued(run, tmp_path, has_model=mesh != GIVEN)
     assert repr(run.rescued).startswith(f"<Rescued: step {run.rescued.step}, models=[")
     assert len(repr(run.rescued)) < 200, "and no list of weights"
@@ -299,10 +299,10 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
 
     threading.Thread(target=press_once_it_waits).start()
     config = LaunchConfig(num_processes=1, devices="cpu")
-    with pytest.raises(KeyboardInterrupt, match=r"notebook_accel\.find_run") as caught:
+    with pytest.raises(KeyboardInterrupt, match=r"is kept: last_run\(\)\.rescued$") as caught:
         launch(endless, (str(tmp_path),), config=config, view=View())
-    typed = str(caught.value).partition("import notebook_accel; ")[2].partition(" (")[0]
-    rescued = eval(typed, {"notebook_accel": notebook_accel})
+    typed = str(caught.value).partition("is kept: ")[2]
+    rescued = eval(typed, {"last_run": notebook_accel.last_run})
     assert rescued.models[0].weight.item() == 7.0
     # The model goes with the handle; its weights are on disk.
     other = Run(call_of(runs()[-1])).rescued

@@ -87,6 +87,8 @@ class CallView(Protocol):
     ``View`` in ``view/__init__.py`` says when each method is called.
     """
 
+    is_shown: bool
+
     def update(self, state: RunState) -> None: ...
     def close(self, state: RunState) -> None: ...
     def poll(self) -> None: ...
@@ -688,14 +690,10 @@ class RankCall(Call):
         lost_notice = self.folder.save(state)
         if results is not None and has_rescued:
             unsaved = self.folder.save_rescued(results)
+            loss = f". A restart loses {unsaved}: save it before" if unsaved else ""
+            self.rescued_as = f"{self.handle().rpartition('notebook_accel.')[2]}.rescued{loss}"
             # Said only after the state was saved, which other kernels read: it is for this one.
-            by_id = f"notebook_accel.find_run({self.folder.id!r}).rescued"
-            later, loss = "after another launch or a restart", ""
-            if unsaved:
-                later, loss = "after another launch", f". A restart loses {unsaved}: save it before"
-            self.rescued_as = f"{self.handle()}.rescued ({later}: {by_id}){loss}"
-            # In short: the error says it as well, with what is true later.
-            state = apply(wire.Notice(text=f"{RESCUED}last_run().rescued{loss}"), state)
+            state = apply(wire.Notice(text=RESCUED + self.rescued_as), state)
         if lost_notice:
             state = apply(wire.Notice(text=lost_notice), state)
         self.state = state

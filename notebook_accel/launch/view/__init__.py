@@ -36,7 +36,12 @@ class View:
     waits for the run, the other methods by the thread that launches the run or shows it again. An
     inline run, whose function is called in the kernel itself, has no thread that receives messages:
     ``update`` is never called.
+
+    Attributes:
+        is_shown: whether the user sees the run's notices, so that its error need not repeat them.
     """
+
+    is_shown = False
 
     def launch_is_slow(self, name: str, importing: str = "") -> None:
         """Show that a run of the function ``name`` will open in some seconds.
@@ -104,8 +109,8 @@ class GuardedView(View):
         for name in vars(View):
             if not name.startswith("_"):
                 method = getattr(view, name)
-                is_asked_for = name in ("reopen", "show_displays")
-                setattr(self, name, method if is_asked_for else partial(self.guard, method))
+                is_as_it_is = name in ("is_shown", "reopen", "show_displays")
+                setattr(self, name, method if is_as_it_is else partial(self.guard, method))
 
     def guard(self, method: Callable[..., None], *args: Any) -> None:
         """Call a method of the wrapped view; catch its errors, and log the first of each method."""

@@ -106,6 +106,8 @@ class PlainView(View):
             summary is one line, without a table.
     """
 
+    is_shown = True
+
     def __init__(
         self,
         stream: TextIO | None = None,
