@@ -72,7 +72,7 @@ def test_a_session_has_them_and_cells_of_any_kind_run_on(
         notebook.fails(bad)
     notebook.run("!true\n%time import some_lib")
     notebook.run("%%accelerate -n 2\nimport sys\nassert 'some_lib' in sys.modules")
-    assert "libraries: some_lib: imported once for all ranks" in notebook.run("%accelerate status")
+    assert "libraries: some_lib" in notebook.run("%accelerate status")
 
 
 def test_the_environment_turns_it_off(tmp_path: Path) -> None:
