@@ -90,6 +90,9 @@ _READ_AT_IMPORT = (
     "TORCH_TRACE",
     "TQDM_",
 )
+# Set by imports of torch._inductor and scikit-learn: what the notebook imports asks for no other
+# template.
+_SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 # It imports torch, from a cold disk.
 _START_SECONDS = 120.0
 # What takes milliseconds, on a machine that swaps.
@@ -589,7 +592,7 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
         sorted(
             (name, value)
             for name, value in environment.items()
-            if name.startswith(_READ_AT_IMPORT) and name not in ITS_THREADS
+            if name.startswith(_READ_AT_IMPORT) and name not in (*ITS_THREADS, *_SET_BY_IMPORTS)
         )
     )
     return os.getpid(), sys.executable, variables

@@ -51,6 +51,9 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
         ("TORCH_TRACE", True),
         ("TQDM_DISABLE", True),
         ("MALLOC_ARENA_MAX", True),
+        # Set by imports of torch._inductor and scikit-learn.
+        ("TORCHINDUCTOR_CACHE_DIR", False),
+        ("KMP_INIT_AT_FORK", False),
         # Read later, or by what the template does not import.
         ("TORCH_HOME", False),
         ("TORCH_DISTRIBUTED_DEBUG", False),
