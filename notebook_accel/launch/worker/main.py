@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel import tpu
@@ -206,8 +207,8 @@ class Worker:
         # The first call puts another module in the place of this one, which must live on: a module
         # that is freed clears its globals, and its functions still use them.
         self._agents_main = sys.modules["__main__"]
-        # Names of modules that this process need not report as imported by itself.
-        self._inherited_modules = set(sys.modules)
+        # The newest module that this process need not report as imported by itself.
+        self._newest_module = next(reversed(sys.modules))
         # The notebook's classes and functions that calls brought, which may go back in a later
         # one, by number; None before the first.
         self._sent: Mapping[int, Any] | None = None
@@ -337,8 +338,10 @@ class Worker:
         """Tell the kernel which libraries rank 0 had to import, so that later ranks have them."""
         if self.context.rank != 0:
             return
-        new = [name for name in sys.modules if name not in self._inherited_modules]
-        self._inherited_modules.update(new)
+        # Only the new ones are looked at: to count a reference to each name, as a copy does, would
+        # take each rank megabytes of what it shares with the template.
+        new = [*takewhile(lambda name: name != self._newest_module, reversed(sys.modules))][::-1]
+        self._newest_module = next(reversed(sys.modules))
         roots = {name.partition(".")[0] for name in new}
         libraries = {root for root in roots if is_library(root)}
         names = [
