@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, invalidate_caches
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -62,6 +63,8 @@ _IMPORT_SECONDS = 60.0
 _FORK_SECONDS = 20.0
 _ADOPTION_SECONDS = 5.0
 _POLL_SECONDS = 0.001
+# That of jemalloc, which pyarrow brings, and so datasets and pandas: the child starts it again.
+_SURVIVING_THREADS = ("jemalloc_bg_thd",)
 # A thread that an import starts may end by itself.
 _THREAD_SECONDS = 0.2
 _MAX_ERROR = 200
@@ -297,6 +300,14 @@ class Preparer:
 
     def _leave_out(self, trial: _Prepared, why: str) -> None:
         item, _ = self._wanted.pop(trial.current)
+        root = item.root
+        # Once two of a library's modules are at fault, likely all are: each import of one is an
+        # import of the whole library, and what it imports.
+        if item.module == root or any(name.partition(".")[0] == root for name in self._left_out):
+            ready = self._num_ready()
+            later = [pair for pair in self._wanted[ready:] if pair[0].root != root]
+            self._wanted[ready:] = later
+            item = wire.ImportItem(root)
         self._left_out[item.module] = why
         self._drop(trial)
         self._go_on()
@@ -472,15 +483,24 @@ def _import_item(item: wire.ImportItem) -> str:
     return ""
 
 
+def _native_threads() -> list[str]:
+    """Return the names of threads of native code, but for those that a fork makes anew."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            names += Path("/proc/self/task", task, "comm").read_text().splitlines()
+    names.remove(Path("/proc/self/comm").read_text().strip())
+    return [f"{name}, of native code" for name in names if name not in _SURVIVING_THREADS]
+
+
 def _left_behind(own: set[int]) -> str:
     """Return what this process has that does not survive a fork.
 
     Args:
         own: descriptors of sockets that it may have.
     """
-    if len(os.listdir("/proc/self/task")) > 1:
-        names = [each.name for each in threading.enumerate()[1:]]
-        return f"it starts a thread ({names[0] if names else 'of native code'})"
+    if names := [each.name for each in threading.enumerate()[1:]] or _native_threads():
+        return f"it starts a thread ({names[0]})"
     if processes.has_children():
         return "it starts a process"
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - own:

@@ -120,6 +120,22 @@ def test_what_does_not_survive_a_fork_is_left_out(
     assert psutil.Process(found.pid).num_threads() == 1
 
 
+def test_a_library_that_does_not_survive_a_fork_is_tried_twice(libraries: Libraries) -> None:
+    starts = "import threading, time; threading.Thread(target=time.sleep, args=(99,)).start()"
+    package = libraries.folder / "wide_lib"
+    package.mkdir()
+    libraries.write("wide_lib/__init__", starts)
+    names = [f"part_{number}" for number in range(20)]
+    for name in names:
+        libraries.write(f"wide_lib/{name}")
+    libraries.want(*(f"wide_lib.{name}" for name in names), "after_wide")
+    libraries.write("after_wide")
+    found = libraries.imported()
+    assert "after_wide" in found.libraries
+    assert "a thread" in found.left_out["wide_lib"]
+    assert libraries.times("wide_lib/__init__") == 2
+
+
 def test_an_import_that_fails_asks_or_prints_hurts_nothing(libraries: Libraries) -> None:
     libraries.write("raises", "1 / 0")
     libraries.write("asks", "input('name?')")
