@@ -804,7 +804,7 @@ assert config.warmup == 7
 assert rank_environment(LaunchConfig(warmup=5))["NOTEBOOK_ACCEL_WARMUP"] == "5"
 row = setting_rows()["warmup"]
 row.widget.value = " 9 "
-assert (row.value, row.widget.placeholder) == (9, "none")
+assert (row.value, row.widget.placeholder) == (9, "default: none")
 print("everywhere")
 """
 

@@ -49,13 +49,14 @@ class DeepSpeedOptions:
         "GRADIENT_ACCUMULATION_STEPS",
         int,
         "Batches whose gradients are added up for each step",
+        unset="the Accelerator's",
         entry="gradient_accumulation_steps",
     )
     gradient_clipping: Any = _option(
         "GRADIENT_CLIPPING",
         float,
         "Largest norm of the gradients",
-        unset="clipped where ``clip_grad_norm_`` is called",
+        unset="by ``clip_grad_norm_`` alone",
         entry="gradient_clipping",
         fallback="auto",
     )
@@ -101,6 +102,7 @@ class DeepSpeedOptions:
         "DEEPSPEED_ZERO3_INIT",
         bool,
         "``from_pretrained`` of Transformers divides weights as it reads them, in stage 3",
+        unset="True in stage 3",
     )
     zero3_save_16bit_model: bool | None = _option(
         "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",

@@ -54,6 +54,7 @@ class FsdpOptions:
         or_choice_of="sharding_strategy",  # version 1
         variable="FSDP_RESHARD_AFTER_FORWARD",
         about="Drop gathered weights between forward and backward",
+        unset="by sharding_strategy",
     )
     backward_prefetch: Any = None
     """Accepted."""
@@ -85,8 +86,9 @@ class FsdpOptions:
         choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
         numbers=(1, 3),
         variable="FSDP_STATE_DICT_TYPE",
-        about="Whether save_state writes whole weights, or each rank its part",
-        unset="whole for version 1 or a full config, parts for version 2",
+        about="Whether save_state writes whole weights, or each rank its part; with a full config "
+        "in code, whole ones",
+        unset="version 1: whole, 2: parts",
     )
     state_dict_config: Any = None
     """Such as ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)``."""
@@ -130,7 +132,7 @@ class FsdpOptions:
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         yaml="fsdp_transformer_layer_cls_to_wrap",
         about="Classes of the modules that transformer_based_wrap chooses, with commas",
-        unset="the model's own ``_no_split_modules``",
+        unset="the model's ``_no_split_modules``",
         fallback="",
     )
     min_num_params: int | None = _option(

@@ -120,7 +120,7 @@ class LaunchConfig:
         is_first=True,
         about="Seed of the random numbers of Python, numpy and torch in every rank. With "
         'engine="inline" they are the notebook\'s own',
-        unset="the notebook's generators as they are",
+        unset="the notebook's random state",
     )
     backend: str | None = setting(
         choices=tuple(_BACKENDS),

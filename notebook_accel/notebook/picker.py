@@ -137,7 +137,8 @@ def _key(plugin: str, option: str) -> str:
 def _row(one: Setting) -> Row:
     # An option is called by its own name, as the documentation of every library has it.
     label, about = one.label or one.name, f"{one.about}.".replace("``", "")
-    default = one.unset or ("default" if one.default is None else str(one.default))
+    value = one.fallback if one.default is None else one.default
+    default = f"default: {one.unset or ('none' if value is None else value)}".replace("``", "")
     read: Callable[[Any], Any]
     write: Callable[[Any], Any]
     # A text is sent with each key, so that what is wrong is told while one types.
@@ -148,7 +149,7 @@ def _row(one: Setting) -> Row:
         widget = ipywidgets.Checkbox(indent=True)
         read, write = (lambda ticked: ticked or None), bool
     elif one.texts or one.kind is bool:
-        choices = [choice for choice in one.texts or (True, False) if choice != default]
+        choices = [choice for choice in one.texts or (True, False) if choice != one.default]
         # None would mean that nothing is chosen, and be shown as an empty field.
         options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
         widget = ipywidgets.Dropdown(options=options, value=_OPEN)

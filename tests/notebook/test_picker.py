@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import threading
 from dataclasses import replace
@@ -93,6 +94,23 @@ def test_every_setting_and_option_has_a_field() -> None:
         assert form.field(name).tooltip
     options = [[one.description for one in inputs_in(box)] for box in form.plugins]
     assert options == [list(plugin.options) for plugin in PLUGINS.values()]
+
+
+def test_an_open_field_says_which_default_is_taken() -> None:
+    form = Form()
+    fields = [form.field(name) for name in LABELS.keys() - PLUGINS.keys()]
+    fields += [one for box in form.plugins for one in inputs_in(box)]
+    shown = {
+        one.description: one.options[0][0] if hasattr(one, "options") else one.placeholder
+        for one in fields
+        # A box that is not ticked, and lines of variables, say so themselves.
+        if not isinstance(one, (ipywidgets.Checkbox, ipywidgets.Textarea))
+    }
+    assert all(re.fullmatch("default: .{1,34}", text) for text in shown.values()), shown
+    assert shown["Processes"] == "default: one for each accelerator, else 1"
+    assert shown["sharding_strategy"] == "default: FULL_SHARD"
+    assert shown["zero_stage"] == "default: 2"
+    assert shown["transformer_cls_names_to_wrap"] == "default: the model's _no_split_modules"
 
 
 def inputs_in(box: Any) -> list[Any]:
