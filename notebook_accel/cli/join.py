@@ -38,7 +38,7 @@ def join(arguments: Sequence[str]) -> int:
     if not token:
         raise ConfigError(f"a token is needed: {_TOKEN}, as the launch in the notebook says")
     elastic = import_module("notebook_accel.launch.engines.elastic")
-    return int(elastic.join(typed.address, token) or 0)
+    return int(elastic.join(typed.address, token))
 
 
 def _run_again_without(token: str) -> None:

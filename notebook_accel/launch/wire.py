@@ -65,6 +65,7 @@ __all__ = [
     "MachineAgentEnded",
     "MachineAgentStarted",
     "MachineJoined",
+    "MachineReleased",
     "MachineRefused",
     "MasterSocket",
     "Message",
@@ -95,7 +96,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 12
+VERSION = 13
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -835,6 +836,17 @@ class MachineRefused(Message, frozen=True, kw_only=True):
     """From the notebook: it refuses the machine that joined; ``text`` says why."""
 
     text: str
+
+
+class MachineReleased(Message, frozen=True, kw_only=True):
+    """From the notebook: it needs the machine no longer; the connection ends soon after.
+
+    Attributes:
+        outcome: what the run has come to: "succeeded", "failed", "stopped", or "ended" for a
+            session.
+    """
+
+    outcome: str
 
 
 class StartMachineAgent(Message, frozen=True, kw_only=True):

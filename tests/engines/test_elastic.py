@@ -155,7 +155,7 @@ class Waits(View):
 
 
 JOIN = f"{IMPORT_LITTLE}import sys; from notebook_accel.launch.engines.elastic import join; "
-JOIN += "join(*sys.argv[1:])"
+JOIN += "sys.exit(join(*sys.argv[1:]))"
 
 
 class OtherMachine:
@@ -238,6 +238,56 @@ def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
     assert run[0] != run[1]
     assert other.process is not None
     assert other.process.communicate(timeout=BUSY)[0] == "None\n"
+
+
+def test_a_machine_says_whether_the_run_failed(other: OtherMachine) -> None:
+    def train() -> None:
+        raise ValueError("bad batch")
+
+    with pytest.raises(WorkerError, match="bad batch"):
+        on_two(train, other=other)
+    assert other.process is not None
+    assert "the run has failed: the notebook says why" in other.process.communicate(timeout=BUSY)[1]
+    assert other.process.returncode == 1
+
+
+KERNEL = """
+import time, sys
+from notebook_accel import LaunchConfig
+from notebook_accel.launch.view import View
+from tests.launches import launch
+
+class Prints(View):
+    def waits_for_machines(self, text):
+        print(text, flush=True)
+
+config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
+launch(time.sleep, (float(sys.argv[1]),), config=config, view=Prints())
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "says"),
+    [(600, 1, "the notebook is lost"), (0, 0, "it succeeded")],
+    ids=["killed", "exits at once"],
+)
+def test_a_machine_says_whether_the_notebook_was_lost(
+    seconds: float, status: int, says: str, other: OtherMachine
+) -> None:
+    command = [sys.executable, "-c", IMPORT_LITTLE + KERNEL, str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as kernel:
+        assert kernel.stdout is not None
+        shown = Waits(other.join)
+        shown.waits_for_machines(kernel.stdout.readline() + kernel.stdout.readline())
+        assert other.process is not None
+        assert other.process.stderr is not None
+        for line in other.process.stderr:
+            if "the ranks here train" in line and status:
+                kernel.kill()
+            last = line
+        assert says in last
+        assert other.process.wait(BUSY) == status
+        kernel.kill()
 
 
 @pytest.fixture
@@ -455,6 +505,30 @@ def test_what_is_no_machine_changes_nothing(other: OtherMachine) -> None:
     assert run.results == [1, 1]
     assert "is not the launch that this token is of" in seen[0]
     assert "its token is not the one of this launch" in seen[1]
+
+
+def test_strangers_cannot_fill_the_open_files_of_the_notebook() -> None:
+    held: list[socket.socket] = []
+
+    def crowd(address: str, token: str) -> None:
+        host, _, port = address.rpartition(":")
+        most = machines._MAX_UNPROVED
+        held.extend(socket.create_connection((host, int(port))) for _ in range(most + 8))
+        # Closed by the notebook, which the others wait for.
+        for one in held[-8:]:
+            one.settimeout(BUSY)
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1) == b""
+        os.kill(os.getpid(), signal.SIGINT)
+
+    config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="127.0.0.1")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(lambda: 1, config=config, view=Waits(crowd))
+    finally:
+        for one in held:
+            one.close()
+    assert len(held) == machines._MAX_UNPROVED + 8
 
 
 @pytest.mark.parametrize("how", ["environment", "option"])

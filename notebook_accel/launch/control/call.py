@@ -311,7 +311,7 @@ class RankCall(Call):
         self._hangs = HangWatch(self._labels)
         self.curves = LiveCurves()
         self._start_again: Callable[[int], RankPool] | None = None
-        self._close: Callable[[], None] | None = None
+        self._close: Callable[[str], None] | None = None
         self._num_restarts = 0
         self._is_stopped = False
         self._is_time_over = False
@@ -364,7 +364,11 @@ class RankCall(Call):
 
     # ---- its sending
 
-    def restart_by(self, start_again: Callable[[int], RankPool], close: Callable[[], None]) -> None:
+    def close_by(self, close: Callable[[str], None]) -> None:
+        """Have ``close`` called with the run's last status once the run has ended."""
+        self._close = close
+
+    def restart_by(self, start_again: Callable[[int], RankPool]) -> None:
         """Have the ranks restarted after a failure, up to ``config.max_restarts`` times.
 
         Called before :meth:`sent`. If it is never called, a failure ends the run.
@@ -372,9 +376,8 @@ class RankCall(Call):
         Args:
             start_again: given the number of the restart, from 1 on, starts new ranks and returns
                 their pool. This call then sends itself to them, and starts the pool's thread.
-            close: releases what ``start_again`` needs, once no restart can follow.
         """
-        self._start_again, self._close = start_again, close
+        self._start_again = start_again
 
     @contextlib.contextmanager
     def sent(self, packet: wire.Packet, fds: tuple[int, ...], *, last: bool) -> Iterator[None]:
@@ -406,7 +409,8 @@ class RankCall(Call):
                 # has a number then), or the ranks exist for it alone.
                 if self.number or last:
                     self.kill()
-                self._let_go()
+                self._drop_files()
+                self._tell_end("failed")
                 raise
             finally:
                 # Also where the run could not be opened: without its thread nobody sees the ranks
@@ -434,10 +438,12 @@ class RankCall(Call):
         finally:
             pool.start()
 
-    def _let_go(self) -> None:
-        """Release what only a restart would need: file descriptors, and the engine's machines."""
+    def _tell_end(self, outcome: str) -> None:
         if self._close is not None:
-            self._close()
+            self._close(outcome)
+
+    def _drop_files(self) -> None:
+        """Close the file descriptors that only a restart would need."""
         fds, self._fds = self._fds, ()
         for fd in fds:
             os.close(fd)
@@ -581,13 +587,14 @@ class RankCall(Call):
         if self._start_again is not None:
             if self._begins_again(self._start_again, lost):
                 return
-            self._let_go()
+            self._drop_files()
         try:
             with self._state_lock:
                 self._set_final_state(lost)
         except Exception as error:  # in the pool's only thread: who waits would wait for ever
             self._fail_by(error)
         finally:
+            self._tell_end(self.state.status)
             self._context.run(self.view.close, self.state)
             self.curves = None
             self.ended.set()

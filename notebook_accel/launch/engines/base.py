@@ -196,10 +196,12 @@ class Engine(ABC):
             "choose another engine"
         )
 
-    def close(self) -> None:
-        """Release what is only needed to start further ranks, such as connected machines.
+    def close(self, outcome: str = "failed") -> None:
+        """Release what was needed to start ranks, such as connected machines.
 
-        Called once a run can have no more restarts, and where a launch fails. The default has
-        nothing to release.
+        Called once a run has ended, and where a launch fails. The default has nothing to release.
+
+        Args:
+            outcome: the run's last status, which connected machines are told.
         """
         return

@@ -70,6 +70,17 @@ __all__ = ["ElasticEngine", "join", "parse_address"]
 # Until all machines have joined: a person walks to another screen and copies a command.
 _JOIN_SECONDS = 600.0
 _POLL_SECONDS = 0.05
+# What a machine that joined says at the end.
+_OUTCOMES = {
+    "succeeded": "the run has ended: it succeeded",
+    "stopped": "the run has ended: it was stopped",
+    "failed": "the run has failed: the notebook says why",
+    "ended": "the session has ended",
+}
+_LOST = (
+    "the notebook is lost: its kernel was killed or restarted, its machine was switched off, or "
+    "the network is down"
+)
 
 
 # ---- The engine ----------------------------------------------------------------------------
@@ -243,7 +254,7 @@ def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -
 
 def join(
     address: str, token: str, *, tell: Callable[[str], None] | None = None, num_ranks: int = 0
-) -> None:
+) -> int:
     """Join this machine to a run of a notebook; return once the run has ended.
 
     ``notebook-accel join`` calls it. A KeyboardInterrupt ends the ranks on this machine, and with
@@ -255,6 +266,9 @@ def join(
         tell: called with each message for the user; None writes them to ``sys.stderr``.
         num_ranks: number of ranks of this machine if the engine is "ray"; 0 if it is "elastic",
             with which the notebook decides the number.
+
+    Returns:
+        0, or 1 if the run failed or the notebook was lost.
 
     Raises:
         ConfigError: the address or the token is malformed.
@@ -280,7 +294,7 @@ def join(
         devices=found.names,
         num_ranks=num_ranks,
     )
-    await_from_thread(_Guest(environment, say).serve(host, port, given, info))
+    return await_from_thread(_Guest(environment, say).serve(host, port, given, info))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -312,13 +326,16 @@ class _Guest:
         self._requests: asyncio.Queue[wire.Message | None] = asyncio.Queue()
         self._agent: AgentLink | None = None
 
-    async def serve(self, host: str, port: int, token: Token, info: wire.MachineJoined) -> None:
+    async def serve(self, host: str, port: int, token: Token, info: wire.MachineJoined) -> int:
         """Connect to the notebook, and serve its requests until the connection ends.
 
         Args:
             host, port: where the notebook listens.
             token: proves that this machine may join.
             info: describes this machine; its network interface is filled in here.
+
+        Returns:
+            0, or 1 if the run failed or the notebook was lost.
 
         Raises:
             LaunchError: no notebook listens there, or it refuses this machine.
@@ -330,11 +347,14 @@ class _Guest:
         link.send(msgspec.structs.replace(info, interface=interface))
         self._say(f"joined {host}:{port}; waiting for the notebook")
         passing: asyncio.Task[None] | None = None
+        outcome = ""
         try:
             while (message := await self._requests.get()) is not None:
                 if isinstance(message, wire.MachineRefused):
                     raise LaunchError(f"the notebook refused this machine: {message.text}")
-                if isinstance(message, wire.StartMachineAgent):
+                if isinstance(message, wire.MachineReleased):
+                    outcome = _OUTCOMES[message.outcome]
+                elif isinstance(message, wire.StartMachineAgent):
                     passing = await self._start(link, message)
                 elif isinstance(message, wire.EndMachineAgent) and passing is not None:
                     link.detach()
@@ -343,7 +363,8 @@ class _Guest:
             link.abort()
             if self._agent is not None:
                 await asyncio.to_thread(self._agent.end)
-        self._say("the notebook has let go of this machine: the run has ended")
+        self._say(outcome or _LOST)
+        return int(outcome in ("", _OUTCOMES["failed"]))
 
     async def _connect(self, host: str, port: int, token: Token) -> MachineLink:
         try:

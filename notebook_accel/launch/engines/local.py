@@ -110,8 +110,9 @@ class AgentEngine(Engine):
         with sendable(packed.packed) as (packet, fds), held():
             pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
             call = RankCall(pool, packed, new)
+            call.close_by(self.close)
             if request.config.max_restarts:
-                call.restart_by(start_again, self.close)
+                call.restart_by(start_again)
             with call.sent(packet, fds, last=True):
                 yield call
 

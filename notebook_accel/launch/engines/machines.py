@@ -73,6 +73,8 @@ __all__ = [
 _AGENT_SECONDS = 60.0
 # How an agent ended is known once its template has reaped it.
 _END_SECONDS = 5.0
+_TELL_SECONDS = 1.0
+_PAUSE_SECONDS = 0.1
 _MAX_NAME = 60
 # Connections that have not proved the secret: strangers must not use up this process's files.
 _MAX_UNPROVED = 64
@@ -101,7 +103,7 @@ class JoinedMachine:
         # Set while the machine has no agent, and no channel of an agent is open.
         self._is_idle = threading.Event()
         self._is_idle.set()
-        self._stays = True
+        self._outcome = ""
 
     @property
     def name(self) -> str:
@@ -195,15 +197,12 @@ class JoinedMachine:
     def _end_agent(self, _: asyncio.Task[None]) -> None:
         """Ask the machine to end its agent, unless the agent has ended already.
 
-        Called when the notebook's end of the agent's channel was closed. A machine that was let go
-        (:meth:`let_go`) is disconnected instead, which also ends its agent.
+        Called when the notebook's end of the agent's channel was closed.
         """
         if self._end is not None:
             self._note_end()
-        elif self._stays:
-            self._link.send(wire.EndMachineAgent())
         else:
-            self._link.close()
+            self._link.send(wire.EndMachineAgent())
 
     def _note_end(self) -> None:
         """Free the machine for another agent, if the channel of the agent that ended has closed.
@@ -213,17 +212,27 @@ class JoinedMachine:
         """
         if self._passing is not None and self._passing.done():
             self._is_idle.set()
-            if not self._stays:
-                self._link.close()
+            if self._outcome:
+                self._disconnect()
 
-    def let_go(self) -> None:
+    def let_go(self, outcome: str) -> None:
         """Disconnect the machine now or, if it has an agent, once the agent has ended.
 
         Called in the connections' thread.
+
+        Args:
+            outcome: what the machine is told of the run (``wire.MachineReleased``).
         """
-        self._stays = False
+        self._outcome = self._outcome or outcome
         if self._is_idle.is_set():
-            self._link.close()
+            self._disconnect()
+        elif outcome != "ended":
+            # This process may end before the agent has.
+            self._link.send(wire.MachineReleased(outcome=outcome))
+
+    def _disconnect(self) -> None:
+        self._link.send(wire.MachineReleased(outcome=self._outcome))
+        self._link.close()
 
     def _kill_agent(self) -> None:
         # The connection is all that reaches it. It is kept where the agent has ended by itself.
@@ -247,6 +256,7 @@ class MachineServer:
 
     Attributes:
         machines: the machines that are connected, in the order in which they joined.
+        port: the port at which the server listens.
         token: the secret by which a machine may join. It is valid for this run only, until as many
             machines have joined as the run needs.
         refused: which machine was refused last and why, for the user; "" if none was.
@@ -268,28 +278,21 @@ class MachineServer:
         self.refused = ""
         self._wanted = wanted
         self._num_unproved = 0
-        context, fingerprint = server_context()
+        self._context, fingerprint = server_context()
         self.token = Token.new(fingerprint)
-        opening = asyncio.start_server(
-            self._meet,
-            host or "0.0.0.0",
-            port,
-            ssl=context,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS,
-        )
         try:
-            self._server = await_from_thread(_awaited(opening))
+            at = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(at[4][:2], family=at[0])
         except OSError as error:
             raise LaunchError(
                 f"{host or 'this machine'}:{port} cannot be listened at for the other machines "
                 f"({error.strerror or error}): master_addr= must be an address of this machine, "
                 "and use_port= a free port, or be left out"
             ) from None
-
-    @property
-    def port(self) -> int:
-        """The port at which the server listens."""
-        return int(self._server.sockets[0].getsockname()[1])
+        listener.setblocking(False)
+        self.port: int = listener.getsockname()[1]
+        self._meetings: set[asyncio.Task[None]] = set()
+        self._listening = asyncio.run_coroutine_threadsafe(self._listen(listener), in_background())
 
     def admit_no_more(self) -> None:
         """Stop listening, but keep the connected machines.
@@ -297,27 +300,48 @@ class MachineServer:
         Called when all machines have joined. Afterwards the token admits no machine, not even in
         place of a lost one.
         """
-        in_background().call_soon_threadsafe(self._server.close)
+        self._listening.cancel()
 
-    def close(self) -> None:
-        """Stop listening, and disconnect each machine once its agent has ended; returns at once."""
-        in_background().call_soon_threadsafe(self._close)
+    def close(self, outcome: str) -> None:
+        """Stop listening, and disconnect each machine once its agent has ended; returns at once.
 
-    def _close(self) -> None:
-        self._server.close()
+        Args:
+            outcome: what the machines are told of the run.
+        """
+        in_background().call_soon_threadsafe(self._close, outcome)
+
+    async def tell(self, outcome: str) -> None:
+        """Do the same in the connections' thread; what the machines are told has been sent then."""
+        self._close(outcome)
+
+    def _close(self, outcome: str) -> None:
+        self._listening.cancel()
         for machine in self.machines:
-            machine.let_go()
+            machine.let_go(outcome)
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._num_unproved >= _MAX_UNPROVED:
-            writer.transport.abort()
-            return
-        self._num_unproved += 1
+    async def _listen(self, listener: socket.socket) -> None:
+        # By hand: asyncio's server holds any number of connections that begin no TLS.
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    sock, _ = await loop.sock_accept(listener)
+                except OSError:  # no more files can be opened, say
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    continue
+                if self._num_unproved >= _MAX_UNPROVED:
+                    sock.close()
+                    continue
+                self._num_unproved += 1
+                meeting = loop.create_task(self._meet(sock))
+                self._meetings.add(meeting)
+                meeting.add_done_callback(self._meetings.discard)
+
+    async def _meet(self, sock: socket.socket) -> None:
+        proving = self._await_proof(sock)
         try:
-            proof = check_proof(reader, self.token)
-            problem = await asyncio.wait_for(proof, HANDSHAKE_SECONDS)
+            reader, writer, problem = await asyncio.wait_for(proving, HANDSHAKE_SECONDS)
         except (OSError, EOFError, asyncio.TimeoutError):
-            writer.transport.abort()
             return
         finally:
             self._num_unproved -= 1
@@ -344,6 +368,22 @@ class MachineServer:
             self.machines.remove(machine)
             machine.close_answers()
 
+    async def _await_proof(
+        self, sock: socket.socket
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        """Return the connection once the secret was proved, and why it is refused, or ""."""
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, sock, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+        )
+        try:
+            problem = await check_proof(reader, self.token)
+        except BaseException:
+            transport.abort()
+            raise
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop), problem
+
     def _why_not(self, info: wire.MachineJoined) -> str:
         mine = platform.python_version_tuple()[:2]
         if tuple(info.python.split(".")[:2]) != mine:
@@ -365,10 +405,6 @@ def _plain(name: str) -> str:
     return one_line(escaped(name), _MAX_NAME)
 
 
-async def _awaited(coroutine: Any) -> Any:
-    return await coroutine
-
-
 class MachinesEngine(AgentEngine):
     """Base class of engines with ranks on other machines, which join the run over the network.
 
@@ -382,13 +418,14 @@ class MachinesEngine(AgentEngine):
     def _listen(self, host: str, port: int, wanted: int) -> MachineServer:
         """Start the server that machines join, and return it.
 
-        The server is closed when this engine object is freed.
+        The server is closed when this engine object is freed, as that of a session is: its machines
+        stay until their agents end.
 
         Args:
             host, port, wanted: as for :class:`MachineServer`.
         """
         server = self._server = MachineServer(host, port, wanted)
-        weakref.finalize(self, server.close)
+        weakref.finalize(self, server.close, "ended")
         return server
 
     @abstractmethod
@@ -405,9 +442,11 @@ class MachinesEngine(AgentEngine):
         machines = [machine for machine in self._server.machines if machine.is_open]
         return self._plan_on(machines, request)
 
-    def close(self) -> None:
+    def close(self, outcome: str = "failed") -> None:
         if self._server is not None:
-            self._server.close()
+            # Whatever happens to connections, the run must end.
+            with contextlib.suppress(Exception):
+                await_from_thread(self._server.tell(outcome), _TELL_SECONDS)
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         """Start the agents on the notebook's machine, and return the connections to them.
@@ -429,8 +468,6 @@ class MachinesEngine(AgentEngine):
             raise
         if self._server is not None:
             self._server.admit_no_more()
-        if not request.config.max_restarts:
-            self.close()
         return links
 
 
