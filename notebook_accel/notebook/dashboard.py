@@ -144,10 +144,9 @@ class Dashboard(View):
         line = render_slim(self._state, now=self._state.now())
         if not self._draws_updates:
             line = render_line(f"{line.text}. {_AT_THE_END}")
+        # What says "starting" already stays until the panel comes: another line is a jump.
         if self._lasting is None:
             self._slot.show(line.bundle)
-        else:
-            self._lasting.body.value = str(line.html)
         start_thread(self._keep_drawing, name="notebook-accel-panel")
 
     def update(self, state: RunState) -> None:

@@ -285,8 +285,9 @@ class LivePanel:
             *self._advice,
             self._body,
             self._note,
-            self._metrics.box,
-            self._log.box,
+            widgets.make(
+                ipywidgets.VBox, [self._metrics.box, self._log.box], classes="na-metrics-and-log"
+            ),
             self._displays,
             self._alert,
         )

@@ -156,11 +156,6 @@ class LogWindow:
         return self._num_found + len(self._open_lines)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the window has no line to show."""
-        return not self._blocks
-
-    @property
     def first_number(self) -> int:
         """The number of the oldest block in the window; the page should not show older ones."""
         return self._num_blocks - len(self._blocks)
@@ -365,7 +360,7 @@ class LogView:
             clicks.let_through(widget)
         self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar")
         content = [self._bar, self._scroll]
-        self.box = widgets.make(ipywidgets.VBox, content, classes="na-log na-hidden")
+        self.box = widgets.make(ipywidgets.VBox, content, classes="na-log")
 
     @property
     def chosen(self) -> int | None:
@@ -395,8 +390,6 @@ class LogView:
             self.box.children = (self._bar, self._scroll)
             old.close()
         self._say_what_was_found()
-        if not self._window.is_empty:
-            self.box.remove_class("na-hidden")
         return self._send_block()
 
     # ---- clicks: they only leave a note, since they may come from another thread ----

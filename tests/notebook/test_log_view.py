@@ -127,17 +127,6 @@ def test_the_button_makes_a_box_that_starts_at_the_newest_line() -> None:
     assert view.box.children[-1].children == (part(view.box, "na-blocks"),)
 
 
-def test_it_takes_no_room_before_anything_was_printed() -> None:
-    state = running(1)
-    view = view_of(state)
-    view.draw(state)
-    assert "na-hidden" in classes(view.box)
-    state = after(state, output(0, "a\n"))
-    view.read(state)
-    view.draw(state)
-    assert "na-hidden" not in classes(view.box)
-
-
 def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> None:
     state = after(running(2), output(0, "a loss\nb\n"), output(1, "\x1b[32mLo\x1b[0mss\nc\n"))
     view = view_of(state)
