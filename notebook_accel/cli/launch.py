@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -22,7 +23,7 @@ from dataclasses import asdict, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.cli.options import add_settings, resolve_options
+from notebook_accel.cli.options import add_settings, refuse_option, resolve_options
 from notebook_accel.cli.terminal import LABEL, ranks_in_terminal
 from notebook_accel.config.engines import ENGINES
 from notebook_accel.errors import ConfigError
@@ -35,6 +36,7 @@ from notebook_accel.launch.control.environment import (
 )
 from notebook_accel.launch.machine import machine_with
 from notebook_accel.launch.slurm import slurm_step
+from notebook_accel.launch.system.processes import kill_leftovers
 from notebook_accel.launch.wire import Devices
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ _SETTINGS = {
     "max_restarts": "max_restarts",
     "shutdown_timeout": "grace",
 }
+# Environment variable by which the processes of a launch are found.
+_MARK = "NOTEBOOK_ACCEL_LAUNCH"
 _ELASTIC_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
@@ -64,7 +68,9 @@ def launch(arguments: Sequence[str]) -> int:
     Returns:
         the exit status: 0, or 1 if a rank failed.
     """
-    typed = launch_parser().parse_args(arguments)
+    typed, unknown = launch_parser().parse_known_args(arguments)
+    if unknown:
+        refuse_option(unknown[0])
     _check_script(typed)
     config, machines, notices = resolve_options(typed)
     if not ENGINES[config.engine].runs_scripts:
@@ -128,7 +134,7 @@ def run_typed(
     # It names the rank that failed, as the last line here does.
     logging.getLogger(_ELASTIC_LOG).setLevel(logging.CRITICAL)
     try:
-        with _shown(typed):
+        with _killed_with_this_process(), _shown(typed):
             run(typed)  # type: ignore[no-untyped-call]
     except SignalException as error:  # the ranks have ended
         if error.sigval == signal.SIGINT:
@@ -302,6 +308,33 @@ def _seed(typed: Namespace, config: LaunchConfig) -> None:
         *typed.training_script_args,
     ]
     typed.training_script, typed.module = "notebook_accel.cli.seeded", True
+
+
+@contextlib.contextmanager
+def _killed_with_this_process() -> Iterator[None]:
+    """Kill all that the ranks have started if this process is killed inside the block.
+
+    A child process watches for it: torchrun's own ranks would go on for good.
+    """
+    variable = _MARK, secrets.token_hex(8)
+    os.environ[_MARK] = variable[1]
+    watched, held = os.pipe()
+    watcher = os.fork()
+    if not watcher:
+        try:
+            os.close(held)
+            os.setsid()  # not reached by Ctrl+C
+            if not os.read(watched, 1):
+                kill_leftovers(session=os.getpid(), variable=variable)
+        finally:
+            os._exit(0)
+    os.close(watched)
+    try:
+        yield
+    finally:
+        os.write(held, b"e")
+        os.close(held)
+        os.waitpid(watcher, 0)
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ of this package, such as flags that choose a kind of launch, and YAML entries th
 from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.config.accelerate_yaml import (
     LEFT_OPEN,
+    ON_TPU,
     READ_BY_RANKS,
     WITHOUT_EFFECT,
     settings_from,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.config.setting import Setting
 
-__all__ = ["add_settings", "typed_settings", "resolve_options", "spellings"]
+__all__ = ["add_settings", "refuse_option", "resolve_options", "spellings", "typed_settings"]
 
 # Names of Accelerate's launcher, in its options and its YAML, for options of torchrun.
 _MACHINES = {
@@ -47,6 +48,26 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 # What needs no option here: it follows from the devices, or from the other options.
 _ACCEPTED_FLAGS = ("multi_gpu", "same_network", "quiet", "downcast_bf16")
+# Of other libraries for 8 bits: they are taken, and a line says that they are not used.
+_FP8_UNUSED = (
+    "fp8_backend",
+    "fp8_margin",
+    "fp8_interval",
+    "fp8_format",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_override_linear_precision",
+    "fp8_opt_level",
+    "fp8_enable_fsdp_float8_all_gather",
+    "fp8_use_autocast_during_eval",
+)
+# Beginnings of options of `accelerate launch` for what is not there.
+_REFUSED = {
+    "megatron_lm_": "Megatron-LM is not supported; --use_fsdp or a mesh (--tp_size) is",
+    "parallelism_config_sp_": "sequences are divided by --cp_size",
+    "aws_": "jobs on SageMaker are not supported",
+    **dict.fromkeys(("tpu_", "no_tpu_", "vm"), f"pods of TPUs are not supported{ON_TPU}"),
+}
 _SECTIONS = ("dynamo_config", "fp8_config")
 
 
@@ -79,7 +100,7 @@ def add_settings(parser: ArgumentParser) -> None:
     as_in = parser.add_argument_group("as in `accelerate launch`")
     for flag in (*_FLAGS, *_ACCEPTED_FLAGS):
         spelled.add(as_in, (flag,), action="store_true", dest=f"flag {flag}")
-    for key in (*READ_BY_RANKS, "fp8_backend"):
+    for key in (*READ_BY_RANKS, *_FP8_UNUSED):
         kind = {"action": "store_true"} if "_use_" in key else {}
         spelled.add(as_in, (key,), dest=f"section {key}", **kind)
     as_in.add_argument("-q", action="store_true", help=SUPPRESS)
@@ -173,6 +194,15 @@ def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
             found["env"] = {**found.get("env", {}), **plugin.variables_of_accelerate(options)}
     variables = {**found.pop("env", {}), **_variables(typed.env or ())}
     return {**found, **({"env": variables} if variables else {})}, notices
+
+
+def refuse_option(word: str) -> NoReturn:
+    """Raise a ConfigError for an option that there is not, with what to take instead if known."""
+    option = word.partition("=")[0]
+    name = option.lstrip("-").replace("-", "_")
+    reasons = [why for start, why in _REFUSED.items() if name.startswith(start)]
+    why = reasons[0] if reasons else "there is no such option; --help lists all"
+    raise ConfigError(f"{option}: {why}")
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:

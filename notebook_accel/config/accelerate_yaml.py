@@ -21,10 +21,18 @@ from notebook_accel.text_values import shown
 if TYPE_CHECKING:
     from notebook_accel.config.setting import Setting
 
-__all__ = ["LEFT_OPEN", "READ_BY_RANKS", "WITHOUT_EFFECT", "is_accelerates", "settings_from"]
+__all__ = [
+    "LEFT_OPEN",
+    "ON_TPU",
+    "READ_BY_RANKS",
+    "WITHOUT_EFFECT",
+    "is_accelerates",
+    "settings_from",
+]
 
 # Types in the file that this package does not have.
 _ABSENT = ("MEGATRON_LM", "XLA", "TPU")
+ON_TPU = "; on a TPU, notebook_launcher(function, engine='xla') in a notebook trains"
 # What its distributed_type means where the section that says more is left out.
 _TYPES = {name.upper(): name for name, plugin in PLUGINS.items() if not plugin.needs_options}
 # Names with which nothing is done here: a training goes on without them, so they are no error.
@@ -117,7 +125,7 @@ def _check_possible(data: Mapping[str, Any]) -> None:
     if asked in _ABSENT:
         raise ConfigError(
             f"distributed_type: {asked}: not supported; expected the distributed_type NO, "
-            "MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
+            f"MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED{ON_TPU if asked in ('XLA', 'TPU') else ''}"
         )
     if data.get("machine_rank"):
         raise ConfigError(

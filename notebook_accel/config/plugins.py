@@ -200,6 +200,7 @@ PLUGINS: Mapping[str, Plugin] = {
         switch="ACCELERATE_USE_PARALLELISM_CONFIG",
         section="parallelism_config",
         read_by_ranks=("parallelism_config_cp_comm_strategy",),
+        without_effect=("parallelism_config_cp_backend",),
         needs_options=True,
     ),
 }
