@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from notebook_accel import (
     GradScalerKwargs,
 )
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
 
@@ -196,6 +200,44 @@ def test_the_end_of_a_loader_closes_a_short_window() -> None:
             with accelerator.accumulate():
                 synced.append(accelerator.sync_gradients)
     assert synced == [False, False, True, False, False, True, True] * 2
+
+
+def flags_of_groups(
+    steps: int, num_batches: int, *, fetched: int = 1, blocks: int = 1, skips: Sequence[int] = ()
+) -> list[str]:
+    """``sync_gradients`` of two epochs, T and F: of loops that fetch batches in groups, and cut
+    each into blocks or leave it out."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(num_batches), batch_size=1))
+    flags = []
+    for _ in range(2):
+        epoch, batches = "", iter(loader)
+        while group := list(itertools.islice(batches, fetched)):
+            for batch in group:
+                for _ in range(0 if int(batch) in skips else blocks):
+                    with accelerator.accumulate():
+                        epoch += "FT"[accelerator.sync_gradients]
+        flags.append(epoch)
+    return flags
+
+
+LOOPS: dict[str, tuple[dict[str, Any], str]] = {
+    "a window is fetched ahead": ({"steps": 3, "num_batches": 6, "fetched": 3}, "FFTFFT"),
+    "and the last one is short": ({"steps": 3, "num_batches": 5, "fetched": 3}, "FFTFT"),
+    "or has one batch": ({"steps": 3, "num_batches": 4, "fetched": 3}, "FFTT"),
+    "or is the only one": ({"steps": 3, "num_batches": 2, "fetched": 2}, "FT"),
+    "a batch is cut": ({"steps": 2, "num_batches": 2, "blocks": 2}, "FTFT"),
+    "into half a window": ({"steps": 4, "num_batches": 3, "blocks": 2}, "FFFTFT"),
+    "a batch is left out": ({"steps": 2, "num_batches": 6, "skips": [2, 4]}, "FTFT"),
+    "in the last, short window": ({"steps": 3, "num_batches": 6, "skips": [4]}, "FFTFT"),
+    "before the last window": ({"steps": 2, "num_batches": 4, "skips": [0, 1, 2]}, "T"),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_steps_once_in_its_last_window(name: str) -> None:
+    loop, expected = LOOPS[name]
+    assert flags_of_groups(**loop) == [expected] * 2
 
 
 BAD = float("nan")

@@ -405,6 +405,7 @@ class PreparedLoader(LoaderWrapper):
         position = Position(
             epoch=self._progress.iteration,
             num_given=start,
+            num_in_blocks=start,
             at_step=(start, None),
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),

@@ -17,7 +17,7 @@ from notebook_accel.training.processes.random_states import note_torch_states
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import GradientAccumulationPlugin, as_steps
 from notebook_accel.training.settings.notices import notice_once
-from notebook_accel.training.stepping.active_loaders import active_loaders
+from notebook_accel.training.stepping.active_loaders import Position, active_loaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,6 +79,12 @@ class Accumulation:
         self.trained_on: Any = None
         self.random_states: dict[str, Any] = {}
         self._device = device or torch.device("cpu")
+        # The pass over a loader that the newest block is of. Of the batches that it gave since the
+        # block before: how many they are, and the blocks since. And the blocks for each batch
+        # before them; 0 where each block had a fetch of its own, None while nothing is known.
+        self._pass = Position()
+        self._num_fetched = self._num_blocks = 0
+        self._blocks_a_batch: int | None = None
 
     @property
     def num_steps(self) -> int:
@@ -121,12 +127,38 @@ class Accumulation:
 
     def advance(self) -> None:
         """Count the next batch, and set ``sync_gradients`` for it; ``accumulate`` calls it."""
-        if self.plugin.sync_with_dataloader and self.loaders.end_of_dataloader:
+        is_last = self._count_block()
+        if is_last and self.plugin.sync_with_dataloader:
             self.step = 0
             self.sync_gradients = True
         else:
             self.step += 1
             self.sync_gradients = self.step % self.num_steps == 0
+
+    def _count_block(self) -> bool:
+        """Count an ``accumulate`` block; return whether it is the last that the loader's end gets.
+
+        A loop may fetch all batches of a window before its blocks, or cut a batch into several
+        blocks: it is expected to go on as it began.
+        """
+        stack = self.loaders.stack
+        if stack:
+            self._pass = stack[-1]
+        fetched = self._pass.num_given - self._pass.num_in_blocks
+        if fetched:
+            if self._num_blocks:
+                several = self._num_blocks > 1 and self._num_fetched > 0
+                self._blocks_a_batch = several and max(1, self._num_blocks // self._num_fetched)
+            self._pass.num_in_blocks = self._pass.num_given
+            self._num_fetched, self._num_blocks = fetched, 0
+        self._num_blocks += 1
+        a_batch = self._blocks_a_batch
+        if a_batch is None:  # more than a window: the loop has left batches out
+            a_batch = self._num_fetched <= self.num_steps
+        expected = self._num_fetched * a_batch
+        # Without a stack: the loop has asked for more batches than there were.
+        is_last = self._num_blocks == expected or (self._num_blocks > expected and bool(stack))
+        return is_last and self._pass.end_of_dataloader
 
     def reset(self) -> None:
         """Begin a new window: no batch is counted yet, and the stored random states are dropped."""

@@ -59,6 +59,9 @@ class Position:
     num_given: int = 0
     """Batches of the epoch that the loop has got, those that it skipped included."""
 
+    num_in_blocks: int = 0
+    """``num_given`` as the newest ``accumulate`` block began, or as the pass did."""
+
     remainder: int = -1
     """If the last round is not full, how many samples all ranks have in it, repeated ones not
     counted; 0 if it is known to be full, -1 if nothing is known. Before the loop reaches that
