@@ -100,7 +100,7 @@ COLAB = {
     "ipython": "7.34.0",
     "ipywidgets": "7.7.1",
     "psutil": "5.9.5",
-    "torch": "2.6.0",
+    "torch": "2.9.1",
 }
 
 

@@ -5,6 +5,7 @@ Each function's ``name`` is the name by which the error calls the setting.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import operator
 import re
@@ -30,7 +31,27 @@ __all__ = [
     "as_seconds",
     "as_text",
     "check_enough",
+    "too_old_torch",
 ]
+
+
+_OLDEST_TORCH = (2, 9)
+
+
+def too_old_torch(needed: tuple[int, int] = _OLDEST_TORCH) -> str:
+    """Return what to say of an installed torch older than ``needed``; "" if it is new enough."""
+    try:
+        found = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # built from its sources, or on the path without being installed
+    release = re.match(r"(\d+)\.(\d+)", found)
+    if release is None or (int(release[1]), int(release[2])) >= needed:
+        return ""
+    bound = ".".join(map(str, needed))
+    return (
+        f"torch {found} is installed, and torch {bound} or newer is needed: "
+        f"pip install 'torch>={bound}', then restart the kernel"
+    )
 
 
 def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import shares_devices
-from notebook_accel.config.checks import as_seconds, check_enough
+from notebook_accel.config.checks import as_seconds, check_enough, too_old_torch
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.interrupts import held
@@ -103,9 +103,12 @@ def check_platform() -> None:
     """Raise an error if this system cannot start the processes of a run; start none.
 
     Raises:
-        LaunchError: the system is not supported, the current folder is gone, no folder for
-            temporary files can be written, or too many files are open; the message says what to do.
+        LaunchError: the system is not supported, torch is too old, the current folder is gone, no
+            folder for temporary files can be written, or too many files are open; the message says
+            what to do.
     """
+    if too_old := too_old_torch():
+        raise LaunchError(too_old)
     with held():  # an interrupt in it would leave a descriptor open
         check_open_files()
         is_supported = processes.supported()

@@ -2,3 +2,8 @@
 
 It imports torch and never IPython, so that scripts can use it without a notebook.
 """
+
+from notebook_accel.config.checks import too_old_torch
+
+if _too_old := too_old_torch():
+    raise ImportError(_too_old)

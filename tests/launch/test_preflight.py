@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
+import sys
 import tempfile
 from collections import OrderedDict
 from dataclasses import replace
@@ -218,3 +220,31 @@ def test_a_block_that_is_no_flag(block: Any) -> None:
 @pytest.mark.parametrize("timeout", [None, 30, 0.5, float("inf"), np.float32(30), np.int64(30)])
 def test_timeouts_that_are_fine(timeout: Any) -> None:
     check_wait(block=True, timeout=timeout)
+
+
+_WITH_OLD_TORCH = """
+import notebook_accel
+try:
+    notebook_accel.notebook_launcher(print, num_processes=1)
+except notebook_accel.LaunchError as error:
+    print(error)
+try:
+    from notebook_accel import Accelerator
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_an_old_torch_is_named_by_a_launch_and_an_import(tmp_path: Path) -> None:
+    metadata = tmp_path / "torch-2.6.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0+cu124\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", _WITH_OLD_TORCH],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = "torch 2.6.0+cu124 is installed, and torch 2.9 or newer is needed: pip install 'torch"
+    assert [line.startswith(said) for line in ended.stdout.splitlines()] == [True, True]

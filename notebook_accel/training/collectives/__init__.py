@@ -162,7 +162,7 @@ def _gather(
     out = torch.empty(
         (facts.size * sent.shape[0], *sent.shape[1:]), dtype=sent.dtype, device=sent.device
     )
-    # Its older name warns since torch 2.13; the newer one is not in 2.6.
+    # Its older name warns since torch 2.13; the newer one is not in 2.9.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     if sent.dtype in _CARRIED:
         all_gather(out, sent, group=group)

@@ -192,10 +192,7 @@ def default_device() -> torch.device:
 
 
 def _make_current(index: int) -> None:
-    set_index = getattr(torch.accelerator, "set_device_index", None)
-    if set_index is None:  # its name in torch 2.6
-        set_index = torch.accelerator.set_device_idx
-    set_index(index)
+    torch.accelerator.set_device_index(index)
 
 
 @dataclass(frozen=True)

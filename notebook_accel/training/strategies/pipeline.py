@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import recursively_apply
@@ -58,6 +59,8 @@ class PipelineParallel(MeshParallel):
     """
 
     def __init__(self, request: Request) -> None:
+        if too_old := too_old_torch((2, 11)):  # stages and gloo of 2.9 disagree on sizes
+            raise ConfigError(f"pipelines: {too_old}")
         super().__init__(request)
         assert self.mesh is not None
         self._group = self.mesh["pp"].get_group()
