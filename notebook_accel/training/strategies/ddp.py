@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
+    from notebook_accel.training.stepping.accumulation import Accumulation
+    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
 __all__ = ["DDPStrategy"]
@@ -50,6 +54,9 @@ class DDPStrategy(TakesSpreadModels):
         device_ids = None if given.device is None else devices.wrapper_device_ids(given.device)
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **options.to_kwargs())
         options.register_comm_hook(wrapped)
+        # True for torch, which writes a bool there in each forward, `model.forward(...)` included:
+        # an int says that there was none.
+        wrapped.require_forward_param_sync = 1  # type: ignore[assignment]
 
         def wrap_again(wrapped: Any) -> None:
             # In place: the user's names, and the Accelerator, refer to this very object.
@@ -62,6 +69,20 @@ class DDPStrategy(TakesSpreadModels):
         note_wrapped(wrapped, wrap_again)
         _note_what_trains(wrapped, wrap_again)
         return wrapped
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
+    ) -> AcceleratedOptimizer:
+        first = [True]
+
+        def before_step(stepped: Optimizer, *_: Any) -> None:
+            if first and self.topology.num_processes > 1:
+                first.clear()
+                _warn_if_bypassed(stepped)
+
+        with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
+            optimizer.register_step_pre_hook(before_step)
+        return super().wrap_optimizer(optimizer, accumulation, moves_state=moves_state)
 
     def renew(self, model: Module) -> bool:
         if isinstance(model, DistributedDataParallel):
@@ -138,6 +159,24 @@ def _warn_if_thawed(model: Module, _: Any) -> None:
             f"{type(model).__name__} had no weight that trains as it was prepared, so that ranks "
             "do not exchange its gradients, and now it has some: give it to prepare() once more",
         )
+
+
+def _warn_if_bypassed(optimizer: Optimizer) -> None:
+    stepped = {
+        id(weight)
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if weight.grad is not None
+    }
+    for wrapped, known in _WRAPPED.items():
+        called = isinstance(getattr(wrapped, "require_forward_param_sync", True), bool)
+        if not called and any(id(one) in stepped for one in known.weights):
+            name = type(wrapped.module).__name__
+            notice_once(
+                f"bypassed {name}",
+                f"{name} is trained without its wrapper (model.module, or unwrap_model(model)), so "
+                "that ranks do not exchange its gradients: call the model that prepare() returned",
+            )
 
 
 def _follow_what_trains(wrapped: Any, _: Any) -> None:
