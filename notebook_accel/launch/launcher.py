@@ -31,6 +31,7 @@ from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, launch_detached
 from notebook_accel.launch.engines import engine_for
+from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.run import Run, call_of, raise_error
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.state import ProcessState
-    from notebook_accel.launch.engines.base import Engine, RankPlan
+    from notebook_accel.launch.engines.base import Engine
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.system.interrupts import Presses
 
@@ -199,7 +200,7 @@ class Session:
             brings_globals=False,
         )
         engine = engine_for(request.config)
-        plan = _plan(engine, request)
+        plan = _plan(engine, request, ranks_stay=True)
         self._registry = Registry()
         self.newest_call: Run | None = None
         self.notices = plan.notices
@@ -435,7 +436,7 @@ def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall
     )
 
 
-def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
+def _plan(engine: Engine, request: LaunchRequest, *, ranks_stay: bool = False) -> RankPlan:
     """Return which ranks the engine will start, after checking that this machine can start them.
 
     Raises:
@@ -444,6 +445,9 @@ def _plan(engine: Engine, request: LaunchRequest) -> RankPlan:
     """
     engine.warm_up(request)
     preflight.check_port(request.config)  # before an engine listens there itself
+    expected = 0 if request.block else engine.num_awaited(request.config)
+    if expected and not ranks_stay:
+        return RankPlan.of_sizes(expected, is_awaited=True)
     try:
         plan = engine.plan_ranks(request)
         preflight.check_files_of_ranks(plan.world_size)

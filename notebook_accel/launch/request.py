@@ -54,6 +54,8 @@ class LaunchRequest:
         notebook: pickled state of the notebook other than its variables, such as random generators
             and loggers; b"" for the state of this process.
         run_id: id of the run, if it is already known; else "".
+        poll: called several times a second while machines or room are awaited; its errors end the
+            wait.
     """
 
     config: LaunchConfig
@@ -76,6 +78,7 @@ class LaunchRequest:
     arguments: str = ""
     notebook: bytes = b""
     run_id: str = ""
+    poll: Callable[[], None] = _nothing
 
     def without_function(self) -> LaunchRequest:
         """Return a copy without the user's function and arguments, which should not be kept."""

@@ -29,6 +29,7 @@ from notebook_accel.launch.view import View
 from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
 from tests.engines.slurm import in_job
+from tests.kernel.notebooks import open_notebook
 from tests.launches import launch
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
@@ -238,6 +239,66 @@ def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
     assert run[0] != run[1]
     assert other.process is not None
     assert other.process.communicate(timeout=BUSY)[0] == "None\n"
+
+
+def test_the_handle_comes_before_the_machines(other: OtherMachine) -> None:
+    def train() -> str:
+        return os.environ["WORLD_SIZE"]
+
+    def command(run: Run) -> tuple[str, str]:
+        texts: list[str] = []
+        eventually(lambda: texts.extend(run.state.notices) or texts, within=BUSY, what="it is said")
+        found = re.search(r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (\S+)", texts[-1])
+        assert found is not None
+        return found[2], found[1]
+
+    config = LaunchConfig(num_nodes=2, num_processes=1, devices="cpu", master_addr="127.0.0.1")
+    stopped = launch(train, config=config, view=View(), block=False)
+    assert (stopped.status, stopped.world_size) == ("starting", 2)
+    address, token = command(stopped)
+    stopped.stop()
+    with pytest.raises(RunStopped):
+        stopped.wait(BUSY)
+    with pytest.raises(LaunchError, match="no notebook waits"):
+        join(address, token, tell=lambda _: None)
+
+    late = launch(train, config=config, view=View(), block=False, timeout=0.5)
+    with pytest.raises(TimeoutError):
+        late.wait(BUSY)
+
+    run = launch(train, config=config, view=View(), block=False)
+    other.join(*command(run))
+    assert run.wait(BUSY).results == ["2", "2"]
+    assert "TOKEN" not in "".join(run.state.notices)
+    assert other.process is not None
+    assert other.process.wait(BUSY) == 0
+
+
+def test_a_notebook_shows_the_command_until_the_machines_have_joined(other: OtherMachine) -> None:
+    with open_notebook() as notebook:
+        notebook.run(
+            "from notebook_accel import notebook_launcher\nimport time\n"
+            "def train(): time.sleep(4)\n"
+            "run = notebook_launcher(train, num_nodes=2, num_processes=1, devices='cpu', "
+            "master_addr='127.0.0.1', block=False)"
+        )
+        notebook.run("time.sleep(3)")
+        assert notebook.run("print(run.status)") == "starting\n"
+        found: list[tuple[str, str]] = []
+
+        def is_shown() -> bool:
+            found[:] = re.findall(
+                r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (127[\d.:]+)",
+                str(notebook.kernel.displays),
+            )
+            return bool(found)
+
+        assert notebook.kernel.listen_until(is_shown, seconds=BUSY)
+        other.join(found[0][1], found[0][0])
+        assert notebook.run("print(len(run.wait(60).results))") == "2\n"
+        assert notebook.kernel.listen_until(
+            lambda: "TOKEN" not in str(notebook.kernel.displays), seconds=BUSY
+        )
 
 
 def test_a_machine_says_whether_the_run_failed(other: OtherMachine) -> None:

@@ -51,7 +51,7 @@ from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import RESCUED, Failure, apply, starting
 from notebook_accel.launch.control.stored_results import StoredResults
-from notebook_accel.launch.control.verdict import closing_advice, judge
+from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.template.handle import follow
@@ -90,6 +90,7 @@ class CallView(Protocol):
     is_shown: bool
 
     def update(self, state: RunState) -> None: ...
+    def waits_for_machines(self, text: str) -> None: ...
     def close(self, state: RunState) -> None: ...
     def poll(self) -> None: ...
     def stop_waiting(self) -> None: ...
@@ -313,6 +314,8 @@ class RankCall(Call):
         self._start_again: Callable[[int], RankPool] | None = None
         self._close: Callable[[str], None] | None = None
         self._num_restarts = 0
+        self._first_notices = self.state.notices
+        self._verdict: Verdict | None = None
         self._is_stopped = False
         self._is_time_over = False
         self._num_stops = 0
@@ -428,15 +431,38 @@ class RankCall(Call):
             NotebookAccelError, OSError: the ranks could not be started; no process is left of them.
         """
         self._num_restarts += 1
-        pool = start_again(self._num_restarts)
+        self.move_to(start_again(self._num_restarts), self._message, self._fds)
+
+    def move_to(self, pool: RankPool, message: wire.BeginCall, fds: Sequence[int]) -> None:
+        """Send the call to other ranks, which take the place of those before."""
         try:
             self._renew(pool)
-            pool.send_call(self, self._message, self._fds)
+            pool.send_call(self, message, fds)
         except BaseException:
             pool.kill()
             raise
         finally:
             pool.start()
+        if self._is_stopped:  # while they came
+            pool.kill()
+
+    def show_notices(self, *texts: str) -> None:
+        """Show these lines below those that the run began with, in place of any others."""
+        self._change(lambda state: replace(state, notices=(*self._first_notices, *texts)))
+
+    def show_wait(self, text: str) -> None:
+        """Show what the run waits for, also among its notices."""
+        self.show_notices(text)
+        self._context.run(self.view.waits_for_machines, text)
+
+    def end_unstarted(self, why: str) -> None:
+        """End the call, whose ranks were never started: it failed or, if ``why`` is "", stopped."""
+        self.show_notices()
+        failure, status = (Failure(message=why), "failed") if why else (None, "stopped")
+        self._verdict = Verdict(status=status, failure=failure)
+        ranks = [replace(rank, status=status, ended=time.time()) for rank in self.state.ranks]
+        self._change(lambda state: replace(state, ranks=tuple(ranks)))
+        self.finish(())
 
     def _tell_end(self, outcome: str) -> None:
         if self._close is not None:
@@ -585,7 +611,7 @@ class RankCall(Call):
             lost: the agents that ended while some of their ranks still ran.
         """
         if self._start_again is not None:
-            if self._begins_again(self._start_again, lost):
+            if self._verdict is None and self._begins_again(self._start_again, lost):
                 return
             self._drop_files()
         try:
@@ -628,8 +654,6 @@ class RankCall(Call):
             with self._state_lock:
                 self._pool, self.state = before, apply(wire.Notice(text=text), state)
             return False
-        if self._is_stopped:  # while they came
-            self._pool.kill()
         return True
 
     def _view_state(self) -> None:
@@ -672,7 +696,7 @@ class RankCall(Call):
         """
         self.metrics.flush()
         self.metrics.close()
-        verdict = judge(
+        verdict = self._verdict or judge(
             self.state,
             is_stopped=self._is_stopped,
             lost=lost,

@@ -66,11 +66,13 @@ class RankPlan:
         environment: environment variables that the engine gives every rank (``ON_CPU`` of
             control/environment.py, for example).
         notices: messages for the user.
+        is_awaited: whether the machines are not there yet; the ranks are those that are expected.
     """
 
     agents: tuple[tuple[wire.RankSpec, ...], ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    is_awaited: bool = False
 
     @classmethod
     def of_sizes(cls, *sizes: int, **fields: Any) -> RankPlan:
@@ -146,6 +148,10 @@ class Engine(ABC):
             ConfigError: the settings ask for more ranks than the devices allow.
             LaunchError: something that the engine needs is missing, such as a machine.
         """
+
+    def num_awaited(self, config: LaunchConfig) -> int:
+        """Return how many ranks are expected if ``plan_ranks`` waits for machines, else 0."""
+        return 0
 
     def num_ranks_here(self, request: LaunchRequest) -> int:
         """Return the number of ranks on this machine, without asking any other machine.

@@ -114,6 +114,9 @@ class ElasticEngine(MachinesEngine):
     def num_ranks_here(self, request: LaunchRequest) -> int:
         return self._here.plan_ranks(request).world_size
 
+    def num_awaited(self, config: LaunchConfig) -> int:
+        return config.num_nodes * (config.num_processes or 1) if config.num_nodes > 1 else 0
+
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         config = request.config
         wanted = config.num_nodes - 1
@@ -212,6 +215,7 @@ class ElasticEngine(MachinesEngine):
                     f"{_JOIN_SECONDS:g} s: launch again, and run on each other machine the command "
                     "that is shown"
                 )
+            request.poll()
             time.sleep(_POLL_SECONDS)
 
     def start_here(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:

@@ -36,6 +36,7 @@ from notebook_accel.launch.control.environment import (
     rank_environment,
 )
 from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.waiting import WaitingPool
 from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.system import processes, scratch
@@ -45,12 +46,14 @@ from notebook_accel.launch.template.forking import traceback_of
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.launch.transport.segment import sendable
+from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from notebook_accel.launch.control.call import Call, NewCall
+    from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
@@ -108,13 +111,29 @@ class AgentEngine(Engine):
 
         # Before any rank is started: where there is no memory for it, nothing is to be undone.
         with sendable(packed.packed) as (packet, fds), held():
-            pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
+            pool: RankPool
+            if plan.is_awaited:
+                state = pickle.dumps(capture(request.config.seed))
+                start = partial(self._start_late, replace(of_ranks, notebook=state), folder)
+                grace = request.config.grace
+                pool = WaitingPool(start, plan.world_size, run=folder.id, grace=grace)
+            else:
+                pool = self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
             call = RankCall(pool, packed, new)
             call.close_by(self.close)
             if request.config.max_restarts:
                 call.restart_by(start_again)
             with call.sent(packet, fds, last=True):
                 yield call
+
+    def _start_late(
+        self, request: LaunchRequest, folder: RunFolder, waiting: WaitingPool
+    ) -> RankPool:
+        """Wait until machines are there, and start ranks on them; called in a thread."""
+        view = _NoticesOfWait(waiting)
+        plan = self.plan_ranks(replace(request, view=view, poll=waiting.poll))
+        waiting.late_call.show_notices(*plan.notices)
+        return self.start_ranks(request, plan, run=folder.id, log_dir=folder.path)
 
     def start_ranks(
         self, request: LaunchRequest, plan: RankPlan, *, run: str, log_dir: Path
@@ -169,6 +188,16 @@ class AgentEngine(Engine):
             ConfigError, LaunchError: the run cannot be restarted.
         """
         return self.plan_ranks(request)
+
+
+class _NoticesOfWait(View):
+    """Shows what a run waits for among the notices of the run, which has been opened already."""
+
+    def __init__(self, waiting: WaitingPool) -> None:
+        self._waiting = waiting
+
+    def waits_for_machines(self, text: str) -> None:
+        self._waiting.late_call.show_wait(text)
 
 
 def abandon(links: Iterable[AgentLink]) -> None:

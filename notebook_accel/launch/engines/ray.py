@@ -32,6 +32,7 @@ from notebook_accel.private.of_debugpy import without_debugger
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.machines import JoinedMachine
     from notebook_accel.launch.request import LaunchRequest
 
@@ -62,6 +63,9 @@ class RayEngine(MachinesEngine):
     def num_ranks_here(self, request: LaunchRequest) -> int:
         return 0
 
+    def num_awaited(self, config: LaunchConfig) -> int:
+        return config.num_processes or 1
+
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
         ray = _connected()
         ranks_of_nodes = _place(ray, request)
@@ -84,6 +88,7 @@ class RayEngine(MachinesEngine):
         ]
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(server.machines) < len(starting):
+            request.poll()
             ended, _ = ray.wait(starting, timeout=_POLL_SECONDS)
             if ended or time.monotonic() >= deadline:
                 raise LaunchError(
@@ -234,6 +239,7 @@ def _nodes_for(bundles: list[dict[str, int]], ray: Any, request: LaunchRequest) 
                 request.view.waits_for_machines(
                     f"{request.name}: waits for {what} of the Ray cluster"
                 )
+            request.poll()
             time.sleep(_POLL_SECONDS)
         return dict(table["bundles_to_node_id"])
     finally:

@@ -60,7 +60,8 @@ class View:
     def waits_for_machines(self, text: str) -> None:
         """Show that other machines must join before a run can open, and by which command.
 
-        It is called once more if the text changes. ``open`` or ``launch_failed`` follows.
+        It is called once more if the text changes. ``open`` or ``launch_failed`` follows; with
+        ``block=False`` the run is open already.
 
         Args:
             text: the text to show, with the command.

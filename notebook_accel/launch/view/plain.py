@@ -124,7 +124,7 @@ class PlainView(View):
         self._run: Run | None = None
         self._readers: dict[int, LineReader] = {}
         self._last_progress: dict[int, str] = {}
-        self._num_notices = 0
+        self._notices: tuple[str, ...] = ()
         self._hang_text = ""
         self._throughput = Throughput()
         self._next_progress = 0.0
@@ -228,10 +228,11 @@ class PlainView(View):
         self.write(
             [
                 f"notebook_accel: {one_line(text, _MAX_WIDTH)}"
-                for text in state.notices[self._num_notices :]
+                for text in state.notices
+                if text not in self._notices
             ]
         )
-        self._num_notices = len(state.notices)
+        self._notices = state.notices
         self._print_hang(state)
         self.print_output(run, state)
 

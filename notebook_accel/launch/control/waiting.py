@@ -1,0 +1,96 @@
+"""In place of ranks that cannot start yet, since other machines or room in a cluster are awaited.
+
+RankCall --is sent to--> WaitingPool, whose thread has the engine wait
+machines are there: the call is sent to their RankPool, as after a restart
+stopped, or they do not come: the call ends
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.state import ProcessState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from notebook_accel.launch import wire
+    from notebook_accel.launch.control.call import RankCall
+
+__all__ = ["WaitingPool"]
+
+
+class _StoppedError(Exception):
+    """Ends the engine's wait: the run was stopped."""
+
+
+class WaitingPool(RankPool):
+    """What the call of a run is sent to while the machines of its ranks are awaited.
+
+    Args:
+        start: given this pool, waits for the machines and starts the ranks; it calls :meth:`poll`
+            several times a second.
+        world_size: number of ranks, as far as is known.
+        run: id of the run.
+        grace: as of a RankPool.
+    """
+
+    def __init__(
+        self, start: Callable[[WaitingPool], RankPool], world_size: int, *, run: str, grace: float
+    ) -> None:
+        self.run, self.grace = run, grace
+        self.processes = tuple(ProcessState(rank=rank) for rank in range(world_size))
+        self._links = []
+        self._turn = threading.Lock()
+        self._start = start
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._await, name=f"waits-{run}", daemon=True)
+
+    def check_free(self) -> None:
+        return
+
+    def send_call(self, call: Any, message: wire.BeginCall, fds: Sequence[int]) -> None:
+        self.late_call: RankCall = call
+        self._message, self._fds = message, [os.dup(fd) for fd in fds]
+        call.begin(1)
+
+    def poll(self) -> None:
+        """Do the regular work of the call.
+
+        Raises:
+            Exception: the call was stopped; ``start`` lets it through.
+        """
+        self.late_call.tick()
+        if self._is_stopped:
+            raise _StoppedError
+
+    def _await(self) -> None:
+        with self._turn:  # until the run is listed and shown
+            call = self.late_call
+        try:
+            call.move_to(self._start(self), self._message, self._fds)
+        except _StoppedError:
+            call.end_unstarted("")
+        except Exception as error:  # in the only thread that can end the call
+            call.end_unstarted(str(error) or type(error).__name__)
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+
+    def stop(self, *, call: int, grace: float | None) -> None:
+        self._is_stopped = True
+
+    def interrupt(self, *, call: int) -> None:
+        self._is_stopped = True
+
+    def terminate(self, *, call: int) -> None:
+        self._is_stopped = True
+
+    def kill(self, *, call: int = 0) -> None:
+        self._is_stopped = True
+
+    def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
+        return []
