@@ -199,12 +199,17 @@ def told(*names):
 model = fully_shard(torch.nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (1,)))
 model.set_requires_gradient_sync(False)
 model(torch.ones(1, 2)).sum().backward()
-with told("_fsdp_param_group", "_fsdp_param_groups"):
-    held = [*of_torch.fsdp_parameters(model)]
-    assert {id(each.sharded_param) for each in held} == {id(each) for each in model.parameters()}
-    assert all(hasattr(each, "unsharded_accumulated_grad") for each in held)
-with told("_unsharded_param"):
-    assert held and all(of_torch.whole_gradient(each).grad is not None for each in held)
+def whole_gradients():
+    state = fully_shard.state(model)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    found = [held for group in groups for held in group.fsdp_params]
+    seen = [(held.unsharded_accumulated_grad, held._unsharded_param.grad) for held in found]
+    return [grad for pair in seen for grad in pair if grad is not None]
+
+with told("_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param"):
+    assert len(whole_gradients()) >= 2
+    of_torch.drop_whole_gradients(model, {id(each) for each in model.parameters()})
+    assert whole_gradients() == []
 with told("_flatten"):
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     assert of_torch.flatten_mesh(mesh["a", "b"], "both").mesh_dim_names == ("both",)
