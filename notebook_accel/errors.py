@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ConfigError", "LaunchError", "NotebookAccelError", "RunStopped", "WorkerError"]
-
-
 # Packages between a cell and the magic that it calls.
 _SHELL = {"IPython", "decorator", "decorator.py"}
 

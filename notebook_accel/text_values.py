@@ -7,8 +7,6 @@ from typing import Any
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["parse_flag", "shown", "value_of"]
-
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on", "y", "t"), True),
     **dict.fromkeys(("0", "false", "no", "off", "n", "f"), False),

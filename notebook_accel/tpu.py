@@ -23,22 +23,6 @@ from notebook_accel.private.of_debugpy import without_debugger
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "AUTOLOAD",
-    "DEVICE_VARIABLES",
-    "INSTALL",
-    "LEFTOVERS",
-    "Library",
-    "backends",
-    "count_chips",
-    "count_devices",
-    "is_torch_xlas",
-    "launch_variables",
-    "library",
-    "load_backends",
-    "summary",
-]
-
 _PCI = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"
 # Devices of a chip, by its number on the PCI bus: v2 and v3, v4, v5e, v6e, v7. The same table as in

@@ -21,8 +21,6 @@ from notebook_accel.errors import NotebookAccelError, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
-
 # For each command: its module, and what it does.
 _COMMANDS = {
     "config": ("settings", "ask for the settings of launches, and save them"),

@@ -14,8 +14,6 @@ from notebook_accel.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["join"]
-
 _TOKEN = "NOTEBOOK_ACCEL_JOIN_TOKEN"
 
 

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["launch", "launch_parser", "run_typed"]
-
 # Of ranks on one machine, which several machines cannot meet by.
 _LOOPBACK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Options of torchrun, and the settings that they take where they are not given.

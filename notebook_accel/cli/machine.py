@@ -17,8 +17,6 @@ from notebook_accel.launch.text import wording
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["doctor", "env"]
-
 _VARIABLES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_", "SLURM_")
 
 

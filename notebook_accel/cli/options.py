@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.config.setting import Setting
 
-__all__ = ["add_settings", "refuse_option", "resolve_options", "spellings", "typed_settings"]
-
 # Names of Accelerate's launcher, in its options and its YAML, for options of torchrun.
 _MACHINES = {
     "num_machines": "nnodes",

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.run import Run
 
-__all__ = ["logs", "runs", "stop"]
-
 _LOOK_SECONDS = 0.2
 # A kernel looks for requests five times a second; in C code that holds the GIL it does not.
 _PATIENCE_SECONDS = 10.0

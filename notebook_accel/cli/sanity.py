@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from notebook_accel import Accelerator
 
-__all__ = ["check_training", "test"]
-
 _NUM_STEPS = 12
 _WIDTH = 8
 # How far the last loss may be from that of one process without mixed precision.

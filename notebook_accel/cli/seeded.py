@@ -9,8 +9,6 @@ import os
 import runpy
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Seed all random generators, then run the script or module as ``__main__``, as Python does."""

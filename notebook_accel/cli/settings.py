@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.config.setting import Setting
 
-__all__ = ["config"]
-
 
 def config(arguments: Sequence[str]) -> int:
     """``notebook-accel config [default | convert]``: write a config file of settings.

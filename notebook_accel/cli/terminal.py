@@ -19,8 +19,6 @@ from notebook_accel.launch.text.terminal_text import plain_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LABEL", "ranks_in_terminal"]
-
 # As torchrun fills it in, before each piece of text that it hands over.
 LABEL = "[rank ${rank}] "
 _LABELLED = re.compile(r"\[rank (\d+)\] ")

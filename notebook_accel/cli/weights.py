@@ -13,8 +13,6 @@ from notebook_accel.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["estimate_memory", "merge_weights"]
-
 
 def merge_weights(arguments: Sequence[str]) -> int:
     """``notebook-accel merge-weights CHECKPOINT FOLDER``: merge FSDP's shards into one file."""

@@ -21,15 +21,6 @@ from notebook_accel.text_values import shown
 if TYPE_CHECKING:
     from notebook_accel.config.setting import Setting
 
-__all__ = [
-    "LEFT_OPEN",
-    "ON_TPU",
-    "READ_BY_RANKS",
-    "WITHOUT_EFFECT",
-    "is_accelerates",
-    "settings_from",
-]
-
 # Types in the file that this package does not have.
 _ABSENT = ("MEGATRON_LM", "XLA", "TPU")
 ON_TPU = "; on a TPU, notebook_launcher(function, engine='xla') in a notebook trains"

@@ -19,22 +19,6 @@ from notebook_accel.text_values import shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "as_address",
-    "as_choice",
-    "as_count",
-    "as_devices",
-    "as_env",
-    "as_flag",
-    "as_index",
-    "as_positive",
-    "as_seconds",
-    "as_text",
-    "check_enough",
-    "too_old_torch",
-]
-
-
 _OLDEST_TORCH = (2, 9)
 
 

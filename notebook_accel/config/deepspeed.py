@@ -14,8 +14,6 @@ from typing import Any
 from notebook_accel.config.checks import as_count
 from notebook_accel.config.setting import setting
 
-__all__ = ["DeepSpeedOptions"]
-
 _ZERO = "zero_optimization."
 _DEVICES = ("none", "cpu", "nvme")
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ENGINES", "EngineKind"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:

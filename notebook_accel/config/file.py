@@ -13,8 +13,6 @@ import yaml
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["expanded", "not_too_large", "read_settings", "replace_text"]
-
 # No settings are as large, and the metrics of days are not: what is larger is damaged, and to read
 # it would take the kernel's memory, or hold its Interrupt up.
 _MOST_BYTES = 1_000_000_000

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = ["FsdpOptions"]
-
 # Accelerate's names have no prefix of their own, and so no twin of ours.
 _option = partial(setting, own="")
 

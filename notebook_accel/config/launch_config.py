@@ -28,14 +28,6 @@ from notebook_accel.config.setting import documented, setting, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import shown
 
-__all__ = [
-    "LaunchConfig",
-    "check_names",
-    "settings_in_file",
-    "shares_devices",
-]
-
-
 # Whether a backend of torch.distributed works on CPUs, and lets several ranks share an accelerator.
 _BACKENDS = {"nccl": False, "gloo": True}
 

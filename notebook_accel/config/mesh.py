@@ -13,8 +13,6 @@ from notebook_accel.config.setting import setting
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MeshOptions"]
-
 
 def _size(name: str, about: str) -> Any:
     variable = f"PARALLELISM_CONFIG_{name.upper()}"

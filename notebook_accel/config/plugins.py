@@ -24,8 +24,6 @@ from notebook_accel.text_values import parse_flag, shown
 if TYPE_CHECKING:
     from notebook_accel.config.setting import Setting
 
-__all__ = ["PLUGINS", "Plugin"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:

@@ -23,8 +23,6 @@ from notebook_accel.text_values import value_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Setting", "documented", "setting", "settings_of"]
-
 _Class = TypeVar("_Class", bound=type)
 _ROW = "setting"
 

@@ -35,13 +35,6 @@ from notebook_accel.config.setting import settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.text_values import parse_flag, shown, value_of
 
-__all__ = [
-    "default_config_path",
-    "given_settings",
-    "resolve",
-    "write_basic_config",
-]
-
 # Settings whose values are no text.
 _NO_VARIABLE = ("env", *PLUGINS)
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "PARALLELISM_CONFIG_")

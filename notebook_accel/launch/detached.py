@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["attach", "check_can_detach", "launch_detached"]
-
 # The first process ends at once: the keeper is then the child of nobody who would end it.
 _BOOT = (
     "import os; os.fork() and os._exit(0); import sys; "

@@ -30,8 +30,6 @@ from notebook_accel.launch.template.handle import imports_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["FINE", "HURTS", "SIGNS", "STOPS", "Finding", "as_lines", "examine"]
-
 FINE, HURTS, STOPS = "fine", "hurts", "stops"
 SIGNS = {FINE: "✓", HURTS: "!", STOPS: "✗"}
 

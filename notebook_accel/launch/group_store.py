@@ -23,8 +23,6 @@ from notebook_accel.launch.rank import StorePort, current
 if TYPE_CHECKING:
     from datetime import timedelta
 
-__all__ = ["is_served", "store_of_next_group"]
-
 _SERVER = "the address of the store that this rank serves, and the store"
 _NUM_GROUPS = "number of groups made in each call"
 # A connection to the loopback interface is made or refused at once; a busy server may be late.

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.state import RunState
 
-__all__ = ["serve"]
-
 # As often as a kernel draws.
 _LOOK_SECONDS = 0.2
 # Between two snapshots passes so many times what one takes to make.

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.system.interrupts import Presses
 
-__all__ = ["Session", "check_ranks", "launch", "launch_packed", "notebook_file"]
-
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
 # Calls of a session after which old runs are removed: at each call it would take as long as a short

@@ -21,8 +21,6 @@ from notebook_accel.launch.wire import Devices
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Device", "Machine", "look_at_machine", "machine_with"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.machine import Machine
 
-__all__ = [
-    "check_call",
-    "check_files_of_ranks",
-    "check_fits",
-    "check_platform",
-    "check_port",
-    "check_wait",
-    "crowding",
-]
-
 _GIB = 1024**3
 # Of a rank that has imported torch, before it has a model.
 _BYTES_OF_RANK = _GIB // 4

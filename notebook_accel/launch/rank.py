@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
-__all__ = [
-    "KeptError",
-    "LaunchedContext",
-    "RankContext",
-    "StorePort",
-    "current",
-    "enter",
-    "has_context",
-    "has_process_group",
-]
-
 # Between two questions for the memory of a device: at each step it would slow the loop down.
 _MEMORY_SECONDS = 1.0
 

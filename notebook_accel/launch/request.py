@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.setup.steps import Step
 
-__all__ = ["LaunchRequest"]
-
 
 def _nothing() -> None:
     """Do nothing, in place of the user's function in a request that only starts ranks."""

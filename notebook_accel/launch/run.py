@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.state import Failure, RunState
 
-__all__ = ["Run", "call_of", "raise_error", "results_now"]
-
 # How long results are kept; two errors end with these words.
 _KEPT = (
     "The kernel that launched a run has its results and rescued models while you hold the handle "

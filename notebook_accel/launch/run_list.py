@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder
 
-__all__ = [
-    "add",
-    "expression",
-    "expression_now",
-    "expression_to_attach",
-    "find_run",
-    "keep",
-    "read_run",
-    "runs",
-]
-
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
 # With them it may hold gigabytes.

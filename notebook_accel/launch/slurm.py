@@ -21,8 +21,6 @@ from notebook_accel.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["OtherNodes", "SlurmStep", "has_other_nodes", "slurm_step"]
-
 # Where no port is given, all nodes of a job choose the same one, and jobs that share a machine
 # most likely different ones: above what Slurm itself uses, below what systems give out.
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from notebook_accel.notebook.markup import Markup, element, escape, join
+from notebook_accel.notebook.markup import element, escape, join
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ansi_to_markup"]
+    from markupsafe import Markup
 
 # "Select graphic rendition"; the other sequences move the cursor and the like. No real one is
 # longer, and Python refuses to read a number of thousands of digits.

@@ -22,8 +22,6 @@ from notebook_accel.launch.text.used_names import PROVIDED, is_history, names_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["script_of_cells"]
-
 # Magics that run the code beside them.
 _RUNNERS = ("prun", "run", "time", "timeit")
 # What IPython puts into a notebook beside its history.

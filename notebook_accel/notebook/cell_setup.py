@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.setup.steps import Path, Step
 
-__all__ = ["EVERYWHERE", "SetUp", "read_setup", "run_everywhere"]
-
 # Python's own state, which ranks get otherwise or have of their own.
 _NOT_SET = ("os.environ", "sys.", "os.path", "builtins.display", "logging.root")
 # Cell magics whose cell is Python that runs in the notebook.

@@ -21,18 +21,18 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
+
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, not_finite_note
-from notebook_accel.notebook.markup import Markup, element, shorten
+from notebook_accel.notebook.markup import element, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.curves import Curve
     from notebook_accel.launch.control.plotting import Point
-
-__all__ = ["PAGE_SIZE", "render_charts", "saved_chart", "thin_out"]
 
 # Charts that the live panel draws at once; they share the points below.
 PAGE_SIZE = 6

@@ -24,19 +24,6 @@ from notebook_accel.private import of_ipykernel
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = [
-    "CLICK_WAYS",
-    "ClicksAfterTheCell",
-    "ClicksByPump",
-    "ClicksBySubshell",
-    "ClicksInColab",
-    "can_answer",
-    "clicks_for",
-    "draws_updates",
-    "find_kernel",
-]
-
-
 # ---- What pages ask on the main shell of a kernel (ipykernel 7) while a cell blocks that.
 #
 # A page that was opened anew or reloaded asks for the kernel's info, for its comms and for the

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.snapshot import Snapshot
 
-__all__ = ["Dashboard"]
-
 # A page keeps up with 20 KB five times a second; 200 KB ten times a second came seconds late.
 _DRAW_SECONDS = 0.2
 # Where nothing has changed, only the time that has passed is drawn.

@@ -31,15 +31,6 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.session import NotebookSession
     from notebook_accel.notebook.worker.calls import DebugAnswer
 
-__all__ = [
-    "HINT_TO_DEBUG",
-    "HeldLaunch",
-    "debug",
-    "end_held_launch",
-    "held_launch",
-    "launch_for_debugger",
-]
-
 _HINT = (
     "`%accelerate debug` looks into its frames; the ranks wait for that until the next launch or "
     "`%accelerate stop`"

@@ -14,8 +14,6 @@ from IPython.display import display, update_display
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["DisplaySlot", "start_thread", "widget_view"]
-
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # It takes no room in the pages of JupyterLab and Notebook 7.
 _NOTHING = {"text/plain": "", "text/html": ""}

@@ -20,8 +20,6 @@ from notebook_accel.notebook.markup import element
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Diagnosis", "diagnose"]
-
 _COLOURS = {FINE: "#388e3c", HURTS: "#b7791f", STOPS: "#d32f2f"}
 # ``python .../jupyter-lab``, ``python -m jupyterlab``, ``python .../jupyterhub-singleuser``.
 _SERVER = re.compile(r"^(?:.*/)?(?:jupyter(?:[-_]?\w+|hub-singleuser)?|notebook)$")

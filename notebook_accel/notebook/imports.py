@@ -30,8 +30,6 @@ from notebook_accel.launch.wire import ImportItem
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["follow_imports", "imports_at_start"]
-
 _log = logging.getLogger(__name__)
 
 # Names in a statement after which imports may find something else.

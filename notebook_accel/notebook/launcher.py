@@ -32,13 +32,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.display_slot import DisplaySlot
 
-__all__ = [
-    "check_leaves_notebook_free",
-    "debug_launcher",
-    "launch_below",
-    "notebook_launcher",
-]
-
 P = ParamSpec("P")
 
 # The fields of LaunchConfig; those that are arguments of the launcher too have the same names.

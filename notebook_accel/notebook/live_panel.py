@@ -25,7 +25,7 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import start_thread, widget_view
 from notebook_accel.notebook.log_view import LogView
-from notebook_accel.notebook.markup import Markup, copyable, element, style_element
+from notebook_accel.notebook.markup import copyable, element, style_element
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import (
     Details,
@@ -40,6 +40,8 @@ from notebook_accel.notebook.rank_displays import first_asked, render_displays, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from markupsafe import Markup
+
     from notebook_accel.launch.control.hang import Hang
     from notebook_accel.launch.control.state import Display, RunState
     from notebook_accel.launch.run import Run
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.display_slot import DisplaySlot
     from notebook_accel.notebook.panel import AskedStacks
     from notebook_accel.notebook.snapshot import Snapshot
-
-__all__ = ["LivePanel", "PanelBox", "PanelWidgets"]
 
 
 class PanelWidgets:

@@ -25,11 +25,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+from markupsafe import Markup
 
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.plain import LineReader
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
-from notebook_accel.notebook.markup import Markup, element, join, shorten
+from notebook_accel.notebook.markup import element, join, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.live_panel import PanelWidgets
 
     _Timed = tuple[int | None, str]
-
-__all__ = ["LogBlock", "LogView", "LogWindow", "MAX_LINES"]
-
 
 # ---- The lines: pure functions of the state.
 

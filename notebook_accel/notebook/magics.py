@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.run import Run
 
-__all__ = ["AccelerateMagics", "CellSyntaxError", "complete_magic", "load_ipython_extension"]
-
-
 # ---- What Tab offers in a line of the magic: commands, options, precisions, and names. IPython
 # asks a completer by the first word of the line, and takes of its answer what begins with the word
 # at the cursor.

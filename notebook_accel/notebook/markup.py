@@ -19,18 +19,6 @@ from notebook_accel.launch.text.terminal_text import plain_text
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "Markup",
-    "copy_button",
-    "copyable",
-    "element",
-    "escape",
-    "join",
-    "message_bytes",
-    "shorten",
-    "style_element",
-]
-
 # Bytes of the characters that markupsafe writes as several.
 _ESCAPED_BYTES = {"&": 5, "<": 4, ">": 4, '"': 5, "'": 5}
 # By way of a selection: pages that are not served by HTTPS have no clipboard of their own.

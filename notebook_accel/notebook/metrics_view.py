@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.live_panel import PanelWidgets
 
-__all__ = ["MetricsView", "groups_of"]
-
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0
 _SMOOTHING = (

@@ -23,8 +23,6 @@ from notebook_accel.launch.text.used_names import is_history
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Ownership", "Push"]
-
 # From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000
 # What IPython puts into a notebook beside its history.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from markupsafe import Markup
+
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import (
     ProgressLine,
@@ -25,23 +27,13 @@ from notebook_accel.launch.view.summary import (
     num_ranks,
     slowest_first,
 )
-from notebook_accel.notebook.markup import Markup, element, join, shorten
+from notebook_accel.notebook.markup import element, join, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.hang import Hang
     from notebook_accel.launch.control.state import RankState, RunState
-
-__all__ = [
-    "AskedStacks",
-    "Details",
-    "fold_of_stacks",
-    "render_alert",
-    "render_panel",
-    "render_title",
-    "stacks_of_hang",
-]
 
 # Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
 _LABEL_BYTES, _NOTICE_BYTES = 60, 300

@@ -44,17 +44,16 @@ from notebook_accel.launch.run import call_of
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
-from notebook_accel.notebook.markup import Markup, copyable, element, join, style_element
+from notebook_accel.notebook.markup import copyable, element, join, style_element
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from markupsafe import Markup
+
     from notebook_accel.config.setting import Setting
     from notebook_accel.launch.machine import Machine
     from notebook_accel.launch.run import Run
-
-__all__ = ["ConfigPicker", "config_picker"]
-
 
 # ---- The form: one row a setting, made from the setting's own type.
 

@@ -16,27 +16,18 @@ import base64
 import time
 from typing import TYPE_CHECKING, TypeVar
 
+from markupsafe import Markup
+
 from notebook_accel.launch import run_list
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.markup import Markup, element, join, message_bytes
+from notebook_accel.notebook.markup import element, join, message_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.state import Display, RankState, RunState
     from notebook_accel.notebook.worker.calls import ShownValue
-
-__all__ = [
-    "RankDisplays",
-    "by_rank",
-    "first_asked",
-    "other_displays",
-    "render_displays",
-    "seconds_to_wait",
-    "show_displays",
-    "show_values",
-]
 
 T = TypeVar("T")
 # Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is

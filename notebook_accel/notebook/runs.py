@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.view import View
 
-__all__ = ["RunTable", "attach", "compare", "find_run", "last_run", "runs"]
-
 T = TypeVar("T")
 # Metrics with a column; of more the first ones have one.
 _MAX_METRICS = 8

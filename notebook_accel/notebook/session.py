@@ -66,17 +66,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.worker.calls import NamesOutcome
 
-__all__ = [
-    "CellOptions",
-    "NotebookSession",
-    "current_session",
-    "end_session",
-    "num_ranks",
-    "restart_session",
-    "session_for",
-    "start_session",
-]
-
 # ---- What the notebook itself knows of a session's names: completion, and a hint where one is
 # missing: a name of the session is no name of the notebook, so ``model.eval()`` in a plain cell is
 # a NameError.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from notebook_accel.launch import run_list
 from notebook_accel.launch.control.curves import NotFinite
 from notebook_accel.launch.control.plotting import metric_curves
@@ -23,7 +25,6 @@ from notebook_accel.launch.view.progress import name_of, not_finite_note
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from notebook_accel.notebook.markup import (
-    Markup,
     copy_button,
     element,
     join,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.plotting import Point
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.notebook.panel import AskedStacks
-
-__all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_slim", "render_snapshot"]
 
 # It is saved with the notebook, for good: of a hundred runs, 12 MB.
 MAX_BYTES = 120_000

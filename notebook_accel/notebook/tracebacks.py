@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_numbers", "cell_sources", "show_in_short"]
-
 # Folders and files between a cell and what raised: this package, and what calls it for a magic.
 _INNER = {"notebook_accel", "IPython", "decorator.py", "contextlib.py"}
 # Of a long session only the newest cells travel with each launch.

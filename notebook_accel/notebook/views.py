@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
 
-__all__ = ["CellDashboard", "Transcript", "VIEWS", "choose_view", "dashboard_in"]
-
-
 # ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.
 
 

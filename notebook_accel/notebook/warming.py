@@ -23,8 +23,6 @@ from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.notebook.imports import follow_imports
 
-__all__ = ["keep_reading", "warm_kernel"]
-
 # What a request that was left unread waits at most. To look takes some 10 us.
 _LOOK_SECONDS = 0.1
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["is_split_by_node"]
-
 
 def is_split_by_node(dataset: Any) -> bool:
     """Return whether ``split_dataset_by_node`` made a stream of one rank's samples from another.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["without_debugger"]
-
 
 def without_debugger() -> AbstractContextManager[None]:
     """Return a context in which processes that this thread starts get no debugger.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["forget_groups", "has_stepped_copy"]
-
 
 def has_stepped_copy(weight: Any) -> bool:
     """Return whether DeepSpeed's optimizer steps a float32 copy of a weight.

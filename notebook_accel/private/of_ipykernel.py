@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contextvars import ContextVar
 
-__all__ = ["let_any_subshell_answer", "parent_variable", "publish_status"]
-
 
 def publish_status(kernel: Any, status: str, request: Any) -> None:
     """Send a status for a request to the notebook's pages.

@@ -8,15 +8,6 @@ import threading
 from multiprocessing import util
 from typing import Any
 
-__all__ = [
-    "end_multiprocessing",
-    "forget_exit_functions",
-    "join_threads",
-    "process_settings",
-    "run_exit_functions",
-    "run_finalizers",
-]
-
 
 def join_threads() -> None:
     """Wait for this process's threads, as Python does at its exit.

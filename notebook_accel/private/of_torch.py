@@ -23,35 +23,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-__all__ = [
-    "abort_groups",
-    "at_other_device",
-    "backends_of_groups",
-    "count_of_changes",
-    "default_store",
-    "drop_whole_gradients",
-    "flatten_mesh",
-    "forget_half_made_groups",
-    "is_compiled_function",
-    "is_to_replace",
-    "join_flags",
-    "loadable_names",
-    "original_function",
-    "original_module",
-    "overflowed",
-    "own_children",
-    "part_of_file",
-    "parts_of_module",
-    "replace_group_maker",
-    "replace_stash",
-    "replace_store_maker",
-    "replace_store_parameters",
-    "set_original_module",
-    "set_rotate_method",
-    "unscale_by",
-    "untyped_storage",
-]
-
 _missing: set[str] = set()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["num_read"]
-
 
 def num_read(reader: Any) -> int:
     """Return how many batches a data loader's iterator has given; 0 if unknown.

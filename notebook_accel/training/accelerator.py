@@ -93,8 +93,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
     from notebook_accel.training.tracking.base import GeneralTracker
 
-__all__ = ["Accelerator"]
-
 _Item = TypeVar("_Item")
 _Handler = TypeVar("_Handler", bound=KwargsHandler)
 # Where a rank keeps the strategy of its newest Accelerator.

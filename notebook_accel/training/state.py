@@ -34,16 +34,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.parallelism import ParallelismConfig
 
-__all__ = [
-    "AcceleratorSettings",
-    "AcceleratorState",
-    "DistributedType",
-    "PartialState",
-    "is_initialized",
-    "newest_settings",
-    "get_active_deepspeed_plugin",
-]
-
 _SETTINGS = "accelerator settings"
 
 

@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+from markupsafe import Markup
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.live_panel import PanelWidgets
 from notebook_accel.notebook.log_view import LogView
-from notebook_accel.notebook.markup import Markup
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import Tags
 from tests.notebook.widgets import classes, field, part

@@ -48,9 +48,6 @@ from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Agent", "flush_to_kernel", "main"]
-
-
 # ---- The last thing that an agent does: it sends the kernel all that is still to be sent.
 
 

@@ -31,8 +31,6 @@ from enum import IntEnum
 
 from notebook_accel.launch import wire
 
-__all__ = ["SETTLE_SECONDS", "STAGES", "Ending", "Stage", "StepClock"]
-
 # A rank that was asked politely makes no progress if it has counted nothing for this many times its
 # longest recent step, and for this long at least; a rank that has counted nothing at all, for less.
 _STEPS = 3

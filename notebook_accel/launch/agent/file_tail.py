@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FileTail"]
-
 # What the agent passes on at once; anything older stays in the file.
 _MAX_LIVE_BYTES = 32_768
 # Read at once of what a rank printed: a flood of gigabytes needs no more memory than this.

@@ -17,8 +17,6 @@ import psutil
 if TYPE_CHECKING:
     from notebook_accel.launch import wire
 
-__all__ = ["Gauges", "gauges_of"]
-
 # Between two readings. Processor use is a mean over this time; over a shorter one the values would
 # jump, since the system counts in ticks of 10 ms.
 _READ_SECONDS = 1.0

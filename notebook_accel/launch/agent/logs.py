@@ -25,8 +25,6 @@ from notebook_accel.launch.transport.frames import FramedChannel
 if TYPE_CHECKING:
     from notebook_accel.launch.transport.channel import Channel
 
-__all__ = ["RankLogs", "rank_logs"]
-
 
 class RankLogs:
     """Opens the output files of an agent's ranks, one each, in a folder that the kernel reads."""

@@ -17,8 +17,6 @@ from notebook_accel.private import of_torch
 if TYPE_CHECKING:
     from notebook_accel.launch import wire
 
-__all__ = ["RunPorts"]
-
 _LOOPBACK = "127.0.0.1"
 
 

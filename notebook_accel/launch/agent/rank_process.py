@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.agent.ports import RunPorts
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
-__all__ = ["BROKEN", "Process", "RankProcess", "Shared"]
-
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.
 _OUTPUT_SECONDS = 0.1

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch import wire
     from notebook_accel.launch.agent.rank_process import Shared
 
-__all__ = ["start_ranks"]
-
 # pid and exit code of a process of ranks, negative for a signal.
 _DEATH = struct.Struct("ii")
 # The leader tells of an end at once; on a machine with too much work, a little later.

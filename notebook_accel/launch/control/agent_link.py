@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch import wire
     from notebook_accel.launch.transport.channel import Channel
 
-__all__ = ["AgentEnd", "AgentLink", "LostAgent"]
-
 _log = logging.getLogger(__name__)
 
 

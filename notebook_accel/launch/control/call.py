@@ -69,8 +69,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import CellSource, PackedCall
     from notebook_accel.launch.system.interrupts import Presses
 
-__all__ = ["Call", "CallView", "NewCall", "RankCall", "labelled"]
-
 _log = logging.getLogger(__name__)
 
 # Between two looks at the person's interrupts; a view's ``poll`` is called as often.

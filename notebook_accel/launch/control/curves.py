@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["Curve", "LiveCurves", "NotFinite"]
-
 # The most stretches of a curve; a chart is about as many pixels wide (notebook/charts.py).
 _MAX_STRETCHES = 256
 # The most curves of a run, of 80 KB each.

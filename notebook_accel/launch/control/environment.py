@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-__all__ = [
-    "INTERFACES",
-    "ON_CPU",
-    "WITHOUT_DEVICES",
-    "num_cores",
-    "num_threads_of",
-    "rank_environment",
-]
-
 # On a CPU, Hugging Face Accelerate in a rank makes a world of one, unless this says that the CPU
 # is meant.
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.payload import CellSource
 
-__all__ = ["lines_for", "script_of", "script_text"]
-
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
 # A script is text to read: a longer literal is data.

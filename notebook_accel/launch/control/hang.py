@@ -19,8 +19,6 @@ from notebook_accel.launch.text.wording import rank_list
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Hang", "RankStack", "find_hang", "place_of_wait", "read_stack"]
-
 # The functions of torch.distributed in which a rank waits for others.
 _COLLECTIVES = frozenset(
     """

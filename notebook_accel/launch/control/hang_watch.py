@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.hang import Hang, RankStack
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["HangWatch"]
-
 # A rank is shown as quiet after this time: longer than a step of most trainings.
 _QUIET_SECONDS = 5.0
 # Ranks are asked for their stacks after `_SILENT_SECONDS`, and once more `_AGAIN_SECONDS` later: a

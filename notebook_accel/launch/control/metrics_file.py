@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch import wire
 
-__all__ = ["MetricReader", "MetricStore", "MetricTail"]
-
 # A sample of a long file is made of so many stretches, from all over it.
 _STRETCHES = 200
 # No row is as long: what is read of a damaged file for a sample stays small.

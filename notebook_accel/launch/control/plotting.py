@@ -12,15 +12,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = [
-    "Curves",
-    "Point",
-    "metric_curves",
-    "number_steps",
-    "plot_metrics",
-    "plot_together",
-]
-
 Point = tuple[float, float]
 # Points (step, value) of each rank, of each metric by name.
 Curves = dict[str, dict[int, list[Point]]]

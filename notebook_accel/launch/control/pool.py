@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.control.state import RunState
 
-__all__ = ["RankPool"]
-
 # While a call runs: views draw five times a second, and time-outs are told in seconds.
 _TICK_SECONDS = 0.1
 # Between calls there is nothing to draw, and messages wake the thread.

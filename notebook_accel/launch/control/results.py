@@ -19,8 +19,6 @@ from notebook_accel.launch.transport.segment import unpack
 if TYPE_CHECKING:
     from notebook_accel.launch import wire
 
-__all__ = ["Results"]
-
 
 class Results:
     """Store of the values that ranks returned, pickled until they are asked for.

@@ -50,16 +50,6 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.results import Results
 
-__all__ = [
-    "RunFolder",
-    "lost_files_notice",
-    "making_files",
-    "new_run_id",
-    "run_folders",
-    "runs_folder",
-]
-
-
 # Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
 # the disk than anybody would miss.
 _KEPT_RUNS = 50

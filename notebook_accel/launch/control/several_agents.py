@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.transport.scoreboard import LeavePoint
 
-__all__ = ["MessagesForOthers", "StopAnswers"]
-
 
 class MessagesForOthers:
     """Queue of messages for the agents without rank 0, until the MASTER_PORT of a call is known.

@@ -16,8 +16,6 @@ from notebook_accel.launch.payload.cells import name_cells
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Frame", "frames_of_function", "readable", "stacks_text"]
-
 # What faulthandler writes of the frame that calls the function, the newest frame first. In a
 # session a second one stands above it.
 _CALLER = re.compile(

@@ -21,21 +21,6 @@ from notebook_accel.launch.text.terminal_text import Tail, append_output
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "ENDED",
-    "RESCUED",
-    "BarState",
-    "Display",
-    "Failure",
-    "ProcessState",
-    "Progress",
-    "RankState",
-    "RunState",
-    "apply",
-    "apply_to_processes",
-    "starting",
-]
-
 ENDED = ("succeeded", "failed", "stopped")
 # Begins the one notice that is good news.
 RESCUED = "what was being trained is kept: "

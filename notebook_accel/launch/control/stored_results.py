@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch import wire
 
-__all__ = ["StoredResults"]
-
 
 class StoredResults(Results):
     """Results of a detached run, stored in its folder so that other processes can read them.

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RankState, RunState
     from notebook_accel.launch.payload import PackedCall
 
-__all__ = ["LIKELY_CAUSES", "Verdict", "closing_advice", "hint_lines", "judge"]
-
-
 # ---- what to do about failures that are known: lines which the error adds to the cause ------
 
 

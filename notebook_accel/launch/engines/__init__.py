@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.base import Engine
 
-__all__ = ["engine_for"]
-
 
 def engine_for(config: LaunchConfig) -> Engine:
     """Return a new engine, chosen by ``config.engine``.

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["Engine", "RankPlan"]
-
-
 # Arguments of Accelerate's notebook_launcher that only a launch over several machines reads. Here
 # they are accepted, and a line says that they are not used (`Engine.unused`).
 _OF_SEVERAL_MACHINES = (

@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.machines import JoinedMachine, MachineServer
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["ElasticEngine", "join", "parse_address"]
-
 # Until all machines have joined: a person walks to another screen and copies a command.
 _JOIN_SECONDS = 600.0
 _POLL_SECONDS = 0.05

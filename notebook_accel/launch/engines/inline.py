@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["InlineCall", "InlineEngine"]
-
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 

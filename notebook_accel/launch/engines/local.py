@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.template.handle import Template
 
-__all__ = ["AgentEngine", "LocalEngine", "abandon", "fork_agent", "tcp_pair"]
-
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it
 # may get its turn a second later.
 _EXIT_SECONDS = 3.0

@@ -58,17 +58,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import RankPlan
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = [
-    "JoinedMachine",
-    "MachineServer",
-    "MachinesEngine",
-    "interface_of",
-    "interface_variables",
-    "notices_of",
-    "own_addresses",
-    "torchelastic_variables",
-]
-
 # The machine has its template before it joins, and forks an agent in milliseconds.
 _AGENT_SECONDS = 60.0
 # How an agent ended is known once its template has reaped it.

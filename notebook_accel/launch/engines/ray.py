@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.machines import JoinedMachine
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["RayEngine"]
-
 # A cluster that scales itself up needs minutes for a node.
 _PLACE_SECONDS = 300.0
 # An actor's process starts, and then the template on its node.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.request import LaunchRequest
 
-__all__ = ["XlaEngine"]
-
 
 class XlaEngine(LocalEngine):
     """Engine with ranks on this machine's TPU, started by torch_xla (``engine="xla"``).

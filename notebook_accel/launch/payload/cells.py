@@ -15,17 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "CellSource",
-    "fill_main",
-    "fresh_main",
-    "global_names",
-    "install_sources",
-    "label_of",
-    "main_namespace",
-    "name_cells",
-]
-
 
 @dataclass(frozen=True)
 class CellSource:

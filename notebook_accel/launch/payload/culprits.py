@@ -25,16 +25,6 @@ from notebook_accel.private import of_torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = [
-    "arguments",
-    "cannot_be_pushed",
-    "cannot_return",
-    "cannot_travel",
-    "cause",
-    "pickled",
-    "variables",
-]
-
 T = TypeVar("T")
 
 # Values that are looked into, and parts of each of them that are pickled to see which cannot be.

@@ -24,8 +24,6 @@ from notebook_accel.private import of_torch
 if TYPE_CHECKING:
     import pickle
 
-__all__ = ["NameFacts", "look_at", "names_used"]
-
 # What is written through `tensor.data`, or through an array of numpy on the memory of a tensor,
 # counts no version. Up to this size all of the memory on the CPU is compared. Above it samples of
 # it are, which see what changes all of it (a moving average of weights), but maybe not one element.

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NotebookState", "apply_generators", "apply_notebook_state", "capture"]
-
 # What of torch cells set by assignment, by its path there. A rank sets them in this order: what
 # holds for all before what holds for one, since later names are newer (torch 2.9).
 _FLAGS = (

@@ -32,25 +32,6 @@ from notebook_accel.private import of_torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "BY_TYPE",
-    "CallPickler",
-    "Discard",
-    "NAMED_TYPES",
-    "Refused",
-    "ResultPickler",
-    "STAYS_HOME",
-    "SessionPickler",
-    "can_be_pickled",
-    "importing",
-    "itself",
-    "load",
-    "remake",
-    "remedy_of",
-    "used_globals",
-]
-
-
 # ---- values that could be pickled, and would be useless or wrong in another process --------
 
 

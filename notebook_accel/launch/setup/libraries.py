@@ -18,14 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "ROWS",
-    "is_repeated",
-    "is_unknown_setter",
-    "set_warning_filter",
-    "warning_filters",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryState:

@@ -24,18 +24,6 @@ from notebook_accel.launch.system.after_import import change_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "Path",
-    "Step",
-    "assign",
-    "call",
-    "import_for_effect",
-    "pack_step",
-    "run_cell",
-    "take_over",
-    "value_at",
-]
-
 # From a module to a value in it: names of attributes, and keys of dictionaries as tuples of one.
 Path = tuple["str | tuple[Any]", ...]
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from importlib.machinery import ModuleSpec
 
-__all__ = ["change_module"]
-
 
 def change_module(name: str, change: Callable[[Any], None]) -> None:
     """Call ``change(module)`` now if the named module is imported, else right after its import."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = ["Latch", "Presses", "held", "let_through"]
-
 # How late a waiter may see that a latch was set, should another one have been interrupted.
 _LOOK_SECONDS = 1.0
 

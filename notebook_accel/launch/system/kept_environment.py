@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["kept_environment"]
-
 # What a kernel leaves in its environment that would mislead a rank: the beginnings of names, and
 # whole names. What torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
 _KERNELS_OWN = ("JPY_", "PYDEVD_")

@@ -14,8 +14,6 @@ from typing import IO
 
 from notebook_accel.launch.system.own_files import own_file
 
-__all__ = ["FULL_DISK", "log_path", "open_log", "open_to_read"]
-
 # What the system says of a disk, or a user's share of it, that has no room left.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["free_in_container", "free_memory"]
-
 _GROUP = Path("/sys/fs/cgroup")
 # More than any machine has.
 _UNLIMITED = 1 << 62

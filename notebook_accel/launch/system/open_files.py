@@ -18,16 +18,6 @@ from notebook_accel.errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "TOO_MANY_FILES",
-    "check_open_files",
-    "files_needed",
-    "hard_limit",
-    "naming_what_is_short",
-    "raise_limit",
-    "too_many_files",
-]
-
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 # Of an agent, for each rank: its channel, log, pidfd, dump of stacks, eventfd and multiprocessing's

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["make_folder", "open_folder", "own_file"]
-
 
 def own_file(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file of this user, never a link; the ``opener`` of ``open``.

@@ -16,29 +16,6 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-__all__ = [
-    "acting_on_exit",
-    "adopt_orphans",
-    "await_exit",
-    "describe_exit",
-    "die_with_parent",
-    "end_on_hangup",
-    "has_children",
-    "import_path",
-    "is_readable",
-    "kill_descendants",
-    "kill_leftovers",
-    "kill_tree",
-    "line_buffer_c_output",
-    "lives",
-    "outlive_parent",
-    "reset_signals",
-    "signal_name",
-    "stay_on_hangup",
-    "supported",
-    "watch_exit",
-]
-
 
 def import_path() -> list[str]:
     """Return the strings in ``sys.path``: import ignores other entries, such as a ``Path``."""

@@ -28,8 +28,6 @@ from notebook_accel.private import of_python
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["folder", "remove", "use"]
-
 # Of a run's name, from its end: digits of the microsecond in which it was made, and a random one.
 _NUM_CHARACTERS = 4
 _SHARED = Path("/dev/shm")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["TokenBucket"]
-
 
 class TokenBucket:
     """Limits a rate: each action takes tokens out of a bucket, which fills up again with time.

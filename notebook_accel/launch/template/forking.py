@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch import wire
 
-__all__ = ["end_everything", "fork", "fork_orphan", "run_agent", "traceback_of"]
-
 # What stands around a child's traceback on standard error.
 _FAILED, _END = "process {} failed\n", "\n== end of the traceback"
 _PID_BYTES = 4

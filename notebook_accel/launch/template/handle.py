@@ -57,16 +57,6 @@ from notebook_accel.tpu import AUTOLOAD
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = [
-    "Template",
-    "UnresponsiveTemplateError",
-    "ask_template",
-    "follow",
-    "imports_line",
-    "template",
-    "warm",
-]
-
 T = TypeVar("T")
 
 # Read when a process begins, or loads what the template preloads: a change needs a new template.

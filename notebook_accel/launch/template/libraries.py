@@ -12,8 +12,6 @@ import sysconfig
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["OF_TEMPLATE", "file_of", "is_library", "is_library_file"]
-
 _FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _OF_PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 # What every template imports; what else of them is imported later is not worth a process.

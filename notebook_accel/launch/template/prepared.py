@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     import selectors
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["ITS_THREADS", "Preparer", "reap"]
-
 # The number of threads is set in each rank; a template itself must never start one.
 ITS_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # With it, torch counts GPUs without the driver's context, of which no fork could make another.

@@ -36,8 +36,6 @@ from notebook_accel.launch.template.prepared import Preparer, reap
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import accept
 
-__all__ = ["serve"]
-
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
 _PRELOADED = (

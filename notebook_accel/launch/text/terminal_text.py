@@ -14,17 +14,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "GAP",
-    "MAX_LINE",
-    "Tail",
-    "append_output",
-    "as_shown",
-    "escaped",
-    "one_line",
-    "plain_text",
-]
-
 # Escape sequences of a terminal begin with ESC, or with a single character from \x80 to \x9f.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"

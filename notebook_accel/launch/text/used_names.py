@@ -25,15 +25,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "PROVIDED",
-    "CellNames",
-    "is_history",
-    "names_of",
-    "submodules",
-    "without_watcher",
-]
-
 # What a cell of the magic finds in its ranks. A name of the notebook that is called so counts from
 # its next assignment on.
 PROVIDED = ("accelerator", "device", "rank", "world_size")

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["arguments", "clock", "count", "memory", "number", "rank_list", "rate", "span"]
-
 # A count above it, and one that is not finite, is written as a measured value is.
 _MAX_WRITTEN_OUT = 1e15
 

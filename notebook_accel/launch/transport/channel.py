@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-__all__ = ["Channel", "ProtocolError", "decode", "encode"]
-
-
 # ---- Messages as bytes: msgpack, decoded into the types of ``wire.py`` and nothing else.
 
 

@@ -56,8 +56,6 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FramedChannel"]
-
 # Bytes of a stream in one frame: so many that headers cost nothing, and so few that a stop is not
 # held up (2 ms at 1 Gbit/s).
 _FRAME_BYTES = 1 << 18

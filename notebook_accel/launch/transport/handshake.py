@@ -29,8 +29,6 @@ from notebook_accel.launch.transport.frames import FramedChannel
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["AuthenticationError", "accept", "connect", "new_secret"]
-
 # Bytes, as many as SHA-256 gives.
 _NONCE = 32
 _PROOF = 32

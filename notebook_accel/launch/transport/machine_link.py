@@ -46,18 +46,6 @@ from notebook_accel.launch.transport.channel import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-__all__ = [
-    "HANDSHAKE_SECONDS",
-    "MachineLink",
-    "Token",
-    "await_from_thread",
-    "in_background",
-    "open_link",
-    "prove",
-    "server_context",
-    "check_proof",
-]
-
 T = TypeVar("T")
 
 HANDSHAKE_SECONDS = 10.0

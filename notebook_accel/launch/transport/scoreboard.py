@@ -41,8 +41,6 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["FLAG_SECONDS", "LeavePoint", "RankRow", "Scoreboard", "StopPoint", "leave_after"]
-
 # How long to wait after the flag goes up until all rows are true: a processor may hold back the
 # write of a rank that read the flag just before, for less than a microsecond.
 FLAG_SECONDS = 0.001

@@ -28,19 +28,6 @@ from notebook_accel.launch.payload import Packed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = [
-    "MAX_INLINE_BYTES",
-    "attach",
-    "create",
-    "finish",
-    "layout",
-    "pack",
-    "seal",
-    "sendable",
-    "unpack",
-]
-
-
 # Up to this size a value is copied into the message that it belongs to. A larger one lies in a
 # memory segment beside its message: one copy for all ranks. For a small value the ten system calls
 # of a segment cost more than the copies.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["accept", "connect", "listen", "remove"]
-
 _NAME = ".attach"
 # pid, uid and gid, as the system gives them.
 _CREDENTIALS = struct.Struct("3i")

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
 
-__all__ = ["GuardedView", "View"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RankState, RunState
     from notebook_accel.launch.run import Run
 
-__all__ = ["LineReader", "NewLines", "PlainView"]
-
 
 @dataclass(frozen=True)
 class NewLines:

@@ -19,21 +19,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.curves import NotFinite
     from notebook_accel.launch.control.state import BarState, RankState, RunState
 
-__all__ = [
-    "ProgressLine",
-    "Throughput",
-    "counted_items",
-    "current_bars",
-    "last_values",
-    "memory_of",
-    "most_lines",
-    "name_of",
-    "named_lines",
-    "not_finite_note",
-    "progress_lines",
-    "progress_text",
-]
-
 # Throughput is the mean over this window: long enough to be calm, short enough to be news.
 _WINDOW_SECONDS = 5.0
 # Below this the mean of a window says nothing.

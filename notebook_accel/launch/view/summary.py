@@ -25,23 +25,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = [
-    "COLUMNS",
-    "MAX_NAMED_METRICS",
-    "SIGNS",
-    "condition",
-    "elapsed",
-    "hang_line",
-    "hidden_ranks",
-    "live_condition",
-    "num_ranks",
-    "rank_facts",
-    "ranks_with_row",
-    "slowest_first",
-    "summary_lines",
-    "values_line",
-]
-
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
 SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○", "not asked": "○"}
 # Metrics that are named in the table; of more the first ones are, and the others counted.

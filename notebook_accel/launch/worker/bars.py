@@ -20,8 +20,6 @@ from notebook_accel.launch import rank
 from notebook_accel.launch.system.after_import import change_module
 from notebook_accel.launch.system.token_bucket import TokenBucket
 
-__all__ = ["install"]
-
 _numbers = itertools.count(1)
 # set_postfix draws at every step: more than this of one bar nobody could read.
 _REPORTS_PER_SECOND = 20.0

@@ -28,8 +28,6 @@ from notebook_accel.launch.system.token_bucket import TokenBucket
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["display", "figure_png", "flush", "format_by", "install", "mime_bundle", "muted"]
-
 # The most bytes of one display: with more a page freezes, and the notebook's file keeps them.
 _MAX_BYTES = 2_000_000
 # Figures in a loop: that many at once, and then one every two seconds.

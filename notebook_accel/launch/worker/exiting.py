@@ -24,8 +24,6 @@ from notebook_accel.private import of_python
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["finish"]
-
 # For everything after the user's threads; the second, of the first, for children to end by SIGTERM.
 _EXIT_SECONDS = 5.0
 _CHILDREN_SECONDS = 1.0

@@ -30,14 +30,6 @@ from notebook_accel.private import of_torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "act_when_readable",
-    "close_group",
-    "close_group_within",
-    "disconnect",
-    "noting_sockets",
-]
-
 # How long a rank waits for its abort, in which the others must join. Then it goes on, and the
 # thread is still aborting.
 _ABORT_SECONDS = 5.0

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import RankRow
 
-__all__ = ["WAKE_SIGNAL", "Interrupts", "Sender"]
-
 # Wakes a main thread that has a SIGINT to handle and does not know: it was about to sleep, or the
 # system gave the signal to another thread. Python runs handlers in the main thread alone, between
 # two of its instructions.

@@ -66,18 +66,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.setup.steps import Step
     from notebook_accel.launch.transport.channel import Channel
 
-__all__ = [
-    "Inherited",
-    "Outcome",
-    "STACKS_SIGNAL",
-    "Worker",
-    "enter_notebook",
-    "main",
-    "name_rank",
-    "replace_libraries",
-]
-
-
 # faulthandler prints the stacks on it, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 # Pauses of a rank that waits for the others to end: each is longer than the one before.

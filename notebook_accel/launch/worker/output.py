@@ -18,8 +18,6 @@ from notebook_accel.launch.system.log_files import FULL_DISK
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["redirect", "reopen_streams"]
-
 # What else a disk says that is no doing of the function's: a limit (ulimit -f), damage, a network
 # file system that is gone.
 _LOST = (*FULL_DISK, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)

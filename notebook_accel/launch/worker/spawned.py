@@ -23,8 +23,6 @@ from notebook_accel.launch.payload.pickling import NAMED_TYPES, CallPickler, can
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """Have multiprocessing call :func:`_dump` when it starts a process."""

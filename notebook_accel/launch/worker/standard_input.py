@@ -11,8 +11,6 @@ import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["BreakpointError", "install"]
-
 _INLINE = 'num_processes=1, engine="inline" (or run the cell without %%accelerate)'
 _REMEDY = (
     "nobody can answer in a rank: pdb and input() work in the notebook's process alone. Launch "

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch import wire
     from notebook_accel.launch.transport.scoreboard import RankRow
 
-__all__ = ["Host"]
-
 
 class Host:
     """A process whose threads are ranks; made in its main thread before any rank starts.

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-__all__ = [
-    "avoid_hang_when_model_outlives_group",
-    "forget_half_made_groups",
-    "listen_on",
-    "meet_at_one_store",
-    "untold",
-    "watch_new_groups",
-]
-
 # What could not be replaced and was not told yet, in words.
 _missing: list[str] = []
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-__all__ = ["error_text", "exit_code", "format_error", "shorten", "users_frames"]
-
 
 def exit_code(error: SystemExit) -> int:
     """Return the exit code of a process for this ``sys.exit(...)``: never 0 for a failure.

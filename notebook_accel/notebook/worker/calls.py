@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.payload import CellSource
 
-__all__ = [
-    "FunctionCall",
-    "CellOutcome",
-    "CellCall",
-    "DebugAnswer",
-    "DebugCall",
-    "NamesOutcome",
-    "NamesCall",
-    "ShownValue",
-]
-
 
 @dataclass(frozen=True)
 class ShownValue:

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.payload import CellSource
 
-__all__ = ["Namespace", "RankShell", "make_shell", "rank_namespace"]
-
-
 # ---- The IPython shell of a rank: it runs cells as a kernel does, and keeps what they show.
 
 

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.preparing.prepare import Preparation
     from notebook_accel.training.settings.handlers import ProjectConfiguration
 
-__all__ = ["Checkpoints"]
-
 
 class Checkpoints:
     """Writes and reads the checkpoints of one ``Accelerator``.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.checkpoint.joint_save import JointSave
     from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 
-__all__ = ["BackgroundSave", "HostCopies"]
-
 # The longest that an interrupt goes unheard while the rank waits for the thread.
 _SLICE_SECONDS = 0.1
 

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.handlers import ProjectConfiguration
 
-__all__ = [
-    "CUSTOM",
-    "NUMBERED",
-    "Numbering",
-    "describe_folder",
-    "entries",
-    "holds_state",
-    "is_ours",
-    "resolved",
-]
-
 NUMBERED = re.compile(r"checkpoint_(\d+)")
 # The states of objects that the user registered.
 CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.checkpoint.folders import Numbering
     from notebook_accel.training.processes.topology import Topology
 
-__all__ = ["JointSave", "describe", "slices"]
-
 # How long a rank waits for another one, which may read or write slowly.
 _PATIENCE_SECONDS = 3600.0
 # Until a line names the ranks that have not come. Under our launcher the hang sentence does.

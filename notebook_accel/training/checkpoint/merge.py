@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-__all__ = ["merge_fsdp_weights"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.checkpoint.folders import Numbering
     from notebook_accel.training.processes.topology import Topology
 
-__all__ = ["RankZeroSave"]
-
 # How long a rank waits for rank 0 to begin the save: for the number of a checkpoint, and at the
 # end. Ranks that run the same code come to it together.
 _BEGIN_SECONDS = 10.0

@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = [
-    "SAVE_ID",
-    "Start",
-    "as_plain",
-    "candidates",
-    "find_damage",
-    "has_save_id",
-    "random_states_file",
-    "read_progress",
-    "read_random_states",
-]
-
 # In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
 # them the seconds since 1970, which prepared loader they speak of, and the steps of each optimizer.
 _KEY, _WRITTEN = "training", "written"

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.preparing.prepare import Preparation
 
-__all__ = ["TrainingProgress"]
-
 # Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.
 # Generators are in both: a rank without a file of its own takes rank 0's.
 _OF_RANK = ("generators", "random", "reader")

@@ -32,26 +32,6 @@ from notebook_accel.training.collectives.nested import (
     recursively_apply,
 )
 
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "as_bytes",
-    "broadcast",
-    "broadcast_object_list",
-    "compares",
-    "gather",
-    "gather_object",
-    "gather_ragged",
-    "num_ranks",
-    "pad_across_processes",
-    "reduce",
-    "scatter",
-    "set_debugging",
-    "split_between",
-    "this_rank",
-    "transport_device",
-    "wait",
-]
-
 # What every backend gathers as it is; the others travel as bytes.
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32}

@@ -24,8 +24,6 @@ from notebook_accel.launch.rank import current
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DataGroup", "current_data_group"]
-
 _CURRENT = "data group"
 
 

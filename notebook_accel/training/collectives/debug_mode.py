@@ -22,14 +22,6 @@ from notebook_accel.training.settings import environment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "DistributedOperationException",
-    "ASKED",
-    "is_debugging",
-    "objects_of_ranks",
-    "require_agreement",
-]
-
 # Where a rank keeps whether its code asked for debug mode.
 ASKED = "debug mode"
 

@@ -15,8 +15,6 @@ from notebook_accel.private import of_torch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Exchange", "exchange"]
-
 _KEY = "exchange without a process group"
 
 

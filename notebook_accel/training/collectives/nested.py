@@ -8,19 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = [
-    "convert_to_fp32",
-    "find_batch_size",
-    "honor_type",
-    "is_namedtuple",
-    "is_torch_tensor",
-    "leaves",
-    "leaves_with_paths",
-    "rebuild",
-    "recursively_apply",
-    "send_to_device",
-]
-
 Value = TypeVar("Value")
 
 

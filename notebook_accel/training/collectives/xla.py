@@ -17,8 +17,6 @@ from notebook_accel.launch.group_store import store_of_next_group
 from notebook_accel.launch.rank import StorePort
 from notebook_accel.training.collectives.exchange import Exchange
 
-__all__ = ["XlaExchange"]
-
 # All ranks of a launch are on one machine.
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(minutes=5)

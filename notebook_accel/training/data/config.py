@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["DataLoaderConfiguration"]
-
 
 @dataclass
 class DataLoaderConfiguration:

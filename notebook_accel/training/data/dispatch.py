@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.stepping.active_loaders import Position
 
-__all__ = ["DataLoaderDispatcher"]
-
 # A tensor of any type may begin at a multiple of it.
 _ALIGNMENT = 16
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["prepare_data_loader", "prepare_loader"]
-
 
 def prepare_loader(
     loader: DataLoader[Any],

@@ -28,8 +28,6 @@ from notebook_accel.training.stepping.active_loaders import Position, active_loa
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["gather_for_metrics"]
-
 
 def gather_for_metrics(
     input_data: Any,

@@ -32,8 +32,6 @@ from notebook_accel.training.stepping.active_loaders import ShortRound
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["IterableDatasetShard", "ShortRoundCollate"]
-
 
 class _ShortRoundSample(NamedTuple):
     """A sample of an incomplete last round, with the sample counts of that round."""

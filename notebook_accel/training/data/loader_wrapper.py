@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["LoaderWrapper", "as_stateful", "copied", "new_loader"]
-
 
 class LoaderWrapper(DataLoader[Any]):
     """A DataLoader that reads from another DataLoader inside, ``base_dataloader``.

@@ -73,8 +73,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.stepping.gradient_state import GradientState
 
-__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader"]
-
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
 # (made odd), the usual constant for that (Knuth, The Art of Computer Programming, volume 3, 6.4).

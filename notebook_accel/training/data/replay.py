@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.stepping.active_loaders import Position
 
-__all__ = ["IndexSource", "replayed", "skip"]
-
 _HOST = torch.device("cpu")
 _NO_BATCH = object()
 _QUIET_READS = 2

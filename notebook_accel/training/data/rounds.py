@@ -31,8 +31,6 @@ from notebook_accel.training.collectives.nested import find_batch_size, honor_ty
 from notebook_accel.training.data.samplers import RoundBatch
 from notebook_accel.training.stepping.active_loaders import ShortRound
 
-__all__ = ["RoundDivider", "count_rows", "join_rows", "slice_rows"]
-
 
 @dataclass
 class RoundDivider:

@@ -39,22 +39,6 @@ from notebook_accel.training.collectives import broadcast_object_list
 from notebook_accel.training.processes.seeding import new_generator
 from notebook_accel.training.stepping.active_loaders import ShortRound
 
-__all__ = [
-    "BatchSamplerShard",
-    "RoundBatch",
-    "SeedableRandomSampler",
-    "ShardPass",
-    "SkipBatchSampler",
-    "batch_sampler_of",
-    "batch_size_of",
-    "fill_up",
-    "get_sampler",
-    "has_own_batches",
-    "length_or_none",
-    "samplers_of",
-    "share_of",
-]
-
 
 class RoundBatch(NamedTuple):
     """A batch together with facts about its round (the samples of all ranks at one step).

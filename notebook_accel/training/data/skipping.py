@@ -13,8 +13,6 @@ from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import SkipBatchSampler
 from notebook_accel.training.settings.handlers import as_steps
 
-__all__ = ["SkipDataLoader", "skip_first_batches"]
-
 
 class SkipDataLoader(LoaderWrapper):
     """A DataLoader (not prepared) over a stream, without the first batches of each epoch.

@@ -37,16 +37,6 @@ from notebook_accel.errors import NotebookAccelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = [
-    "StagedFolder",
-    "add_entries",
-    "complete_version",
-    "is_staged",
-    "naming_full_disk",
-    "replacing_file",
-    "staging_path",
-]
-
 _PARTIAL = ".partial"
 _UPDATE = ".notebook_accel_update"
 _REMOVED = ".removed.json"  # in an update: entries that belong to the old checkpoint, to remove

@@ -24,8 +24,6 @@ from notebook_accel.training.settings.environment import is_installed
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FOLDER", "EnginePiece", "check", "is_in", "read_weights"]
-
 FOLDER = "pytorch_model"
 # Plain records of DeepSpeed: they run nothing of their own as they are made.
 _RECORDS = {

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["Piece", "complete", "state_file", "write_one_by_one", "write_prepared"]
-
 
 @dataclass
 class Piece:

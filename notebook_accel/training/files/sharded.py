@@ -50,17 +50,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-__all__ = [
-    "model_piece",
-    "names_of",
-    "optimizer_piece",
-    "read_index",
-    "read_model",
-    "read_optimizer",
-    "read_parts",
-]
-
-
 _EXTRA_FILE = "extra.bin"
 _EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave
 _INDEX = ".metadata"

@@ -36,15 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = [
-    "explain",
-    "is_safe_name",
-    "on_host",
-    "read_pickle",
-    "read_state",
-    "write_state",
-]
-
 # Pickles of protocol 2, which torch writes, have Python 2's names.
 _MODULES_OF_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _NAMES_OF_PYTHON_2 = {

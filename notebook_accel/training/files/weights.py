@@ -26,23 +26,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = [
-    "FSDP_MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SCALER_NAME",
-    "WEIGHTS_NAME",
-    "load",
-    "load_weights",
-    "numbered",
-    "save",
-    "save_model",
-    "save_object",
-    "save_weights",
-    "with_ties",
-    "write_safetensors",
-]
-
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 OPTIMIZER_NAME = "optimizer"
 SCALER_NAME = "scaler.pt"

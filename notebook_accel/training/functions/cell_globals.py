@@ -11,8 +11,6 @@ from typing import Any
 
 from notebook_accel.launch.rank import current
 
-__all__ = ["accelerator", "device", "rank", "world_size"]  # noqa: F822
-
 
 def __getattr__(name: str) -> Any:
     if name == "rank":

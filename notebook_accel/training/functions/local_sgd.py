@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.accelerator import Accelerator
 
-__all__ = ["LocalSGD"]
-
 
 class LocalSGD:
     """Context manager in which ranks train separately, and average their weights every few steps.

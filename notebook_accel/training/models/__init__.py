@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-__all__ = [
-    "AutocastForward",
-    "PreparedModel",
-    "RemovableForward",
-    "ReplacedForward",
-    "forward_of",
-    "replaced_forwards",
-    "retie_parameters",
-    "strip_forward",
-    "tied_names",
-    "uncompiled",
-]
-
-
 class ReplacedForward:
     """Base class of callables that replace one module's ``forward`` and wrap the former one.
 

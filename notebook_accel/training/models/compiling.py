@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = [
-    "DynamoBackend",
-    "TorchDynamoPlugin",
-    "compile_in_place",
-    "compile_model",
-    "compile_regions",
-    "has_compiled_regions",
-    "is_compiled_module",
-    "resolve_dynamo",
-]
-
 
 class DynamoBackend(TextEnum):
     """Names of the backends of ``torch.compile``; NO means that models are not compiled."""

@@ -19,8 +19,6 @@ from torch.nn import Module, Parameter
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["copy_on_meta", "fill"]
-
 
 def copy_on_meta(model: Module) -> Module | None:
     """Return a deep copy of a model whose weights are on the meta device and take no memory.

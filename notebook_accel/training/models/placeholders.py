@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-__all__ = ["DummyOptim", "DummyScheduler"]
-
 
 class DummyOptim(torch.optim.Optimizer):
     """Placeholder for the optimizer in the section "optimizer" of a DeepSpeed configuration.

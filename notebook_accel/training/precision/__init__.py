@@ -16,17 +16,6 @@ from notebook_accel.training.settings import environment
 if TYPE_CHECKING:
     from notebook_accel.training.settings.handlers import AutocastKwargs, GradScalerKwargs
 
-__all__ = [
-    "BFloat16",
-    "Float16",
-    "Float8",
-    "Precision",
-    "autocast_to",
-    "make_precision",
-    "refuse_divided_layers",
-    "resolve_precision",
-]
-
 
 class Precision:
     """Full precision, and the base class of the mixed precisions.

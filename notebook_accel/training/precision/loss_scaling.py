@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-__all__ = ["LossScaling", "gradient_marks"]
-
 
 class LossScaling:
     """Wraps a ``GradScaler`` so that all optimizers divide by the scale that the loss had.

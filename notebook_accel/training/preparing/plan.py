@@ -47,16 +47,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.models.compiling import TorchDynamoPlugin
     from notebook_accel.training.settings.strategy_plugin import StrategyPlugin
 
-__all__ = [
-    "UNBUILT",
-    "Plan",
-    "check_rng_types",
-    "make_plan",
-    "refuse_unbuilt",
-    "resolve_loaders",
-    "resolve_project",
-]
-
 # Arguments of Hugging Face's Accelerator that are not built here, and what to use instead.
 UNBUILT = {
     "megatron_lm_plugin": "Megatron-LM is not there; tensor and pipeline parallelism by torch is: "

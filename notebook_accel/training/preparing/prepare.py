@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.preparing.plan import Plan
 
-__all__ = ["Preparation", "extract_model_from_parallel", "without_wrappers"]
-
 # Packages whose objects torch cannot train: passing them through would fail much later.
 _FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}
 _FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.preparing.prepare import Preparation
 
-__all__ = ["TensorPiece", "RankPart", "Rescued", "parts_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rescued:

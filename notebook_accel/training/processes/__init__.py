@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.handlers import DistributedType
 
-__all__ = ["ProcessInfo"]
-
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 

@@ -29,31 +29,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.collectives.exchange import Exchange
 
-__all__ = [
-    "Inventory",
-    "barrier_kwargs",
-    "batch_boundary",
-    "choose_device",
-    "connect",
-    "cuda_capability",
-    "default_backend",
-    "default_device",
-    "device_module",
-    "distributed_type",
-    "empty_cache",
-    "get_rng_state",
-    "has_ring_attention",
-    "inventory",
-    "is_host",
-    "is_only_device",
-    "manual_seed",
-    "memory_reader",
-    "set_numa_affinity",
-    "set_rng_state",
-    "with_host",
-    "wrapper_device_ids",
-]
-
 _PCI = Path("/sys/bus/pci/devices")
 _log = logging.getLogger(__name__)
 

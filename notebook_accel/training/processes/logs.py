@@ -13,8 +13,6 @@ from notebook_accel.training.settings import environment
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = ["MultiProcessAdapter", "get_logger"]
-
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """The logger that :func:`get_logger` returns; by default it logs on rank 0 only.

@@ -15,13 +15,6 @@ from notebook_accel.training.processes import devices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "is_out_of_memory",
-    "release_memory",
-]
-
 # Texts of errors that have no type of their own, in lower case: CUDA, HIP, XPU and MPS; cuDNN and
 # cuBLAS, which say so when their workspace does not fit; the host's allocator.
 _OUT_OF_MEMORY = (

@@ -41,8 +41,6 @@ from notebook_accel.launch.rank import StorePort, current, has_process_group
 if TYPE_CHECKING:
     from notebook_accel.training.settings.handlers import InitProcessGroupKwargs
 
-__all__ = ["close_process_group", "open_process_group"]
-
 _OURS = "process group is ours"
 _STORE_TIMEOUT = timedelta(minutes=5)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

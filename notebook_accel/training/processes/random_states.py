@@ -18,15 +18,6 @@ from notebook_accel.training.processes import devices
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "random_states_unchanged_since",
-    "as_plain",
-    "get_random_states",
-    "note_random_states",
-    "note_torch_states",
-    "set_random_states",
-]
-
 _NUMPY_WORDS = 624  # of the state of its Mersenne twister
 # The memory of its generator as last seen, and the state that it means.
 _known_numpy: tuple[bytes, Any] = b"", None

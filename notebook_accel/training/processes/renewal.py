@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = ["note_mesh", "note_wrapped", "renew_group"]
-
 _WRAPPED = "models that are wrapped in the process group"
 _HAS_MESH = "a device mesh was made of the process group"
 

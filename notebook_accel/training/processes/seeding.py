@@ -16,8 +16,6 @@ from notebook_accel.training.processes.topology import is_established, topology
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["new_generator", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
-
 
 def new_generator(seed: int) -> torch.Generator:
     """Return a seeded generator for tensors made without ``device=``, such as sample orders.

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "Topology",
-    "barrier",
-    "count_ranks",
-    "establish",
-    "forget",
-    "is_established",
-    "tell",
-    "topology",
-]
-
 _KEY = "topology"
 _listeners: list[Callable[[Topology], None]] = []
 

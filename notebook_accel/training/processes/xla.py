@@ -18,18 +18,6 @@ from notebook_accel.launch.rank import current
 if TYPE_CHECKING:
     from notebook_accel.training.collectives.exchange import Exchange
 
-__all__ = [
-    "begin_batch",
-    "connect",
-    "device",
-    "end_step",
-    "get_rng_state",
-    "is_used",
-    "manual_seed",
-    "memory_allocated",
-    "set_rng_state",
-]
-
 _HAS_BATCHES = "batches since the last step on XLA"
 
 

@@ -38,13 +38,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.config.setting import Setting
 
-__all__ = [
-    "AUTO",
-    "DeepSpeedPlugin",
-    "HfDeepSpeedConfig",
-    "is_open",
-]
-
 AUTO = "auto"
 
 

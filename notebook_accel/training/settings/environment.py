@@ -16,20 +16,6 @@ from notebook_accel.text_values import parse_flag
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "FSDP_READS_ON_RANK_0",
-    "USE_FSDP",
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "get_int_from_env",
-    "is_installed",
-    "parse_flag_from_env",
-    "ranks_of_mpi",
-    "read",
-    "read_count",
-    "read_flag",
-]
-
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
 

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.nn import Module
 
-__all__ = [
-    "FullyShardedDataParallelPlugin",
-]
-
 _WRAPS = settings_of(FsdpOptions)["auto_wrap_policy"].texts
 # What the environment says of these depends on other fields.
 _BY_OTHER_FIELDS = ("reshard_after_forward", "state_dict_type")

@@ -21,26 +21,6 @@ if TYPE_CHECKING:
     from torch.profiler import profile as Profiler  # noqa: N812
 
 
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FP8BackendType",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TextEnum",
-    "as_steps",
-    "pick_handler",
-]
-
-
 class _Texts(EnumMeta):
     """Metaclass that makes ``"bf16" in PrecisionType`` work; Python before 3.12 would raise."""
 

@@ -10,8 +10,6 @@ import warnings
 
 from notebook_accel.launch.rank import current
 
-__all__ = ["notice", "notice_once"]
-
 _SHOWN = "notices shown"
 
 

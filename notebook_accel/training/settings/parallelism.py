@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = [
-    "ParallelismConfig",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-    "fit_sizes",
-]
-
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 
 

@@ -18,8 +18,6 @@ from notebook_accel.training.settings import environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["StrategyPlugin"]
-
 
 class StrategyPlugin:
     """Base class of the settings by which a user chooses a strategy (a kind of parallelism).

@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
     Models = torch.nn.Module | Sequence[torch.nn.Module]
 
-__all__ = [
-    "Accumulation",
-    "Window",
-    "current_accumulation",
-    "forget_accumulation",
-    "resolve_plugin",
-]
-
 _CURRENT = "accumulation"
 
 

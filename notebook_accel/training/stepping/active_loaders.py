@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["ActiveLoaders", "LoaderProgress", "Position", "ShortRound", "active_loaders"]
-
-
 class ShortRound(NamedTuple):
     """The sample counts of a round that has, or may have, fewer samples than a full one.
 

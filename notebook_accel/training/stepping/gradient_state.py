@@ -16,8 +16,6 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin,
     )
 
-__all__ = ["GradientState"]
-
 
 class GradientState:
     """View of gradient accumulation, and of the loader that is being iterated.

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.models import PreparedModel
     from notebook_accel.training.stepping.accumulation import Accumulation
 
-__all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares_parameters"]
-
 
 def _of_inner(name: str, doc: str) -> property:
     """Return a property that reads and sets the attribute ``name`` of the wrapped optimizer."""

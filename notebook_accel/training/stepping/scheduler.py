@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
-__all__ = ["AcceleratedScheduler"]
-
 # A rate this much smaller than the highest one counts as none.
 _NOTHING = 1e-9
 

@@ -19,8 +19,6 @@ from notebook_accel.training.stepping.optimizer import inner_optimizer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["join_uneven_inputs"]
-
 
 @contextmanager
 def join_uneven_inputs(

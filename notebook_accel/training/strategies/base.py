@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.accumulation import Accumulation
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
-__all__ = ["Strategy"]
-
 
 class Strategy:
     """Base class of the kinds of parallelism, and the strategy for a single device.

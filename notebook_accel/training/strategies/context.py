@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-__all__ = ["SequenceDivider", "fit_decoder"]
-
 # As it is outside of a block: inside, torch has put its ring in its place.
 _attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 # Where a rank keeps the positions of its part, inside of a block.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
-__all__ = ["DDPStrategy"]
-
 
 class DDPStrategy(TakesSpreadModels):
     """Trains models under torch's ``DistributedDataParallel``: the default for several ranks."""

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
-__all__ = ["DeepSpeedZero"]
-
 _GROUP = "process group that DeepSpeed knows"
 
 

@@ -24,26 +24,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-__all__ = [
-    "AgreeingScaler",
-    "AgreeingScaling",
-    "accept_whole_weights",
-    "by_mesh",
-    "clip_grad_norm",
-    "drop_unreduced",
-    "like",
-    "load_optimizer_state",
-    "local_part",
-    "make_whole",
-    "remap",
-    "scale_grads",
-    "turn_off_foreach_where_mixed",
-    "unscale_in_parts",
-    "total_grad_norm",
-    "whole_state_dict",
-    "with_parts",
-]
-
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a ``DTensor``; return a plain tensor unchanged."""

@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = [
-    "average_gradients",
-    "checkpoint_activations",
-    "choose_modules",
-    "keep_root_for_backward",
-    "shard",
-    "units",
-]
-
 
 def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
     """Return the modules that ``fully_shard`` gathers one at a time, inner ones first.

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.strategies.context import SequenceDivider
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
-__all__ = ["MeshParallel", "shared_weight"]
-
 
 class MeshParallel(TakesSpreadModels):
     """Strategy for sharded weights: torch's ``fully_shard`` and tensor parallelism over one mesh.

@@ -42,15 +42,6 @@ from notebook_accel.training.strategies.request import call_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "SCHEDULES",
-    "Pipeline",
-    "Running",
-    "StageEnds",
-    "add_up_gradients",
-    "weights_outside",
-]
-
 # The class of a schedule, and how many stages each rank has.
 SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
     "1F1B": (Schedule1F1B, 1),

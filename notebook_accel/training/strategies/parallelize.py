@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.settings.parallelism import ParallelismConfig
 
-__all__ = ["parallelize"]
-
 
 def parallelize(
     model: Module,

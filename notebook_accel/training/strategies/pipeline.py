@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
-__all__ = ["PipelineParallel"]
-
 _Key = tuple[float, ...]
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings.handlers import KwargsHandler
     from notebook_accel.training.stepping.accumulation import Accumulation
 
-__all__ = ["ModelToPrepare", "PrepareCall", "Request", "call_model"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

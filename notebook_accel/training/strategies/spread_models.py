@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
-__all__ = ["TakesSpreadModels", "has_parts"]
-
 
 def has_parts(tensors: Iterable[Any]) -> bool:
     """Return whether any of the tensors is a ``DTensor``, of which this rank has only a part."""

@@ -43,13 +43,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.parallelism import ParallelismConfig
 
-__all__ = [
-    "PLAIN_LOOP",
-    "balance",
-    "cut",
-    "pipeline_of",
-]
-
 PLAIN_LOOP = (
     "a pipeline (pp_size > 1) runs forward, loss and backward together: in place of "
     "model(inputs), a loss and accelerator.backward(loss), call "

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
-__all__ = ["XlaParallel"]
-
 # Torch has one flag for the process, and ranks may be threads of it.
 _moving = threading.Lock()
 # Steps in a row that compiled, from which on the loop is told. The first compiles twice: the

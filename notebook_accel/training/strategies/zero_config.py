@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.strategies.request import PrepareCall
 
-__all__ = ["complete"]
-
 _ZERO = "zero_optimization."
 
 

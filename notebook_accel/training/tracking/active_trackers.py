@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.handlers import ProjectConfiguration
 
-__all__ = ["LiveTracker", "Tracking"]
-
 
 class Tracking:
     """The trackers of one ``Accelerator``; all ranks have this object, only rank 0 starts it.

@@ -23,17 +23,6 @@ from notebook_accel.training.settings.notices import notice_once
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = [
-    "BlankTracker",
-    "GeneralTracker",
-    "LibraryTracker",
-    "as_number",
-    "flatten",
-    "numbers_of",
-    "on_main_process",
-    "with_numbers",
-]
-
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 

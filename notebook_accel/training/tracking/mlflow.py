@@ -14,8 +14,6 @@ from notebook_accel.training.tracking.base import LibraryTracker, numbers_of, on
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MLflowTracker"]
-
 # What a server takes at most: characters of a parameter, parameters in one request
 # (mlflow.utils.validation.MAX_PARAM_VAL_LENGTH and MAX_PARAMS_TAGS_PER_BATCH).
 _LONGEST_PARAMETER = 6000

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.settings.handlers import ProfileKwargs
 
-__all__ = ["ProfileSummary", "profile"]
-
 # The operators that take longest: what fits below a cell without scrolling.
 _NUM_ROWS = 12
 

@@ -16,8 +16,6 @@ from notebook_accel.training.processes import topology
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["progress", "tqdm"]
-
 _Item = TypeVar("_Item")
 
 

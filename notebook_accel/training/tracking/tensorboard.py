@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["TensorBoardTracker"]
-
 _PLAIN = (bool, int, float, str)
 
 

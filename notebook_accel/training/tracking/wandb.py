@@ -9,8 +9,6 @@ from notebook_accel.training.tracking.base import LibraryTracker, with_numbers
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["WandBTracker"]
-
 
 class WandBTracker(LibraryTracker):
     """Logs to a run that ``wandb.init(project=project_name, **init_kwargs)`` begins."""
