@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch import wire
     from notebook_accel.launch.control.call import RankCall
 
-__all__ = ["WaitingPool"]
-
 
 class _StoppedError(Exception):
     """Ends the engine's wait: the run was stopped."""
