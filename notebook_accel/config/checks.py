@@ -5,6 +5,7 @@ Each function's ``name`` is the name by which the error calls the setting.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import operator
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 _OLDEST_TORCH = (2, 9)
 
 
+@functools.cache
 def too_old_torch(needed: tuple[int, int] = _OLDEST_TORCH) -> str:
     """Return what to say of an installed torch older than ``needed``; "" if it is new enough."""
     try:
         found = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""  # built from its sources, or on the path without being installed
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return ""  # built from its sources, or on the path without being installed, or unreadable
     release = re.match(r"(\d+)\.(\d+)", found)
     if release is None or (int(release[1]), int(release[2])) >= needed:
         return ""

@@ -79,7 +79,9 @@ def test_what_files_take_in_a_container_is_free(monkeypatch: pytest.MonkeyPatch)
         "memory.stat": f"anon 5\ninactive_file {3 << 30}\n",
     }
     read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: group.get(path.name) or read(path))
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **how: group.get(path.name) or read(path, **how)
+    )
     assert about("memory").found == "3.0 GB of memory are free"
     group["memory.max"] = "max\n"
     assert about("memory").found != "3.0 GB of memory are free"

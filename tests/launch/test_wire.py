@@ -116,7 +116,7 @@ def test_what_is_no_message(data: bytes) -> None:
 
 
 def test_every_kind_of_message_can_be_decoded() -> None:
-    exported = {getattr(wire, name) for name in wire.__all__}
+    exported = [value for name, value in vars(wire).items() if name[0] != "_"]
     assert {kind.__name__ for kind in MESSAGES} == {
         kind.__name__
         for kind in exported

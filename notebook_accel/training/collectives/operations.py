@@ -16,6 +16,8 @@ from notebook_accel.training.collectives.data_group import current_data_group
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+__all__ = ["gather", "gather_object", "pad_across_processes", "reduce"]
+
 
 def _data_ranks() -> dist.ProcessGroup | None:
     found = current_data_group()

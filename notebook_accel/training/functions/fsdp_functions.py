@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 
     Path_ = str | os.PathLike[str]
 
+__all__ = [
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+]
+
 
 def save_fsdp_model(
     fsdp_plugin: FullyShardedDataParallelPlugin,

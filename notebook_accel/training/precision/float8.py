@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
+__all__ = [
+    "AORecipeKwargs",
+    "convert_model_to_fp8_ao",
+    "filter_linear_layers",
+    "find_first_last_linear_layers",
+]
+
 # torch's product of 8-bit numbers takes no other sizes.
 _DIVISOR = 16
 _LEAST_CAPABILITY = (8, 9)

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.stepping.accumulation import Accumulation
 
+__all__ = [
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedSchedulerWrapper",
+    "GatheredParameters",
+]
+
 
 class DeepSpeedEngineWrapper:
     """Drives a DeepSpeed engine by the separate calls of a training loop.

@@ -19,6 +19,17 @@ from notebook_accel.training.tracking.wandb import WandBTracker
 if TYPE_CHECKING:
     import os
 
+__all__ = [
+    "LOGGER_TYPE_TO_CLASS",
+    "LoggerType",
+    "MLflowTracker",
+    "TensorBoardTracker",
+    "WandBTracker",
+    "get_available_trackers",
+    "register_tracker_class",
+    "resolve_trackers",
+]
+
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     kind.name: kind for kind in (MLflowTracker, TensorBoardTracker, WandBTracker)
 }
