@@ -244,6 +244,7 @@ _REPEATED = (
     "torch.set_num_*",
     "torch.set_printoptions",
     "torch.set_warn_always",
+    "timm.*.set_*",
     "tqdm.*.pandas",
     "transformers.*.register",
 )
