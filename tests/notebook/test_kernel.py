@@ -204,7 +204,8 @@ notebook_launcher(wait, num_processes=1)
     assert "KeyboardInterrupt" in line
     assert line.endswith(": the run was interrupted")
     # The summary alone says in short what to type, and its button copies what is true for ever.
-    (shown,) = (page for page in summaries(kernel) if "is kept" in page)
+    kept = (page for page in summaries(kernel) if ">wait<" in page and "is kept" in page)
+    (shown,) = kept
     assert shown.count("what was being trained is kept: last_run().rescued<") == 1
     (code,) = re.findall(r"data-code='([^']*)'", shown)
     by_id = unescape(code).replace("import notebook_accel; ", "import notebook_accel; print(")
