@@ -139,7 +139,9 @@ class Token:
     @classmethod
     def new(cls, fingerprint: bytes) -> Token:
         """Return a token with a fresh random secret, for a certificate with this fingerprint."""
-        return cls(secret=secrets.token_bytes(_SECRET), fingerprint=fingerprint)
+        token = cls(secret=secrets.token_bytes(_SECRET), fingerprint=fingerprint)
+        # A command line would take it for an option.
+        return cls.new(fingerprint) if str(token).startswith("-") else token
 
     @classmethod
     def of_text(cls, text: str) -> Token:
