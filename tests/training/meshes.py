@@ -293,6 +293,7 @@ def train_decoder(accelerator: Accelerator, model: Any) -> dict[str, Any]:
         batch = {"input_ids": tokens, "attention_mask": mask}
         loss = accelerator.forward_backward(model, batch, tokens, loss_of_logits)
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        accelerator.clip_grad_value_(model.parameters(), 0.02)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))

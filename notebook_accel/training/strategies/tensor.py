@@ -90,6 +90,21 @@ def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | Non
     parallelize_module(model, mesh, styles)
     _check_alike(model, ties)
     retie_parameters(model, ties)
+    for weight in model.parameters():
+        if isinstance(weight, DTensor) and weight.is_floating_point():
+            _sum_gradients(weight)
+
+
+def _sum_gradients(weight: DTensor) -> None:
+    """Have the gradient of a weight that each rank has whole summed over the ranks at once.
+
+    Torch leaves it as a sum to be made (``Partial``) where a norm is replicated, and what is not
+    linear in it (clipping) then fails, or is lost without a word on torch 2.11.
+    """
+    placements, needs_gradient = weight.placements, weight.requires_grad
+    weight.requires_grad_()  # a hook wants it; the user may unfreeze the weight later
+    weight.register_hook(lambda grad: grad.redistribute(placements=placements))
+    weight.requires_grad_(needs_gradient)
 
 
 def _as_style(name: str, given: Any) -> ParallelStyle:
