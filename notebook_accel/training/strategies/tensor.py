@@ -103,7 +103,9 @@ def _sum_gradients(weight: DTensor) -> None:
     """
     placements, needs_gradient = weight.placements, weight.requires_grad
     weight.requires_grad_()  # a hook wants it; the user may unfreeze the weight later
-    weight.register_hook(lambda grad: grad.redistribute(placements=placements))
+    weight.register_hook(  # type: ignore[no-untyped-call]
+        lambda grad: grad.redistribute(placements=placements)
+    )
     weight.requires_grad_(needs_gradient)
 
 
