@@ -33,7 +33,7 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 13
+VERSION = 14
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -791,9 +791,11 @@ class StartMachineAgent(Message, frozen=True, kw_only=True):
 
     Attributes:
         directory: current directory of the agent's ranks, if the machine has a folder of this path.
+        environment: of the ranks. What libraries read as they load, the agent itself has to have.
     """
 
     directory: str
+    environment: dict[str, str]
 
 
 class EndMachineAgent(Message, frozen=True, kw_only=True):

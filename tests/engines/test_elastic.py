@@ -695,6 +695,27 @@ def test_an_interrupt_ends_the_wait_for_machines(monkeypatch: pytest.MonkeyPatch
     assert caught.value.__traceback__ is not None, "IPython keeps it, and what it holds"
 
 
+def test_a_name_as_the_address_gives_collectives_the_interface_by_which_machines_join(
+    other: OtherMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
+    monkeypatch.setattr(machines.psutil, "net_if_addrs", lambda: {"eth7": [loopback]})
+
+    def seen() -> tuple[str, str]:
+        return os.environ["GLOO_SOCKET_IFNAME"], torch.get_float32_matmul_precision()
+
+    config = LaunchConfig(
+        num_nodes=2,
+        num_processes=1,
+        devices="cpu",
+        master_addr="localhost",
+        env={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"},
+    )
+    run = launch(seen, config=config, view=Waits(other.join))
+    # The other machine is a process of its own. What torch reads as it loads counts on both.
+    assert run.results == [("eth7", "high"), ("lo", "high")]
+
+
 def test_an_address_that_is_not_this_machines() -> None:
     config = LaunchConfig(num_nodes=2, devices="cpu", master_addr="192.0.2.77")
     with pytest.raises(LaunchError, match=r"192\.0\.2\.77.*cannot be listened at"):

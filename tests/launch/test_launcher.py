@@ -778,6 +778,19 @@ def test_what_the_person_sets_for_the_ranks_wins(
     assert os.environ["WORLD_SIZE"] == "77"
 
 
+def test_variables_that_torch_reads_as_it_loads_count_in_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def precision() -> str:
+        return torch.get_float32_matmul_precision()
+
+    override = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    assert on_cpu(precision, env={override: "1"}, n=1)[0] == "high"
+    assert on_cpu(precision, n=1)[0] == "highest"
+    monkeypatch.setenv(override, "1")
+    assert on_cpu(precision, n=1)[0] == "high"
+
+
 # ---- notices -------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ from notebook_accel.launch.transport.machine_link import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import AgentLink
@@ -131,10 +131,11 @@ class ElasticEngine(MachinesEngine):
         if not machines:
             return replace(here, environment={**here.environment, **torchelastic_variables(config)})
         sizes = [_num_ranks(machine.info, config, here) for machine in self._machines]
-        address = config.master_addr or self._machines[0].own_address
+        # Of an interface of this machine, which the host name in master_addr does not say.
+        address = self._machines[0].own_address
         common = {
             **here.environment,
-            "MASTER_ADDR": address,
+            "MASTER_ADDR": config.master_addr or address,
             # use_port is where machines join.
             "MASTER_PORT": "0",
             **torchelastic_variables(config),
@@ -296,7 +297,7 @@ def join(
         devices=found.names,
         num_ranks=num_ranks,
     )
-    return await_from_thread(_Guest(environment, say).serve(host, port, given, info))
+    return await_from_thread(_Guest(say).serve(host, port, given, info))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -318,12 +319,10 @@ class _Guest:
     """The joined machine's side of a run: starts and ends an agent here when the notebook asks.
 
     Args:
-        environment: this machine's environment variables, with which the agent is started.
         say: called with each message for the user.
     """
 
-    def __init__(self, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-        self._environment = environment
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._requests: asyncio.Queue[wire.Message | None] = asyncio.Queue()
         self._agent: AgentLink | None = None
@@ -392,7 +391,7 @@ class _Guest:
         """
         directory = message.directory if os.path.isdir(message.directory) else os.getcwd()
         fork = partial(
-            fork_agent, self._environment, (), tcp_pair, run=message.run, sees_files=False
+            fork_agent, message.environment, (), tcp_pair, run=message.run, sees_files=False
         )
         try:
             agent = self._agent = await asyncio.to_thread(fork)

@@ -159,7 +159,10 @@ class JoinedMachine:
             raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
         ours, theirs = socket.socketpair()
         try:
-            answer = await_from_thread(self._start(theirs, run), _AGENT_SECONDS)
+            request = wire.StartMachineAgent(
+                run=run, directory=os.getcwd(), environment=fields(os.getcwd())["environment"]
+            )
+            answer = await_from_thread(self._start(theirs, request), _AGENT_SECONDS)
         except TimeoutError:
             answer = wire.MachineAgentStarted(error=f"no answer in {_AGENT_SECONDS:g} s")
         if answer is None or answer.error:
@@ -175,12 +178,14 @@ class JoinedMachine:
             launch_fields=fields(answer.directory),
         )
 
-    async def _start(self, theirs: socket.socket, run: str) -> wire.MachineAgentStarted | None:
+    async def _start(
+        self, theirs: socket.socket, request: wire.StartMachineAgent
+    ) -> wire.MachineAgentStarted | None:
         self._end = None
         self._is_idle.clear()
         self._passing = await self._link.attach(theirs)
         self._passing.add_done_callback(self._end_agent)
-        self._link.send(wire.StartMachineAgent(run=run, directory=os.getcwd()))
+        self._link.send(request)
         return await self._answers.get()
 
     def _end_agent(self, _: asyncio.Task[None]) -> None:

@@ -28,9 +28,14 @@ from multiprocessing.process import current_process
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Torch reads it as it loads: it makes "high" the default precision of products, as TF32.
+_TF32_OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+_OF_PRODUCTS = "backends.cuda.matmul.fp32_precision"
 # What of torch cells set by assignment, by its path there. A rank sets them in this order: what
 # holds for all before what holds for one, since later names are newer (torch 2.9).
 _FLAGS = (
@@ -40,7 +45,7 @@ _FLAGS = (
     "backends.cudnn.allow_tf32",
     "backends.fp32_precision",
     "backends.cudnn.fp32_precision",
-    "backends.cuda.matmul.fp32_precision",
+    _OF_PRODUCTS,
     "backends.cudnn.conv.fp32_precision",
     "backends.cudnn.rnn.fp32_precision",
 )
@@ -145,6 +150,8 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
         "anomaly": torch.is_anomaly_enabled(),
         "check_nan": torch.is_anomaly_check_nan_enabled(),
         "matmul_precision": precision,
+        # That of the process's start: torch may have been loaded when a cell set another.
+        "tf32_override": psutil.Process().environ().get(_TF32_OVERRIDE),
     }
 
 
@@ -286,11 +293,18 @@ def _apply_torch_settings(state: NotebookState) -> None:
         # It imports torch._inductor, which takes seconds.
         torch.use_deterministic_algorithms(wanted["deterministic"], warn_only=wanted["warn_only"])
     torch.autograd.set_detect_anomaly(wanted["anomaly"], wanted["check_nan"])
+    flags = state.torch_flags
+    if wanted["matmul_precision"] == "highest" and wanted["tf32_override"] != os.environ.get(
+        _TF32_OVERRIDE
+    ):
+        # What a cell or ``env=`` has set for ranks, the notebook's own torch did not read.
+        wanted = {**wanted, "matmul_precision": None}
+        flags = {path: value for path, value in flags.items() if path != _OF_PRODUCTS}
     # Of precisions only what differs: one that is set for an operation, be it to the default, no
     # longer follows the one that the function sets for all of them.
     if wanted["matmul_precision"] not in (None, now["matmul_precision"]):
         torch.set_float32_matmul_precision(wanted["matmul_precision"])
-    for path, value in state.torch_flags.items():
+    for path, value in flags.items():
         owner, _, name = path.rpartition(".")
         module: Any = attrgetter(owner)(torch)
         # Torch raises for the older name of a precision once the newer one was set.

@@ -71,18 +71,29 @@ _READ_AT_IMPORT = (
     "OPENBLAS_",
     "NPY_",
     "PYTHON",
-    "PYTORCH_JIT",
+    "PYTORCH_",
     "TORCHDYNAMO_",
     "TORCHINDUCTOR_",
-    "TORCH_COMPILE",
-    "TORCH_DYNAMO_",
-    "TORCH_LOGS",
-    "TORCH_TRACE",
+    "TORCH_",
     "TQDM_",
+    "TRITON_",
 )
-# Set by imports of torch._inductor and scikit-learn: what the notebook imports asks for no other
-# template.
-_SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+_NEEDS_NO_OTHER = (
+    # Set by imports and calls of torch._inductor, scikit-learn, Lightning and Accelerate: what the
+    # notebook imports asks for no other template.
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_PTXAS_PATH",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "PYTORCH_ENABLE_MPS_FALLBACK",
+    # A template loads no backends; ranks do, and read it then.
+    AUTOLOAD,
+    # Read at each use.
+    "TORCH_HOME",
+)
 # It imports torch, from a cold disk.
 _START_SECONDS = 120.0
 # What takes milliseconds, on a machine that swaps.
@@ -582,7 +593,7 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
         sorted(
             (name, value)
             for name, value in environment.items()
-            if name.startswith(_READ_AT_IMPORT) and name not in (*ITS_THREADS, *_SET_BY_IMPORTS)
+            if name.startswith(_READ_AT_IMPORT) and name not in (*ITS_THREADS, *_NEEDS_NO_OTHER)
         )
     )
     return os.getpid(), sys.executable, variables

@@ -49,14 +49,17 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
     [
         ("TORCH_COMPILE_DISABLE", True),
         ("TORCH_TRACE", True),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", True),
+        ("PYTORCH_ALLOC_CONF", True),
+        ("TRITON_INTERPRET", True),
         ("TQDM_DISABLE", True),
         ("MALLOC_ARENA_MAX", True),
-        # Set by imports of torch._inductor and scikit-learn.
+        # Set by imports and calls of torch._inductor and scikit-learn.
         ("TORCHINDUCTOR_CACHE_DIR", False),
+        ("TRITON_CACHE_DIR", False),
         ("KMP_INIT_AT_FORK", False),
         # Read later, or by what the template does not import.
         ("TORCH_HOME", False),
-        ("TORCH_DISTRIBUTED_DEBUG", False),
         ("TMPDIR", False),
     ],
 )
