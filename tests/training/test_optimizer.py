@@ -21,7 +21,7 @@ from notebook_accel import (
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
 
@@ -238,6 +238,42 @@ LOOPS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_loop_steps_once_in_its_last_window(name: str) -> None:
     loop, expected = LOOPS[name]
     assert flags_of_groups(**loop) == [expected] * 2
+
+
+def flags_of_cuts(samples: int, steps: int, cut: Callable[[torch.Tensor], Any]) -> list[str]:
+    """``sync_gradients`` of two epochs whose batches of 8 samples are cut by ``cut``."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(samples), batch_size=8))
+    flags = []
+    for _ in range(2):
+        epoch = ""
+        for batch in loader:
+            for _ in cut(batch):
+                with accelerator.accumulate():
+                    epoch += "FT"[accelerator.sync_gradients]
+        flags.append(epoch)
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "expected"),
+    [(21, 2, "FFFT FFFT FFT"), (17, 2, "FFFT FFFT T"), (21, 3, "FFFTFF FT"), (16, 2, "FFFT FFFT")],
+)
+def test_a_short_last_batch_closes_its_window(samples: int, size: int, expected: str) -> None:
+    flags = flags_of_cuts(samples, 4, lambda batch: batch.split(size))
+    assert flags == [expected.replace(" ", "")] * 2
+
+
+def test_a_window_that_the_end_of_a_loader_leaves_open_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    be(told := Told(), monkeypatch)
+    cuts = iter([4, 4, 2] * 2)
+    flags = flags_of_cuts(24, 4, lambda batch: batch.tensor_split(next(cuts)))
+    assert flags == ["FFFTFFFTFF", "FTFFFTFFFT"]
+    assert [text.partition(",")[0] for text in told.notices] == [
+        "a loader ended within an accumulation window"
+    ]
 
 
 BAD = float("nan")

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 _CURRENT = "accumulation"
+_OPEN_WINDOW = (
+    "a loader ended within an accumulation window, so gradients of its last batches go into the "
+    "next window: its last batch had fewer accumulate() blocks than the batches before. Give each "
+    "batch as many, or make the loader with drop_last=True"
+)
 
 
 class Accumulation:
@@ -134,7 +139,10 @@ class Accumulation:
         blocks: it is expected to go on as it began.
         """
         stack = self.loaders.stack
-        if stack:
+        if stack and stack[-1] is not self._pass:
+            is_open = self._pass.end_of_dataloader and not self.sync_gradients
+            if is_open and self.plugin.sync_with_dataloader:
+                notice_once("open window", _OPEN_WINDOW)
             self._pass = stack[-1]
         fetched = self._pass.num_given - self._pass.num_in_blocks
         if fetched:
@@ -147,10 +155,20 @@ class Accumulation:
         a_batch = self._blocks_a_batch
         if a_batch is None:  # more than a window: the loop has left batches out
             a_batch = self._num_fetched <= self.num_steps
-        expected = self._num_fetched * a_batch
+        expected = self._num_fetched * a_batch - self._num_missing_blocks(a_batch)
         # Without a stack: the loop has asked for more batches than there were.
         is_last = self._num_blocks == expected or (self._num_blocks > expected and bool(stack))
         return is_last and self._pass.end_of_dataloader
+
+    def _num_missing_blocks(self, a_batch: int) -> int:
+        """Number of blocks by which a short last batch has fewer than the ``a_batch`` of others."""
+        short, loader = self._pass.short_round, self._pass.loader
+        size = loader and loader.own_batch_size
+        if a_batch < 2 or not size or short is None or not short.batch_size:
+            return 0
+        # The most samples that blocks of which `a_batch` make a full batch can have.
+        of_block = max(1, (size - 1) // (a_batch - 1))
+        return max(0, a_batch - -(-short.batch_size // of_block))
 
     def reset(self) -> None:
         """Begin a new window: no batch is counted yet, and the stored random states are dropped."""
