@@ -5,6 +5,7 @@ A *window* is the group of batches whose gradients are summed for one optimizer 
 
 from __future__ import annotations
 
+import math
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
@@ -167,8 +168,8 @@ class Accumulation:
         if a_batch < 2 or not size or short is None or not short.batch_size:
             return 0
         # The most samples that blocks of which `a_batch` make a full batch can have.
-        of_block = max(1, (size - 1) // (a_batch - 1))
-        return max(0, a_batch - -(-short.batch_size // of_block))
+        of_block: int = max(1, (size - 1) // (a_batch - 1))
+        return max(0, a_batch - math.ceil(short.batch_size / of_block))
 
     def reset(self) -> None:
         """Begin a new window: no batch is counted yet, and the stored random states are dropped."""
