@@ -144,8 +144,9 @@ test-eight: $(READY)
 	$(PYTEST) tests/training/eight_ranks.py $(ARGS)
 
 test-libraries: $(READY)
-	$(call on_top,libraries,--constraint constraints.txt datasets==5.2.0 diffusers evaluate fastai lightning seaborn timm)
-	build/libraries/bin/python -m pytest -m '' tests/kernel/test_first_cells.py $(ARGS)
+	$(call on_top,libraries,--constraint constraints.txt datasets==5.2.0 diffusers evaluate fastai lightning seaborn timm trl)
+	build/libraries/bin/python -m pytest -m '' tests/kernel/test_first_cells.py \
+	  tests/launch/test_library_metrics.py $(ARGS)
 
 test-fp8: $(READY)
 	$(call on_top,fp8,--constraint constraints.txt torchao==0.18.0)

@@ -51,6 +51,7 @@ from notebook_accel.launch.worker import (
     displays,
     exiting,
     groups,
+    library_metrics,
     output,
     spawned,
     standard_input,
@@ -455,6 +456,7 @@ def replace_libraries() -> None:
     """Patch tqdm, displays, multiprocessing and torch in this process, as a rank needs."""
     bars.install()
     displays.install()
+    library_metrics.install()
     spawned.install()
     torch_fixes.avoid_hang_when_model_outlives_group()
 

@@ -1,0 +1,168 @@
+"""Reports what libraries log to the notebook, as ``accelerator.log`` would.
+
+Nothing is imported for it. Each library is changed in the rank's process alone, once a rank has
+imported it, by what it offers itself:
+
+- transformers and TRL: the list of callbacks that every ``Trainer`` gets
+- fastai: the list of callbacks that every ``Learner`` gets
+- Lightning: an entry point (pyproject.toml), which a ``Trainer`` asks for callbacks
+- TensorBoard: the methods ``add_scalar`` and ``add_scalars`` of torch's ``SummaryWriter``
+
+The trackers that these libraries feed stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import rank
+from notebook_accel.launch.system.after_import import change_module
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NEWEST = "newest metrics of libraries"
+# What they write by a SummaryWriter has been reported already, partly under other names.
+_HEARD_ALREADY = {"fastai", "notebook_accel", "transformers"}
+
+
+def install() -> None:
+    """Have what libraries log in this process reported to the notebook."""
+    change_module("transformers.trainer", _follow_transformers)
+    change_module("fastai.learner", _follow_fastai)
+    change_module("torch.utils.tensorboard.writer", _follow_summary_writer)
+
+
+def _report(values: Mapping[str, Any], step: int | None) -> None:
+    """Report the numbers among ``values``, but for what has just been reported for this step."""
+    newest: dict[str, Any] = rank.current().shared.setdefault(_NEWEST, {})
+    numbers = {}
+    for name, value in values.items():
+        if not isinstance(value, str):
+            with suppress(TypeError, ValueError, RuntimeError):  # a text, an image, a table
+                numbers[name] = float(value)
+    # A Lightning Trainer may have a SummaryWriter beside our callback.
+    new = {name: one for name, one in numbers.items() if newest.get(name) != (step, str(one))}
+    newest.update({name: (step, str(one)) for name, one in new.items() if step is not None})
+    if new:
+        rank.current().metric(new, step)
+
+
+def _follow_transformers(trainer: Any) -> None:
+    class ShowMetrics(trainer.TrainerCallback):  # type: ignore[misc]
+        def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+            if state.is_world_process_zero:
+                _report(logs or {}, state.global_step)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return trainer.TrainerCallback, ()  # outside of the ranks there is nothing to show
+
+    trainer.DEFAULT_CALLBACKS.append(ShowMetrics)
+
+
+def _follow_fastai(learner: Any) -> None:
+    class ShowMetrics(learner.Callback):  # type: ignore[misc]
+        order = learner.Recorder.order + 1
+        num_batches = 0
+
+        def before_fit(self) -> None:
+            # The search for a learning rate and predictions are fits, too.
+            is_training = not hasattr(self.learn, "lr_finder") and not hasattr(self, "gather_preds")
+            self.run = is_training and learner.rank_distrib() == 0
+
+        def after_batch(self) -> None:
+            if self.training:
+                self.num_batches += 1
+                _report({"train_loss": self.smooth_loss}, self.num_batches)
+
+        def after_epoch(self) -> None:
+            logged = dict(zip(self.recorder.metric_names, self.recorder.log, strict=False))
+            _report({**logged, "time": ""}, self.num_batches)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return learner.Callback, ()  # an exported learner needs nothing of ours
+
+    learner.defaults.callbacks.append(ShowMetrics)
+
+
+def _follow_summary_writer(module: Any) -> None:
+    writer = module.SummaryWriter
+    add_scalar, add_scalars = writer.add_scalar, writer.add_scalars
+
+    @functools.wraps(add_scalar)
+    def scalar(
+        self: Any, tag: str, scalar_value: Any, global_step: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        add_scalar(self, tag, scalar_value, global_step, *args, **kwargs)
+        report({tag: scalar_value}, global_step)
+
+    @functools.wraps(add_scalars)
+    def scalars(
+        self: Any, main_tag: str, tag_scalar_dict: Any, global_step: Any = None, *args: Any
+    ) -> None:
+        add_scalars(self, main_tag, tag_scalar_dict, global_step, *args)
+        report({f"{main_tag}/{tag}": one for tag, one in tag_scalar_dict.items()}, global_step)
+
+    def report(values: dict[str, Any], step: Any) -> None:
+        here: Any = inspect.currentframe()
+        caller = str(here.f_back.f_back.f_globals.get("__name__"))
+        if caller.partition(".")[0] not in _HEARD_ALREADY:
+            _report(values, step)
+
+    writer.add_scalar, writer.add_scalars = scalar, scalars
+
+
+def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
+    """Return the callbacks that Lightning's Trainer adds by itself; none outside of our ranks.
+
+    Args:
+        package: the module of Lightning that asks.
+    """
+    if not (rank.has_context() and rank.current().launched):
+        return []
+    lightning: Any = sys.modules[package]
+
+    class Metrics(lightning.loggers.logger.DummyLogger):  # type: ignore[misc]
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            _report(metrics, step)
+
+    class ShowMetrics(lightning.Callback):  # type: ignore[misc]
+        def setup(self, trainer: Any, *_: Any, **_stage: Any) -> None:
+            # Its first logger decides on folders: where it has none, ours would be that.
+            self.reads = not trainer.loggers and trainer.is_global_zero
+            self.seen: dict[str, Any] = {}
+            # Whether a metric has first been logged by a batch, and not at the end of an epoch.
+            self.of_batches: dict[str, bool] = {}
+            known = any(isinstance(one, Metrics) for one in trainer.loggers)
+            if trainer.loggers and trainer.is_global_zero and not known:
+                trainer.loggers.append(Metrics())
+
+        def look(self, trainer: Any, *_: Any, is_batch: bool = False) -> None:
+            if self.reads and not trainer.sanity_checking:
+                logged = trainer.logged_metrics
+                # It keeps the old values of all others.
+                new = {
+                    name: one
+                    for name, one in logged.items()
+                    if self.of_batches.setdefault(name, is_batch) >= is_batch
+                    and one is not self.seen.get(name)
+                }
+                self.seen = dict(logged)
+                _report(new, max(0, trainer.global_step - 1))
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step % trainer.log_every_n_steps == 0:
+                self.look(trainer, is_batch=True)
+
+        on_train_epoch_end = on_train_end = on_validation_end = on_test_end = look
+
+    return [ShowMetrics()]
+
+
+def pytorch_lightning_callbacks() -> list[Any]:
+    """Return the same for the package ``pytorch_lightning``, the older name of Lightning."""
+    return lightning_callbacks("pytorch_lightning")
