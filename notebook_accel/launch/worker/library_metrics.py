@@ -53,7 +53,7 @@ def _report(values: Mapping[str, Any], step: int | None) -> None:
 
 
 def _follow_transformers(trainer: Any) -> None:
-    class ShowMetrics(trainer.TrainerCallback):  # type: ignore[misc]
+    class TrainerMetrics(trainer.TrainerCallback):  # type: ignore[misc]
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
             if state.is_world_process_zero:
                 _report(logs or {}, state.global_step)
@@ -61,11 +61,11 @@ def _follow_transformers(trainer: Any) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return trainer.TrainerCallback, ()  # outside of the ranks there is nothing to show
 
-    trainer.DEFAULT_CALLBACKS.append(ShowMetrics)
+    trainer.DEFAULT_CALLBACKS.append(TrainerMetrics)
 
 
 def _follow_fastai(learner: Any) -> None:
-    class ShowMetrics(learner.Callback):  # type: ignore[misc]
+    class LearnerMetrics(learner.Callback):  # type: ignore[misc]
         order = learner.Recorder.order + 1
         num_batches = 0
 
@@ -86,7 +86,7 @@ def _follow_fastai(learner: Any) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return learner.Callback, ()  # an exported learner needs nothing of ours
 
-    learner.defaults.callbacks.append(ShowMetrics)
+    learner.defaults.callbacks.append(LearnerMetrics)
 
 
 def _follow_summary_writer(module: Any) -> None:
@@ -126,20 +126,20 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
         return []
     lightning: Any = sys.modules[package]
 
-    class Metrics(lightning.loggers.logger.DummyLogger):  # type: ignore[misc]
+    class LightningLogger(lightning.loggers.logger.DummyLogger):  # type: ignore[misc]
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             _report(metrics, step)
 
-    class ShowMetrics(lightning.Callback):  # type: ignore[misc]
+    class LightningMetrics(lightning.Callback):  # type: ignore[misc]
         def setup(self, trainer: Any, *_: Any, **_stage: Any) -> None:
             # Its first logger decides on folders: where it has none, ours would be that.
             self.reads = not trainer.loggers and trainer.is_global_zero
             self.seen: dict[str, Any] = {}
             # Whether a metric has first been logged by a batch, and not at the end of an epoch.
             self.of_batches: dict[str, bool] = {}
-            known = any(isinstance(one, Metrics) for one in trainer.loggers)
+            known = any(isinstance(one, LightningLogger) for one in trainer.loggers)
             if trainer.loggers and trainer.is_global_zero and not known:
-                trainer.loggers.append(Metrics())
+                trainer.loggers.append(LightningLogger())
 
         def look(self, trainer: Any, *_: Any, is_batch: bool = False) -> None:
             if self.reads and not trainer.sanity_checking:
@@ -160,7 +160,7 @@ def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
 
         on_train_epoch_end = on_train_end = on_validation_end = on_test_end = look
 
-    return [ShowMetrics()]
+    return [LightningMetrics()]
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
