@@ -424,6 +424,19 @@ def test_a_long_step_is_let_finish(tmp_path: Path) -> None:
     )
 
 
+def test_a_first_step_is_let_finish_too(tmp_path: Path) -> None:
+    run = on_cpu(train_in_long_steps, str(tmp_path), 6.5, block=False, grace=0.5)
+    eventually(
+        lambda: all(one.batches == 1 for one in run.state.ranks), within=SOON, what="first steps"
+    )
+    run.stop()
+    with pytest.raises(RunStopped):
+        run.wait(SOON)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["step "] * 2
+    said = "Stop waits: rank 0 is in its first step (Stop again interrupts it)"
+    assert said in "".join(run.state.notices)
+
+
 def test_a_second_stop_interrupts_a_long_step(tmp_path: Path) -> None:
     run = on_cpu(train_in_long_steps, str(tmp_path), 60.0, block=False)
     eventually(

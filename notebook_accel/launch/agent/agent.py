@@ -334,9 +334,15 @@ class Agent:
             return
         self._next_wait_notice = math.inf
         waits_for = [
-            f"rank {rank.rank} is in a step of about {clock.step:.0f} s"
+            f"rank {rank.rank} is in "
+            + (
+                "its first step"
+                if clock.is_in_first_step
+                else f"a step of about {clock.step:.0f} s"
+            )
             for rank in self._going_on()
             if (clock := self._clocks[rank.rank]).step >= _LONG_STEP_SECONDS
+            or clock.is_in_first_step
         ]
         if waits_for:
             text = f"Stop waits: {waits_for[0]} (Stop again interrupts it)"

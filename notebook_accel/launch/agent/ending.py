@@ -32,9 +32,11 @@ from enum import IntEnum
 from notebook_accel.launch import wire
 
 # A rank that was asked politely makes no progress if it has counted nothing for this many times its
-# longest recent step, and for this long at least; a rank that has counted nothing at all, for less.
+# longest recent step, and for this long at least; in its first step, for longer; a rank that has
+# counted nothing at all, for less.
 _STEPS = 3
 _IDLE_SECONDS = 5.0
+_IDLE_SECONDS_IN_FIRST_STEP = 60.0  # it may compile, and how long steps take is not known yet
 _IDLE_SECONDS_WITHOUT_STEPS = 1.0
 # Counts (a batch, a step, a read) from which "recent" is taken. A loop that is on its way to the
 # point at which it hears the stop makes fewer; one that makes more does not hear it.
@@ -107,6 +109,10 @@ class StepClock:
     def step(self) -> float:
         return max(self._recent, default=0.0)
 
+    @property
+    def is_in_first_step(self) -> bool:
+        return any(self._counts) and not self._recent
+
     def stop_asked(self) -> None:
         """Count from now on the changes after the stop was asked."""
         self._num_at_stop = self._num_changes
@@ -125,7 +131,8 @@ class StepClock:
             grace: how long a rank that reads ``should_stop`` gets at least.
         """
         batches, steps, reads = self._counts
-        limit = max(_IDLE_SECONDS, _STEPS * self.step, grace if reads else 0.0)
+        idle = _IDLE_SECONDS_IN_FIRST_STEP if self.is_in_first_step else _IDLE_SECONDS
+        limit = max(idle, _STEPS * self.step, grace if reads else 0.0)
         if not (batches or steps or reads):
             limit = _IDLE_SECONDS_WITHOUT_STEPS
         return now - max(self._changed, since) >= limit

@@ -57,7 +57,7 @@ def test_how_long_a_rank_may_make_no_progress() -> None:
 
     assert stuck_at(200) == 1, "it trains nothing"
     clock.note((1, 0, 0), 210)
-    assert stuck_at(210) == 5
+    assert stuck_at(210) == 60, "its first step may compile"
     assert clock.step == 0
     clock.note((1, 1, 0), 250)
     clock.note((2, 1, 0), 250.1)
