@@ -305,10 +305,11 @@ class Run:
         A rank leaves when it asks a prepared loader for that batch; a function that reads
         ``should_stop`` decides by itself. A step that is under way is let finish, however long it
         is. Ranks get a KeyboardInterrupt if none of them makes progress for three times its longest
-        recent step, and for 5 seconds at least (60 in its first step); or, after ``grace`` seconds, if the function asks
-        no prepared loader and does not read ``should_stop``. Once all ranks have left their loop or
-        have read ``should_stop``, no rank is interrupted, so that the code after the loop may take
-        its time. A second call of ``stop`` interrupts the ranks in any case.
+        recent step, and for 5 seconds at least (60 in its first step); or, after ``grace`` seconds,
+        if the function asks no prepared loader and does not read ``should_stop``. Once all ranks
+        have left their loop or have read ``should_stop``, no rank is interrupted, so that the code
+        after the loop may take its time. A second call of ``stop`` interrupts the ranks in any
+        case.
 
         Args:
             grace: seconds that ranks which do not hear the stop get; None for the ``grace`` of the
