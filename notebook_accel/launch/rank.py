@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from notebook_accel.errors import ConfigError, RunStopped
+from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped
 from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 # Between two questions for the memory of a device: at each step it would slow the loop down.
 _MEMORY_SECONDS = 1.0
+# How long a rank that was interrupted waits for its device, or three of its steps if that is more.
+_DEVICE_SECONDS = 2.0
+_STEPS = 3
+# The longest pause between two looks at the device.
+_LOOK_SECONDS = 0.005
 
 
 class StorePort(NamedTuple):
@@ -179,12 +184,25 @@ class RankContext:
                 not raised if the function reads ``should_stop``.
         """
 
-    def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
-        """Count a step of a prepared optimizer; a no-op in this base class.
+    def begin_step(self) -> None:
+        """Note that a prepared optimizer is about to step; a no-op in this base class.
+
+        In a loop without a prepared loader, ranks leave here after a request to stop, as at a batch
+        (:meth:`count_batch`).
+
+        Raises:
+            RunStopped: as :meth:`count_batch`.
+        """
+
+    def count_step(
+        self, device_memory: Callable[[], int | None] | None = None, *, skipped: bool = False
+    ) -> None:
+        """Count a step of a prepared optimizer that has ended; a no-op in this base class.
 
         Args:
             device_memory: returns the bytes in use on the device, or None if unknown; called at
                 most once a second, since it takes time. Without it, the memory is not measured.
+            skipped: whether the step was left out because of an overflow, and is not counted.
         """
 
     def should_stop(self) -> bool:
@@ -194,6 +212,15 @@ class RankContext:
         that they leave their loops together.
         """
         return False
+
+    def settle_device(self) -> None:
+        """Wait until the device has done what was queued, before its memory is saved.
+
+        Raises:
+            NotebookAccelError: after an interrupt, the process groups were aborted, since the
+                device waited for another rank.
+        """
+        wait_for_device()
 
     def note_training(self, training: Training) -> None:
         """Set which training is saved if the run is stopped; a no-op in this base class."""
@@ -214,6 +241,8 @@ class LaunchedContext(RankContext):
         run: id of the run.
         made_group: whether the rank has been in a process group in the current call.
         lost_group: whether the rank's connections to other ranks were cut in the current call.
+        left_with_all: whether a stop or an interrupt has ended the rank's loop, in the current
+            call, at the same point as all other ranks' loops.
         send: sends a message to the agent.
     """
 
@@ -243,11 +272,15 @@ class LaunchedContext(RankContext):
         self.call = 0
         self.made_group = False
         self.lost_group = False
+        self.left_with_all = False
         self.send = send
         self._board = board
         self._row = board.row(self.local_rank)
         self._pid = os.getpid()
         self._next_memory = 0.0
+        self._grace = 0.0
+        self._is_stepping = False
+        self._step_seconds, self._step_began = 0.0, 0.0
         # How many batches were given before the pass, and its length, as the board has them.
         self._pass: tuple[int, int | None] = (0, None)
         # That in which the last step was made, and how many of its batches had been given then.
@@ -276,16 +309,19 @@ class LaunchedContext(RankContext):
         self._board, self._row = board, board.row(self.local_rank)
         self._pass = (0, None)
 
-    def begin_call(self, number: int, *, has_group: bool) -> None:
+    def begin_call(self, number: int, *, has_group: bool, grace: float = 0.0) -> None:
         """Begin a call: later counts and reports belong to this call.
 
         Args:
             number: number of the call.
             has_group: whether the rank is in a process group already.
+            grace: seconds that ranks get after an interrupt.
         """
         self.call = number
         self.made_group = has_group
-        self.lost_group = False
+        self.lost_group = self.left_with_all = self._is_stepping = False
+        self._grace = grace
+        self._step_seconds, self._step_began = 0.0, time.monotonic()
         self._pass, self._stepped = (0, None), None
 
     def end_call(self) -> None:
@@ -310,15 +346,20 @@ class LaunchedContext(RankContext):
     def parts_to_rescue(self, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
-        It yields nothing if nothing was trained in the current call, or if there is no room:
-        ``free`` is the number of bytes that the copies may take.
+        It yields nothing if nothing was trained in the current call, if the state is not of one
+        step, or if there is no room: ``free`` is the number of bytes that the copies may take.
         """
         training = self._training
         # What an earlier call prepared counts as trained in this call once this call has taken a
         # batch or made a step.
         if training is None and self._any_training and (self._row.batches or self._row.steps):
             training = self._any_training()
-        return iter(()) if training is None else training.parts_to_rescue(self._row.steps, free)
+        if training is None:
+            return iter(())
+        if not self._is_of_one_step():
+            self.notice("what was being trained is not kept: the ranks were within a step")
+            return iter(())
+        return training.parts_to_rescue(self._row.steps, free)
 
     def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
         """Return a message of class ``kind`` with these fields, about this rank's current call."""
@@ -351,15 +392,38 @@ class LaunchedContext(RankContext):
         if not self._board.stop_asked:
             row.passed_batches = batches
         elif not row.reads and self._board.leaves(self.local_rank, "batches"):
-            raise RunStopped("the run was stopped")
+            self._leave()
 
-    def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
+    def _leave(self) -> None:
+        self.left_with_all = True
+        if self._board.interrupts:
+            self._row.seen_interrupt = self.call
+            raise KeyboardInterrupt
+        raise RunStopped("the run was stopped")
+
+    def begin_step(self) -> None:
         row = self._row
+        if not (row.batches or row.reads):
+            row.begun = begun = row.begun + 1
+            if not self._board.stop_asked:
+                row.passed_begun = begun
+            elif self._board.leaves(self.local_rank, "begun"):
+                self._leave()
+        self._is_stepping = True
+
+    def count_step(
+        self, device_memory: Callable[[], int | None] | None = None, *, skipped: bool = False
+    ) -> None:
+        row = self._row
+        self._is_stepping = False
+        if skipped:
+            return
         row.steps += 1
         self._stepped = self._pass, row.batches - self._pass[0]
+        now = time.monotonic()
+        self._step_seconds, self._step_began = now - self._step_began, now
         if device_memory is None:
             return
-        now = time.monotonic()
         if now >= self._next_memory:
             self._next_memory = now + _MEMORY_SECONDS
             row.device_memory = device_memory() or 0
@@ -367,10 +431,42 @@ class LaunchedContext(RankContext):
     def should_stop(self) -> bool:
         row = self._row
         row.reads = reads = row.reads + 1
-        if self._board.stop_asked:
-            return self._board.leaves(self.local_rank, "reads")
-        row.passed_reads = reads
-        return False
+        if not self._board.stop_asked:
+            row.passed_reads = reads
+            return False
+        leaves = self._board.leaves(self.local_rank, "reads")
+        if leaves and self._board.interrupts:
+            self._leave()
+        return leaves
+
+    def device_is_done(self, index: int | None = None) -> bool:
+        """Wait until the device has done what this rank queued; return whether it has.
+
+        Called after a stop or an interrupt, when it may wait for what another rank never queues.
+
+        Args:
+            index: of the device; None for that of the calling thread.
+        """
+        steps = self._grace if self.left_with_all else _STEPS * self._step_seconds
+        return wait_for_device(max(_DEVICE_SECONDS, min(steps, self._grace)), index)
+
+    def settle_device(self) -> None:
+        wait_for_device()
+        if self.lost_group and self._row.is_asynchronous:
+            raise NotebookAccelError(
+                "the process groups were aborted, since the device waited for a rank that had left "
+                "within a step: what it holds is of no step, and is not saved"
+            )
+
+    def _is_of_one_step(self) -> bool:
+        """Wait for the device; return whether what it holds is a state between two steps.
+
+        Where collectives are asynchronous, a rank that was interrupted within a step may hold half
+        of it, and after its groups were aborted anything.
+        """
+        if not self._row.is_asynchronous:
+            return self.device_is_done()
+        return self.device_is_done() and not (self.lost_group or self._is_stepping)
 
 
 def _whole(step: Any) -> int:
@@ -431,6 +527,32 @@ def enter(context: RankContext, *, whole_process: bool = True) -> None:
     _context.set(context)
     if whole_process:
         _process_context = context
+
+
+def wait_for_device(seconds: float | None = None, index: int | None = None) -> bool:
+    """Wait until an accelerator has done what is queued on it; return False if it takes too long.
+
+    It polls, so that an interrupt ends it, and threads run that may free the device; a blocking
+    copy may hold the GIL meanwhile.
+
+    Args:
+        seconds: the longest wait; None for no limit.
+        index: of the accelerator; None for the current one.
+    """
+    torch: Any = sys.modules.get("torch")
+    kind = torch and torch.accelerator.current_accelerator()
+    # A device without this function (XLA) runs what is asked of it when it is read.
+    is_used = getattr(kind and torch.get_device_module(kind), "is_initialized", None)
+    if is_used is None or not is_used():
+        return True
+    event = torch.accelerator.current_stream(index).record_event()
+    deadline, pause = None if seconds is None else time.monotonic() + seconds, 0.0001
+    while not event.query():
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK_SECONDS)
+    return True
 
 
 def has_process_group() -> bool:

@@ -289,11 +289,14 @@ class StopPointReached(Message, frozen=True, kw_only=True):
             0 if there was none.
         reads: number, counted from 1, of the last read at which any rank went on; 0 if there was
             none.
+        begun: number, counted from 1, of the last optimizer step that any rank has begun without a
+            prepared loader; 0 if there was none.
         reads_should_stop: whether any rank has read ``should_stop`` in the call.
     """
 
     batches: int
     reads: int
+    begun: int = 0
     reads_should_stop: bool
 
 
@@ -490,10 +493,12 @@ class LeaveAt(Message, frozen=True, kw_only=True):
         batches: number of the batch at which each rank leaves when it asks for that batch; None if
             the ranks leave at a read of ``should_stop`` instead.
         reads: number of the read at which ``should_stop`` becomes True.
+        begun: number of the optimizer step that ranks without a loader no longer make.
     """
 
     batches: int | None
     reads: int
+    begun: int = 1
 
 
 class CallEnded(Message, frozen=True, kw_only=True):

@@ -157,7 +157,7 @@ def backends_of_groups() -> list[str]:
     This uses ``_world.pg_backend_config``. If torch removed it, the list would be empty: a group of
     NCCL would be closed like one of gloo, and its rank might never end.
     """
-    world: Any = getattr(sys.modules["torch.distributed.distributed_c10d"], "_world", None)
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     return [str(config) for config in getattr(world, "pg_backend_config", {}).values()]
 
 

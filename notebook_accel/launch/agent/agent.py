@@ -285,7 +285,7 @@ class Agent:
             self._ending = Ending(grace=self._ending.grace, is_last=False)
         stage = self._ending.next_stage(
             now=now,
-            stuck=self._are_stuck(now),
+            stuck=self._are_stuck(now, since=self._stopping_since),
             hears=any(self._clocks[rank.rank].hears for rank in self._going_on()),
             leaving=self._are_leaving(),
             all_settle=all(rank.has_started and not rank.is_dying for rank in self._in_call()),
@@ -319,18 +319,33 @@ class Agent:
 
     def _going_on(self) -> list[RankProcess]:
         """Return the ranks in the call that the stop has not reached."""
-        return [rank for rank in self._in_call() if not rank.row.leaving]
+        return [rank for rank in self._in_call() if not self._is_reached(rank)]
 
-    def _are_stuck(self, now: float) -> bool:
+    def _is_reached(self, rank: RankProcess) -> bool:
+        is_aligning = self._ending.stage == Stage.ALIGN
+        return self._is_aligned(rank) if is_aligning else rank.row.leaving
+
+    def _is_aligned(self, rank: RankProcess) -> bool:
+        """Return whether the rank has left at the point to which an interrupt brought all ranks."""
+        return rank.row.seen_interrupt == self._call
+
+    def _can_align(self, now: float) -> bool:
+        """Return whether an interrupt is to bring the ranks to one point first."""
+        if self._ending.stage != Stage.NONE or self._ending.has_failed:
+            return False
+        ranks = self._in_call()
+        return all(rank.row.is_asynchronous for rank in ranks) and not self._are_stuck(now, since=0)
+
+    def _are_stuck(self, now: float, *, since: float) -> bool:
         """Return whether none of the ranks that a stop has not reached makes progress."""
-        since, grace = self._stopping_since, self._ending.grace
+        grace = self._ending.grace if self._ending.stage == Stage.STOP else None
         going_on = self._going_on()
         return bool(going_on) and all(
             self._clocks[rank.rank].is_stuck(now, since=since, grace=grace) for rank in going_on
         )
 
     def _tell_what_stop_waits_for(self, now: float) -> None:
-        if now < self._next_wait_notice or self._ending.stage != Stage.STOP:
+        if now < self._next_wait_notice or self._ending.stage not in (Stage.STOP, Stage.ALIGN):
             return
         self._next_wait_notice = math.inf
         waits_for = [
@@ -345,7 +360,8 @@ class Agent:
             or clock.is_in_first_step
         ]
         if waits_for:
-            text = f"Stop waits: {waits_for[0]} (Stop again interrupts it)"
+            again = "interrupts" if self._ending.stage == Stage.STOP else "ends"
+            text = f"Stop waits: {waits_for[0]} (Stop again {again} it)"
             self._post(wire.Notice, call=self._call, text=text)
 
     def _are_leaving(self) -> bool:
@@ -356,7 +372,7 @@ class Agent:
         # With no rank in the call any more, the living processes count: a thread of the user's may
         # keep one of them for ever.
         ranks = self._in_call() or [rank for rank in self.ranks if rank.alive]
-        return all(rank.row.leaving for rank in ranks)
+        return all(map(self._is_reached, ranks))
 
     def _in_call(self) -> list[RankProcess]:
         """Return the living ranks whose part of the current call has not ended."""
@@ -397,7 +413,8 @@ class Agent:
     def _handle_message_of_call(self, message: wire.Message) -> None:
         if isinstance(message, wire.LeaveAt):
             self._stopping_since = time.monotonic()
-            self._board.leave_at(LeavePoint(batches=message.batches, reads=message.reads))
+            point = LeavePoint(batches=message.batches, reads=message.reads, begun=message.begun)
+            self._board.leave_at(point)
         elif isinstance(message, wire.RankFailed):
             self._begin_settle_window()
         elif isinstance(message, wire.CallEnded):
@@ -660,8 +677,8 @@ class Agent:
 
     # ---- what goes out ---------------------------------------------------------------------
 
-    def _ask_stop(self) -> None:
-        self._board.ask_stop()
+    def _ask_stop(self, *, interrupts: bool = False) -> None:
+        self._board.ask_stop(interrupts=interrupts)
         self._stopping_since = time.monotonic()
         self._next_wait_notice = self._stopping_since + _WAIT_NOTICE_SECONDS
         for clock in self._clocks.values():
@@ -674,17 +691,26 @@ class Agent:
             stage: the step.
             grace: seconds until the next, harder step; None for the value that the call has.
         """
-        before = self._ending
-        self._ending = before.ask(stage, now=time.monotonic(), grace=grace)
+        before, now = self._ending, time.monotonic()
+        if stage == Stage.INTERRUPT and self._can_align(now):
+            stage = Stage.ALIGN
+        self._ending = before.ask(stage, now=now, grace=grace)
         if self._ending is before:
             return
-        if stage >= Stage.INTERRUPT and self._interrupted_at is None:
-            self._interrupted_at = time.monotonic()
+        if stage >= Stage.ALIGN and self._interrupted_at is None:
+            self._interrupted_at = now
+        self._act(stage, now)
+
+    def _act(self, stage: Stage, now: float) -> None:
         if stage == Stage.STOP:
             self._ask_stop()
+        elif stage == Stage.ALIGN:
+            self._stop_asked = now
+            self._ask_stop(interrupts=True)
         elif stage == Stage.INTERRUPT:
             for rank in self._in_call():
-                rank.interrupt()
+                if not self._is_aligned(rank):
+                    rank.interrupt()
         elif stage == Stage.DISCONNECT:
             for rank in self._in_call():
                 rank.disconnect()

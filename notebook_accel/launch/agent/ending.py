@@ -2,11 +2,12 @@
 
 No side effects here: an :class:`Ending` computes which stage is due; the agent carries it out.
 
-    a launch     STOP -a-> INTERRUPT -grace-> TERMINATE -1 s-> KILL
-    a session    STOP -a-> INTERRUPT -1 s-> DISCONNECT -grace-> TERMINATE -1 s-> KILL
+    STOP -a-> INTERRUPT -1 s-> DISCONNECT -rest of grace-> TERMINATE -1 s-> KILL
+    ALIGN -b-> INTERRUPT -> ...  (asked for as INTERRUPT, where collectives are asynchronous)
 
     a: no rank makes progress any more (StepClock); or grace, if none is on its way to a point
-       (a batch, a read of should_stop) at which it hears the stop
+       (a batch, a step, a read of should_stop) at which it hears the stop
+    b: all ranks have come to the point; none makes progress for two seconds; or grace
 
 A launch runs one call, after which its rank processes end; a session keeps them for more calls.
 ``grace`` is the number of seconds, set by the user, that ranks get to clean up before a harder
@@ -42,6 +43,8 @@ _IDLE_SECONDS_WITHOUT_STEPS = 1.0
 # point at which it hears the stop makes fewer; one that makes more does not hear it.
 _RECENT = 20
 _HEARS_WITHIN = 8
+# The same for ranks that an interrupt brings to one point.
+_ALIGN_SECONDS = 2.0
 # A rank in a collective sees no KeyboardInterrupt: for this long it is left to end by itself.
 _DISCONNECT_SECONDS = 1.0
 # From SIGTERM to SIGKILL once a grace period is over.
@@ -57,18 +60,20 @@ class Stage(IntEnum):
     """The steps that end a call, in order; each is harder on the ranks than the one before.
 
     NONE: nothing is done. STOP: the ranks are asked to leave their loops, all at the same point
-    (``scoreboard.py``). INTERRUPT: a KeyboardInterrupt is raised in each rank. DISCONNECT: ranks
-    that wait in a collective, and so have not handled the interrupt, shut down their connections to
-    other ranks and abort their NCCL groups, so that the collective fails. TERMINATE: the rank
-    processes get SIGTERM. KILL: they get SIGKILL.
+    (``scoreboard.py``). ALIGN: the same, but they leave by KeyboardInterrupt. INTERRUPT: a
+    KeyboardInterrupt is raised in each rank that has not had one. DISCONNECT: ranks that wait in a
+    collective or for their device shut down their connections to other ranks and abort their NCCL
+    groups, so that the wait ends. TERMINATE: the rank processes get SIGTERM. KILL: they get
+    SIGKILL.
     """
 
     NONE = 0
     STOP = 1
-    INTERRUPT = 2
-    DISCONNECT = 3
-    TERMINATE = 4
-    KILL = 5
+    ALIGN = 2
+    INTERRUPT = 3
+    DISCONNECT = 4
+    TERMINATE = 5
+    KILL = 6
 
 
 # What somebody asks for with each message.
@@ -120,19 +125,20 @@ class StepClock:
     @property
     def hears(self) -> bool:
         """Whether the rank has points at which it hears a stop, and may not have come to one."""
-        batches, _, reads = self._counts
-        return bool(batches or reads) and self._num_changes - self._num_at_stop < _HEARS_WITHIN
+        return any(self._counts) and self._num_changes - self._num_at_stop < _HEARS_WITHIN
 
-    def is_stuck(self, now: float, *, since: float, grace: float) -> bool:
+    def is_stuck(self, now: float, *, since: float, grace: float | None) -> bool:
         """Return whether the rank makes no progress.
 
         Args:
             since: when the stop was asked, or the ranks were told where to leave.
-            grace: how long a rank that reads ``should_stop`` gets at least.
+            grace: how long a rank that reads ``should_stop`` gets at least after a polite stop;
+                None for an interrupt.
         """
         batches, steps, reads = self._counts
         idle = _IDLE_SECONDS_IN_FIRST_STEP if self.is_in_first_step else _IDLE_SECONDS
-        limit = max(idle, _STEPS * self.step, grace if reads else 0.0)
+        idle = _ALIGN_SECONDS if grace is None else max(idle, grace if reads else 0.0)
+        limit = max(idle, _STEPS * self.step)
         if not (batches or steps or reads):
             limit = _IDLE_SECONDS_WITHOUT_STEPS
         return now - max(self._changed, since) >= limit
@@ -181,14 +187,12 @@ class Ending:
             # The failure ends the call sooner than a polite stop would.
             return self
         grace = self.grace if grace is None else grace
+        stuck_seconds = min(grace, _DISCONNECT_SECONDS)
         follows = {
             Stage.STOP: (Stage.INTERRUPT, grace),
-            Stage.INTERRUPT: (
-                (Stage.TERMINATE, grace)
-                if self.is_last
-                else (Stage.DISCONNECT, min(grace, _DISCONNECT_SECONDS))
-            ),
-            Stage.DISCONNECT: (Stage.TERMINATE, grace),
+            Stage.ALIGN: (Stage.INTERRUPT, grace),
+            Stage.INTERRUPT: (Stage.DISCONNECT, stuck_seconds),
+            Stage.DISCONNECT: (Stage.TERMINATE, grace - stuck_seconds),
             Stage.TERMINATE: (Stage.KILL, self.term_seconds),
         }
         if stage not in follows:
@@ -203,9 +207,9 @@ class Ending:
 
         If the rank processes are to serve more calls, the other ranks get a KeyboardInterrupt and
         the user's grace. If not (``is_last``), they get SIGTERM and soon SIGKILL. The state is
-        unchanged if a rank failed before, or INTERRUPT or a harder stage was entered.
+        unchanged if a rank failed before, or ALIGN or a harder stage was entered.
         """
-        if self.has_failed or self.stage >= Stage.INTERRUPT:
+        if self.has_failed or self.stage >= Stage.ALIGN:
             return self
         failed = replace(
             self,
@@ -255,7 +259,7 @@ class Ending:
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:
             return None
-        if is_polite and stuck:
+        if (is_polite and stuck) or (self.stage == Stage.ALIGN and (stuck or leaving)):
             return Stage.INTERRUPT
         if is_polite and hears:
             return None

@@ -713,6 +713,10 @@ class RankCall(Call):
         for line in lines:
             state = apply(wire.Notice(text=line), state)
         if results is not None:
+            if len({state.ranks[rank].steps for rank in results.rescued_from}) > 1:
+                results.drop_rescued()
+                text = "what was being trained is not kept: the ranks were within a step"
+                state = apply(wire.Notice(text=text), state)
             results.end_call()
         has_rescued = results is not None and results.has_rescued
         state = replace(state, has_rescued=has_rescued)

@@ -113,6 +113,15 @@ class Results:
         return bool(self._parts) or self._rescued is not None
 
     @property
+    def rescued_from(self) -> frozenset[int]:
+        """The ranks that sent a part of the training state."""
+        return frozenset(self._parts)
+
+    def drop_rescued(self) -> None:
+        """Drop the training state, whose parts do not belong together."""
+        self._parts.clear()
+
+    @property
     def rescued_bytes(self) -> int:
         """Size in bytes of the pickled training state; 0 once :meth:`rescued` has unpickled it."""
         packs = self._parts.values()

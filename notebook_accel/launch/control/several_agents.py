@@ -99,7 +99,10 @@ class StopAnswers:
     def note(self, agent: tuple[int, ...], answer: wire.StopPointReached) -> None:
         """Store an agent's answer: the furthest batch and ``should_stop`` read of its ranks."""
         self._points[agent] = StopPoint(
-            batches=answer.batches, reads=answer.reads, reads_should_stop=answer.reads_should_stop
+            batches=answer.batches,
+            reads=answer.reads,
+            begun=answer.begun,
+            reads_should_stop=answer.reads_should_stop,
         )
 
     def leave_point(self, agents: Iterable[tuple[int, ...]]) -> LeavePoint | None:

@@ -7,7 +7,10 @@ The scoreboard also coordinates a polite stop: the ranks leave their training lo
 If one rank left earlier than another, the other would wait for it in a collective for ever. So all
 ranks of all agents leave at the same *point*. A rank comes to a point whenever a prepared data
 loader gives a batch (counted in "batches"), or the user's function reads ``should_stop`` (counted
-in "reads"). For a rank that has read ``should_stop``, only its reads are points.
+in "reads"). For a rank that has read ``should_stop``, only its reads are points. In a loop without
+a prepared loader, the beginnings of optimizer steps are (counted in "begun"). An interrupt of ranks
+whose devices work asynchronously brings them to one point as well: their devices could not end what
+only some ranks have queued.
 
     rank, at each point                       agent                        kernel
     row.batches = n    (it comes)
@@ -47,10 +50,10 @@ FLAG_SECONDS = 0.001
 
 # A rank that waits for the point looks so often: the others wait for it in their next collective.
 _POLL_SECONDS = 0.0005
-_COUNTERS = ("batches", "reads")
-# The head of the board: whether a stop is asked, the counts at which ranks leave (0: unknown), and
-# whether the ranks of other agents have ended their part of the call.
-_ASKED, _LEAVE_BATCHES, _LEAVE_READS, _OTHERS_ENDED, _HEADER = range(5)
+_COUNTERS = ("batches", "reads", "begun")
+# The head of the board: whether a stop is asked (2: an interrupt), the counts at which ranks leave
+# (0: unknown), and whether the ranks of other agents have ended their part of the call.
+_ASKED, _LEAVE_BATCHES, _LEAVE_READS, _LEAVE_BEGUN, _OTHERS_ENDED, _HEADER = range(6)
 _NEVER = 2**62
 
 
@@ -61,11 +64,13 @@ class StopPoint:
     Attributes:
         batches: the highest batch count at which any rank of the agent went on with its loop.
         reads: the highest count of ``should_stop`` reads at which any rank of the agent went on.
+        begun: the highest count of optimizer steps, without a loader, that any rank has begun.
         reads_should_stop: whether any rank has read ``should_stop`` in this call.
     """
 
     batches: int = 0
     reads: int = 0
+    begun: int = 0
     reads_should_stop: bool = False
 
 
@@ -77,10 +82,12 @@ class LeavePoint:
         batches: number, from 1, of the batch that the loader no longer gives; None if the ranks
             leave at a read of ``should_stop`` instead.
         reads: number, from 1, of the read at which ``should_stop`` becomes True.
+        begun: number, from 1, of the optimizer step that is not made in a loop without a loader.
     """
 
     batches: int | None
     reads: int
+    begun: int = 1
 
 
 def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
@@ -96,7 +103,9 @@ def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
     reads = 1 + max((point.reads for point in points), default=0)
     if any(point.reads_should_stop for point in points):
         return LeavePoint(batches=None, reads=reads)
-    return LeavePoint(batches=1 + max((point.batches for point in points), default=0), reads=reads)
+    batches = 1 + max((point.batches for point in points), default=0)
+    begun = 1 + max((point.begun for point in points), default=0)
+    return LeavePoint(batches=batches, reads=reads, begun=begun)
 
 
 class RankRow(ctypes.Structure):
@@ -113,11 +122,13 @@ class RankRow(ctypes.Structure):
         device_memory: bytes in use on the rank's device, as torch counts them; 0 if unknown.
         call_over: 1 once the rank's part of the call is over. The rank sets it when its function
             has ended, before it sends the result; the agent sets it when the process has ended.
-        passed_batches, passed_reads: value of ``batches`` or ``reads`` when the rank last went on
+        begun: number of optimizer steps that the rank has begun without a prepared loader.
+        passed_batches, passed_reads, passed_begun: value of that count when the rank last went on
             with its loop.
-        waits_batches, waits_reads: value of ``batches`` or ``reads`` when the rank last saw that a
+        waits_batches, waits_reads, waits_begun: value of that count when the rank last saw that a
             stop is asked, and waited to learn where to leave.
-        left_batches: 1 once a loader has ended the rank's loop because of a stop.
+        left: 1 once a loader or an optimizer has ended the rank's loop because of a stop.
+        is_asynchronous: 1 if collectives of the rank's process groups only queue on its device.
         interrupted_call: number of the call that the agent interrupted last. A rank that begins
             this call only after the signal came sees here that the call is interrupted.
         seen_interrupt: value of ``interrupted_call`` when the rank last handled a SIGINT.
@@ -136,7 +147,11 @@ class RankRow(ctypes.Structure):
     passed_reads: int
     waits_batches: int
     waits_reads: int
-    left_batches: int
+    begun: int
+    passed_begun: int
+    waits_begun: int
+    left: int
+    is_asynchronous: int
     interrupted_call: int
     seen_interrupt: int
     disconnected_call: int
@@ -149,10 +164,10 @@ class RankRow(ctypes.Structure):
     def leaving(self) -> bool:
         """Whether a polite stop has reached this rank, so that it ends by itself.
 
-        Either its loop was ended at a batch, or its function has read ``should_stop`` since the
-        stop was asked, and decides itself when to return.
+        Either its loop was ended at a batch or a step, or its function has read ``should_stop``
+        since the stop was asked, and decides itself when to return.
         """
-        return bool(self.left_batches or self.waits_reads)
+        return bool(self.left or self.waits_reads)
 
 
 class Scoreboard:
@@ -193,13 +208,16 @@ class Scoreboard:
         """Record that the ranks of all other agents have ended their part of the call."""
         self._view[_OTHERS_ENDED] = 1
 
-    def ask_stop(self) -> None:
+    def ask_stop(self, *, interrupts: bool = False) -> None:
         """Ask for a stop: each rank waits at its next point, until :meth:`leave_at` is called.
 
         Called by the agent. The point is a read of ``should_stop`` if the rank has read it, else a
-        batch.
+        batch, or the beginning of an optimizer step if there are no batches.
+
+        Args:
+            interrupts: whether the ranks leave by KeyboardInterrupt.
         """
-        self._view[_ASKED] = 1
+        self._view[_ASKED] = 2 if interrupts else 1
 
     def passed(self, *, patient: bool = True) -> StopPoint | None:
         """Return the furthest points that ranks of this agent have passed; None if not known yet.
@@ -227,9 +245,7 @@ class Scoreboard:
                     passed = came
                 counts.append(passed)
             highest[counter] = max(counts, default=0)
-        return StopPoint(
-            batches=highest["batches"], reads=highest["reads"], reads_should_stop=reads_should_stop
-        )
+        return StopPoint(**highest, reads_should_stop=reads_should_stop)
 
     def leave_at(self, point: LeavePoint) -> None:
         """Tell the ranks where to leave; those that wait go on as far as ``point``.
@@ -237,6 +253,7 @@ class Scoreboard:
         Called by the agent.
         """
         self._view[_LEAVE_READS] = point.reads
+        self._view[_LEAVE_BEGUN] = _NEVER if point.batches is None else point.begun
         self._view[_LEAVE_BATCHES] = _NEVER if point.batches is None else point.batches
 
     # ---- what a rank does ------------------------------------------------------------------
@@ -252,15 +269,20 @@ class Scoreboard:
         """Whether the agent has asked for a stop, so that a rank must call :meth:`leaves`."""
         return bool(self._view[_ASKED])
 
+    @property
+    def interrupts(self) -> bool:
+        """Whether the ranks leave by KeyboardInterrupt."""
+        return self._view[_ASKED] > 1
+
     def leaves(self, local_rank: int, counter: str) -> bool:
         """Wait until it is known where the ranks leave; return whether this rank leaves now.
 
-        A rank calls it after it has counted a batch or read and then seen ``stop_asked``. If no
-        stop is asked, the rank writes ``passed_batches`` or ``passed_reads`` itself instead.
+        A rank calls it after it has counted and then seen ``stop_asked``. If no stop is asked, the
+        rank writes ``passed_batches``, ``passed_reads`` or ``passed_begun`` itself instead.
 
         Args:
             local_rank: of the calling rank.
-            counter: what the rank has just counted: "batches" or "reads".
+            counter: what the rank has just counted: "batches", "reads" or "begun".
         """
         row, index = self.row(local_rank), _LEAVE_BATCHES + _COUNTERS.index(counter)
         count: int = getattr(row, counter)
@@ -272,6 +294,6 @@ class Scoreboard:
         if count < self._view[index]:
             setattr(row, f"passed_{counter}", count)
             return False
-        if counter == "batches":
-            row.left_batches = 1
+        if counter != "reads":
+            row.left = 1
         return True

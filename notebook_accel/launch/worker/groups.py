@@ -55,7 +55,7 @@ def close_group_within(seconds: float) -> None:
     Args:
         seconds: the longest wait, if the process has an NCCL group; without one there is no limit.
     """
-    if not _waits_on_device():
+    if not are_asynchronous():
         close_group()
         return
     _start("notebook_accel-close", close_group).join(seconds)
@@ -67,10 +67,9 @@ def _start(name: str, act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def _waits_on_device() -> bool:
+def are_asynchronous() -> bool:
     """Whether this process has a group whose operations wait for other ranks on the device."""
-    if not rank.has_process_group():
-        return False
+    # Also of a group that is being made, which is not the default one yet.
     return any(map(of_torch.is_asynchronous, of_torch.backends_of_groups()))
 
 
@@ -84,7 +83,7 @@ def _abort_groups() -> bool:
     global _aborting
     # Groups that torch has aborted are in none of its tables.
     abort = of_torch.abort_groups()
-    if abort is None or not _waits_on_device():
+    if abort is None or not are_asynchronous():
         return True
     if _aborting is None or not _aborting.is_alive():
         _aborting = _start("notebook_accel-abort", abort)

@@ -218,7 +218,7 @@ class Worker:
         self.context.report(wire.RankReady, **self._where())
         code = self.serve_calls()
         self.row.call_over = 1
-        if code == 0:
+        if code == 0 or self.context.left_with_all:
             self._wait_for_others()
             groups.close_group_within(_LINGER_SECONDS)
         return code
@@ -264,8 +264,10 @@ class Worker:
     @contextlib.contextmanager
     def _making_group(self) -> Iterator[None]:
         self.context.made_group = True
+        self._let_disconnect()
         with groups.noting_sockets():
             yield
+        self.row.is_asynchronous = groups.are_asynchronous()
 
     def serve_calls(self) -> int:
         """Run calls until there are no more; return the exit code of the process.
@@ -318,8 +320,9 @@ class Worker:
         with self._end_lock:
             self.row.call_over = 1
         self._sender.send(outcome.message, outcome.fds)
-        if isinstance(outcome.message, wire.Raised) and not message.last:
-            # Others may wait for this rank in a collective.
+        is_freed = isinstance(outcome.message, wire.Raised) and not self.context.left_with_all
+        if is_freed and (self.row.is_asynchronous or not message.last):
+            # Others may wait for this rank in a collective, or its own device for theirs.
             self._drop_group()
         return outcome.exitcode
 
@@ -410,11 +413,17 @@ class Worker:
             self._drop_group()
         os.environ["MASTER_PORT"] = str(message.master_port)
         torch_fixes.meet_at_one_store(message.master_port)
-        self.context.begin_call(message.call, has_group=rank.has_process_group())
+        self.context.begin_call(
+            message.call, has_group=rank.has_process_group(), grace=message.grace
+        )
+        self.row.is_asynchronous = groups.are_asynchronous()
         for line in torch_fixes.untold():
             self.context.notice(line)
-        if not message.last and not self._may_disconnect:
-            # Only where another call may come is a stuck rank worth more than a SIGTERM.
+        if not message.last:
+            self._let_disconnect()
+
+    def _let_disconnect(self) -> None:
+        if not self._may_disconnect:
             self._may_disconnect = True
             groups.act_when_readable(self._inherited.disconnect, self.disconnect_if_stuck)
 
@@ -423,13 +432,16 @@ class Worker:
 
         Called in a thread, when the agent asks for it. Does nothing if the agent asked for it in an
         earlier call, if the current call has ended, or if the rank has handled its SIGINT, which
-        means that it is not stuck.
+        means that it is not stuck, unless what it does then waits for its device.
         """
+        call = self.context.call
+        # One that runs Python has seen its KeyboardInterrupt.
+        is_free = self.interrupts.has_seen(call) and (
+            not self.row.is_asynchronous or self.context.device_is_done(self.context.device_index)
+        )
         with self._end_lock:
-            call = self.context.call
-            is_meant = self.row.disconnected_call == call
-            # One that runs Python has seen its KeyboardInterrupt.
-            if is_meant and not self.row.call_over and not self.interrupts.has_seen(call):
+            is_meant = self.row.disconnected_call == call == self.context.call
+            if is_meant and not self.row.call_over and not is_free:
                 self.context.lost_group = True
                 groups.disconnect()
 

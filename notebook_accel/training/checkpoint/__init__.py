@@ -147,6 +147,7 @@ class Checkpoints:
                 not be read again safely.
         """
         self._end_background_save()
+        current().settle_device()
         asked = None if output_dir is None else resolved(output_dir)
         if asked is None:
             self.numbering.folder()  # raises on every rank alike where there is none

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.launch.rank import current
 from notebook_accel.training.files.atomic import StagedFolder, naming_full_disk, replacing_file
 from notebook_accel.training.files.state_files import explain, read_state, write_state
 from notebook_accel.training.processes import topology
@@ -125,6 +126,7 @@ def save_object(obj: Any, target: Any, *, safe: bool) -> None:
         target: path or open file.
         safe: write safetensors; without effect on an open file.
     """
+    current().settle_device()
     if not isinstance(target, (str, os.PathLike)):
         torch.save(obj, target)
         return

@@ -35,9 +35,10 @@ class Rescued:
     """Training state of a stopped or interrupted run, as ``run.rescued`` gives it in the notebook.
 
     It has the objects that the newest ``Accelerator`` of the launched function had prepared. After
-    Stop (``run.stop()``), all ranks ended at the same step. After an interrupt, the state is that
-    of the moment of the interrupt, possibly in the middle of a step. Models and state dicts are
-    full, even if weights were sharded over the ranks.
+    Stop (``run.stop()``), all ranks ended at the same step. After an interrupt they did so where
+    collectives are asynchronous, as on GPUs; on CPUs, the state is that of the moment of the
+    interrupt, possibly in the middle of a step. Models and state dicts are full, even if weights
+    were sharded over the ranks.
     """
 
     models: list[Module | None]

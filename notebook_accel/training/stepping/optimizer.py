@@ -168,6 +168,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self._accumulation.sync_gradients:
             return None
+        current().begin_step()
         # One that wraps another steps it inside, which is no step of an unprepared one.
         self._accumulation.is_stepping = True
         try:
@@ -181,9 +182,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._accumulation.is_stepping = False
         self._used = True
         self._accumulation.note_step()
-        if not self._is_overflow:
-            self.num_steps += 1
-            current().count_step(self._device_memory)
+        self.num_steps += not self._is_overflow
+        current().count_step(self._device_memory, skipped=self._is_overflow)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

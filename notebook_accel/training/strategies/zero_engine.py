@@ -155,11 +155,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 "optimizer.step()"
             )
         if self._accumulation.sync_gradients:
+            current().begin_step()
             self._engine.step()
             self._accumulation.note_step()
-            if not self.step_was_skipped:
-                self.num_steps += 1
-                current().count_step(self._device_memory)
+            self.num_steps += not self.step_was_skipped
+            current().count_step(self._device_memory, skipped=self.step_was_skipped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that was not taken; keep those still being accumulated.

@@ -6,7 +6,7 @@ import pytest
 
 from notebook_accel.launch.agent.ending import Ending, Stage, StepClock
 
-ORDER = [Stage.STOP, Stage.INTERRUPT, Stage.TERMINATE, Stage.KILL]
+ORDER = [Stage.STOP, Stage.INTERRUPT, Stage.DISCONNECT, Stage.TERMINATE, Stage.KILL]
 
 
 def stages(
@@ -36,6 +36,7 @@ def test_a_stop_that_ranks_do_not_hear_waits_for_the_grace() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100)
     assert stages(ending, until=60) == [
         (10.0, Stage.INTERRUPT),
+        (11.0, Stage.DISCONNECT),
         (20.0, Stage.TERMINATE),
         (21.0, Stage.KILL),
     ]
@@ -44,7 +45,7 @@ def test_a_stop_that_ranks_do_not_hear_waits_for_the_grace() -> None:
 def test_a_step_is_let_finish_beyond_the_grace_unless_ranks_are_stuck() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100)
     assert stages(ending, until=60, hears=True) == []
-    assert stages(ending, until=2, hears=True, stuck=True) == [(0.1, Stage.INTERRUPT)]
+    assert stages(ending, until=1, hears=True, stuck=True) == [(0.1, Stage.INTERRUPT)]
     assert ending.ask(Stage.INTERRUPT, now=101).stage is Stage.INTERRUPT, "a second press"
 
 
@@ -90,17 +91,33 @@ def test_ranks_that_leave_on_their_own_are_left_in_peace() -> None:
 
 def test_an_interrupt_is_followed_up_after_the_grace() -> None:
     ending = Ending(grace=3).ask(Stage.INTERRUPT, now=100)
-    # Handlers are left alone meanwhile, whatever they do.
-    assert stages(ending, until=2.9, stuck=True, leaving=True) == []
-    assert stages(ending, until=60) == [(3.0, Stage.TERMINATE), (4.0, Stage.KILL)]
+    # Handlers are left alone meanwhile, whatever they do; ranks in a collective are freed.
+    freed = [(1.0, Stage.DISCONNECT)]
+    assert stages(ending, until=2.9, stuck=True, leaving=True) == freed
+    assert stages(ending, until=60) == [*freed, (3.0, Stage.TERMINATE), (4.0, Stage.KILL)]
+
+
+def test_ranks_that_come_to_one_point_are_waited_for() -> None:
+    ending = Ending(grace=3).ask(Stage.ALIGN, now=100)
+    assert stages(ending, until=2.9) == []
+    assert stages(ending, until=3) == [(3.0, Stage.INTERRUPT)]
+    for seen in ({"stuck": True}, {"leaving": True}):
+        assert stages(ending, until=0.5, **seen) == [(0.1, Stage.INTERRUPT)]
+    clock = StepClock(100)
+    clock.note((1, 1, 1), 101)
+    clock.note((1, 2, 1), 101.5)
+    assert not clock.is_stuck(103, since=101, grace=None)
+    assert clock.is_stuck(103.5, since=101, grace=None)
+    assert ending.failed(now=101) is ending, "the others get their grace"
 
 
 def test_a_grace_of_its_own() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100, grace=0.5)
     assert stages(ending, until=60) == [
         (0.5, Stage.INTERRUPT),
-        (1.0, Stage.TERMINATE),
-        (2.0, Stage.KILL),
+        (1.0, Stage.DISCONNECT),
+        (1.1, Stage.TERMINATE),
+        (2.1, Stage.KILL),
     ]
 
 
@@ -125,12 +142,12 @@ def test_a_stage_that_is_passed_stays_passed(earlier: Stage, later: Stage) -> No
 
 def test_asking_once_more_does_not_prolong() -> None:
     ending = Ending(grace=10).ask(Stage.INTERRUPT, now=100).ask(Stage.INTERRUPT, now=109)
-    assert ending.due == 110
+    assert ending.due == 101
 
 
 def test_a_harder_stage_starts_its_own_time() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100).ask(Stage.INTERRUPT, now=108)
-    assert ending.due == 118
+    assert ending.due == 109
 
 
 def test_a_failure_ends_the_others_after_the_settle_window() -> None:
