@@ -15,6 +15,7 @@ import importlib.util
 import os
 import pickle
 import pkgutil
+import re
 import select
 import signal
 import struct
@@ -29,12 +30,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from notebook_accel import training
+from notebook_accel.config.checks import too_old_torch
 from notebook_accel.launch.system.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["RankError", "run_ranks", "with_long_ones"]
+__all__ = ["RankError", "run_ranks", "runs_here", "skip_unless_it_runs", "with_long_ones"]
 
 _ROOT = Path(__file__).parents[2]
 _LENGTH = struct.Struct("!Q")
@@ -50,6 +52,20 @@ _OF_RANKS = (
     "torch.utils.data",
     "torchdata.stateful_dataloader",
 )
+
+# What the user is told of a pipeline; "" where the installed torch has what it takes.
+_REFUSED = (told := too_old_torch((2, 11))) and f"pipelines: {told}"
+_OF_PIPELINES = re.compile("1F1B|GPipe|pipeline")
+
+
+def runs_here(name: object) -> bool:
+    """Whether the case of this name runs on the installed torch: pipelines do not on an old one."""
+    return not (_REFUSED and _OF_PIPELINES.search(str(name)))
+
+
+def skip_unless_it_runs(name: object) -> None:
+    if not runs_here(name):
+        pytest.skip(_REFUSED)
 
 
 def with_long_ones(num_ranks: Mapping[str, int]) -> list[Any]:
@@ -92,6 +108,8 @@ def run_ranks(
     assert _IS_RANK not in os.environ, "ranks cannot be started in a rank"
     replies = _helper().ask((imports, num_ranks, timeout, *_place_of(function), args), timeout)
     failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
+    if _REFUSED and any(_REFUSED in text for text in failed):
+        pytest.skip(_REFUSED)
     if failed:
         raise RankError("\n".join(failed))
     return [value for _, value in replies]

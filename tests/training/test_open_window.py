@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from notebook_accel import Accelerator, GradientAccumulationPlugin
-from tests.training.harness import run_ranks
+from tests.training.harness import run_ranks, runs_here, skip_unless_it_runs
 from tests.training.meshes import FLOAT_ERROR
 from tests.training.resuming import train
 from tests.training.single import fresh_rank  # noqa: F401
@@ -57,10 +57,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str
             seen = run_ranks(train_all, ranks, at, stop, timeout=150)
             found.update({key: [each[str(places[key])] for each in seen] for key in cases})
 
-    names = {case: "-".join(map(str, case)) for case in (*CASES, ALONE)}
+    all_cases = [case for case in (*CASES, ALONE) if runs_here(case)]
+    names = {case: "-".join(map(str, case)) for case in all_cases}
     run({("whole", case): root / "whole" / name for case, name in names.items()}, 0)
     run({("saved", case): root / "saved" / name for case, name in names.items()}, STOP)
-    pairs = [*((case, case) for case in (*CASES, ALONE))]
+    pairs = [(case, case) for case in all_cases]
     pairs += [((None, "adamw"), ALONE), (("fsdp, blocks", "adamw"), ALONE), (ALONE, CASES[1])]
     goes_on = {}
     for writer, reader in pairs:
@@ -78,6 +79,7 @@ def _reader(key: Any) -> Case:
 
 @pytest.mark.parametrize("case", [*CASES, ALONE])
 def test_what_resumes_ends_at_the_curve_that_was_never_stopped(case: Case, trained: Any) -> None:
+    skip_unless_it_runs(case)
     ranks = zip(
         trained["whole", case], trained["saved", case], trained["rest", case, case], strict=True
     )

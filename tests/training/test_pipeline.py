@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
+from notebook_accel.config.checks import too_old_torch
 from notebook_accel.training.strategies.spread_models import has_parts
 from notebook_accel.training.strategies.stages import balance
-from tests.training.harness import run_ranks, with_long_ones
+from tests.training.harness import run_ranks, skip_unless_it_runs, with_long_ones
 from tests.training.meshes import (
     BY_RANK,
     FLOAT_ERROR,
@@ -343,6 +344,25 @@ def test_a_plain_loop_is_told_what_to_call() -> None:
             assert "call accelerator.forward_backward(model, inputs, targets, loss_fun" in said
 
 
+def refusal_of_an_old_torch() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda _: "2.10.0+cpu")
+        too_old_torch.cache_clear()
+        try:
+            accelerator_for("1F1B")
+        except ConfigError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_an_old_torch_is_told() -> None:
+    said = (
+        "pipelines: torch 2.10.0+cpu is installed, and torch 2.11 or newer is needed: "
+        "pip install 'torch>=2.11', then restart the kernel"
+    )
+    assert run_ranks(refusal_of_an_old_torch, 2) == [said] * 2
+
+
 class Skips(Deep):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
@@ -383,6 +403,7 @@ REFUSED = {
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
+    skip_unless_it_runs("pipeline")
     for of_rank in run_ranks(refusals, 2):
         for message, said in zip(REFUSED.values(), of_rank, strict=True):
             assert message in said

@@ -31,6 +31,7 @@ from notebook_accel.launch.view import View
 from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece, parts_of
 from tests.launches import call, launch
+from tests.training.harness import skip_unless_it_runs
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 from tests.waiting import eventually
 
@@ -136,6 +137,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "pipeline"])
 def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
+    skip_unless_it_runs(way)
     mesh, num_ranks = WAYS[way]
     run = begin(mesh, num_ranks, tmp_path)
     run.stop()

@@ -34,6 +34,7 @@ import torch.distributed as dist
 # gloo's threads, for good.
 import torch.distributed.nn  # noqa: F401
 
+from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.group_store import store_of_next_group
 from notebook_accel.launch.rank import StorePort, current, has_process_group
@@ -128,6 +129,8 @@ def _wait_until_gloo_is_idle() -> None:
     A thread that has just ended a collective needs Python's global lock (GIL) to free its tensor.
     It wakes every 5 ms while it waits for the lock, and gets the lock while this function sleeps.
     """
+    if too_old_torch((2, 11)):  # they have no names of their own there
+        time.sleep(0.1)
     deadline = time.monotonic() + _SECONDS_UNTIL_IDLE
     before: list[dict[str, str]] = []
     while (now := _gloo_threads()) and time.monotonic() < deadline:
