@@ -164,6 +164,7 @@ class StartingLine(View):
 
 _DEBUG = "`%accelerate debug` looks into its frames"
 _RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"
+_NEW_RANKS = "The next cell gets new ranks, since this one's device fails for good"
 # Between two looks at whether the person has interrupted; as in launch/control/call.py.
 _SLICE_SECONDS = 0.05
 _PLAIN = "text/plain"
@@ -244,6 +245,8 @@ class NotebookSession:
         # call makes it anew. Whether they have names that they could not tell: a call raised.
         self._has_lost_group = False
         self._has_unreported_names = False
+        # Whether the device of a rank fails until the rank's process ends.
+        self._has_lost_device = False
         # What went along with a call that not all ranks have returned from, and its number.
         self._unsure: tuple[int, frozenset[str]] = (0, frozenset())
         # Waits for a cell in the background, and then shows its values.
@@ -428,7 +431,9 @@ class NotebookSession:
                 error.hint = f"The session is over: {_RESTART}"
             elif isinstance(error, WorkerError) and error.traceback:
                 error.hint = _DEBUG
-                if "Cell In[" not in error.traceback:  # an earlier cell may have broken the rank
+                if wording.LASTING_ERROR in error.traceback:
+                    error.hint += f". {_NEW_RANKS}"
+                elif "Cell In[" not in error.traceback:  # an earlier cell may have broken the rank
                     error.hint += f". If each cell fails so: {_RESTART}"
             raise
         finally:
@@ -556,6 +561,7 @@ class NotebookSession:
         self._noted = run
         if called is not None and run.state.failure is not None:
             self.rank_at_fault = run.state.failure.rank
+            self._has_lost_device |= wording.LASTING_ERROR in run.state.failure.traceback
         if run.state.ended_well:
             if called is not None and called.renews_group:
                 self._has_lost_group = False
@@ -594,6 +600,21 @@ class NotebookSession:
             if process.signal is not None or process.exitcode is not None:
                 return f"rank {process.rank} {describe_exit(process.exitcode, process.signal)}"
         return "the ranks of the session have ended"
+
+    @property
+    def lost_with_device(self) -> str:
+        """A line that names what is lost with a device that fails for good; "" if none does."""
+        self.await_calls()
+        self._note_end()
+        if not self._has_lost_device:
+            return ""
+        # What the notebook has of them is pushed again.
+        lost = (name for name in sorted(self.names) if not self._owners.is_ours(name))
+        names = ", ".join(f"`{name}`" for name in lost if name not in PROVIDED)
+        return (
+            f"new ranks: the device of rank {self.rank_at_fault} failed for good, with its process. "
+            f"The session's names are gone: {names or 'it had none'}"
+        )
 
     # ---- names -----------------------------------------------------------------------------
 
@@ -798,7 +819,7 @@ def session_for(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> NotebookSession:
-    """Return the session of this kernel; start one if there is none.
+    """Return the session of this kernel; start one if there is none, or if a device is lost.
 
     Args:
         shell: the notebook's IPython shell.
@@ -814,7 +835,8 @@ def session_for(
     if running is None:
         return start_session(shell, *resolve(arguments, config))
     _check_same(running, given_settings(arguments, config))
-    return running
+    lost = running.lost_with_device
+    return restart_session(shell, running.config, [lost]) if lost else running
 
 
 def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:

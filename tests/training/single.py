@@ -32,8 +32,8 @@ class Told(rank.RankContext):
     def metric(self, values: object, step: int | None = None) -> None:
         self.metrics.append((dict(values), step))  # type: ignore[call-overload]
 
-    def count_step(self, device_memory: object = None) -> None:
-        self.steps += 1
+    def count_step(self, device_memory: object = None, *, skipped: bool = False) -> None:
+        self.steps += not skipped
 
 
 def forget_states(library: Any = notebook_accel, *, forgets_ranks: bool = True) -> None:

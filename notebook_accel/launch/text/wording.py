@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+# Below an error of a kernel on a device, by which the launcher knows it too.
+LASTING_ERROR = (
+    "This error stays: the device refuses all work of this rank's process from now on, which has "
+    "to be replaced by a new one. Kernels run behind the host, so the line shown may not be the "
+    'one at fault; to find it, run again with env={"CUDA_LAUNCH_BLOCKING": "1"}.'
+)
 # A count above it, and one that is not finite, is written as a measured value is.
 _MAX_WRITTEN_OUT = 1e15
 

@@ -43,6 +43,7 @@ from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.log_files import FULL_DISK
 from notebook_accel.launch.system.memory import free_memory
 from notebook_accel.launch.template.libraries import OF_TEMPLATE, file_of, is_library
+from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.transport.segment import pack, unpack
@@ -99,6 +100,12 @@ _SHM_OF_NCCL = re.compile(r"creating shared memory segment|/dev/shm/nccl")
 _FULL_SHM_OF_NCCL = (
     "Likely, /dev/shm is full or too small for NCCL: make it larger (docker run --shm-size=8g), or "
     'do without, which is slower (env={"NCCL_SHM_DISABLE": "1"}).'
+)
+# Errors after which a process cannot use its device any more.
+_LASTING = re.compile(
+    r"device-side assert|an illegal (memory access|instruction)|misaligned address|invalid program"
+    r" counter|unspecified launch failure|hardware stack error|launch timed out|uncorrectable",
+    re.IGNORECASE,
 )
 # A larger pickle of an exception stays in the rank: its text is enough.
 _MAX_PICKLED_BYTES = 16 << 20
@@ -626,7 +633,7 @@ def _raised(
         return _returned(packed, context, call, is_none=True)
     kind, exitcode = _classify(error)
     text = cells.name_cells(format_error(error, caller=__file__))
-    hint = _shm_hint(error, text)
+    hint = _hint(error, text)
     if hint:
         text = f"{text.rstrip()}\n\n{hint}\n"
     if kind == "lost peer":
@@ -705,8 +712,8 @@ def _classify(error: BaseException) -> tuple[str, int]:
     return ("lost peer" if _lost_peer(error) else "exception"), 1
 
 
-def _shm_hint(error: BaseException, traceback: str) -> str:
-    """Return advice for the user if the machine's shared memory is full; "" for other errors.
+def _hint(error: BaseException, traceback: str) -> str:
+    """Return advice on full shared memory, or a device that fails for good; "" for other errors.
 
     Args:
         error: what the call raised.
@@ -718,6 +725,8 @@ def _shm_hint(error: BaseException, traceback: str) -> str:
     text = shorten(error_text(error)) if isinstance(error, RuntimeError) else ""
     if _SHM.search(text):
         return _FULL_SHM
+    if _LASTING.search(text):
+        return wording.LASTING_ERROR
     return _FULL_SHM_OF_NCCL if _SHM_OF_NCCL.search(text) else ""
 
 

@@ -24,8 +24,8 @@ from notebook_accel.launch.worker.main import (
     Inherited,
     Outcome,
     Worker,
+    _hint,
     _says_lost_peer,
-    _shm_hint,
 )
 from notebook_accel.launch.worker.tracebacks import shorten
 
@@ -150,7 +150,7 @@ def test_what_says_something_else(text: str) -> None:
     ],
 )
 def test_a_full_shared_memory_is_known(error: Exception, is_full: bool) -> None:
-    assert ("num_workers=0" in _shm_hint(error, "in _make_name SemLock")) is is_full
+    assert ("num_workers=0" in _hint(error, "in _make_name SemLock")) is is_full
 
 
 def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
@@ -158,13 +158,15 @@ def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
         "NCCL error in: NCCLUtils.cpp:77, unhandled system error. Last error: Error while creating "
         "shared memory segment /dev/shm/nccl-b7Rfgk (size 9637888)"
     )
-    assert "NCCL_SHM_DISABLE" in _shm_hint(RuntimeError(of_nccl), "")
-    assert "num_workers=0" in _shm_hint(RuntimeError("out of shared memory"), "")
-    assert not _shm_hint(RuntimeError("CUDA out of memory"), "")
+    assert "NCCL_SHM_DISABLE" in _hint(RuntimeError(of_nccl), "")
+    assert "num_workers=0" in _hint(RuntimeError("out of shared memory"), "")
+    assert not _hint(RuntimeError("CUDA out of memory"), "")
+    lasting = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert "CUDA_LAUNCH_BLOCKING" in _hint(lasting, "")
 
 
 def test_a_full_disk_is_no_full_shared_memory() -> None:
-    assert not _shm_hint(OSError(28, "No space left on device"), "in save")
+    assert not _hint(OSError(28, "No space left on device"), "in save")
 
 
 @pytest.mark.parametrize("word", ["store ", "read error ", "timed out waiting ", "connection "])
