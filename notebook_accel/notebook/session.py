@@ -612,8 +612,8 @@ class NotebookSession:
         lost = (name for name in sorted(self.names) if not self._owners.is_ours(name))
         names = ", ".join(f"`{name}`" for name in lost if name not in PROVIDED)
         return (
-            f"new ranks: the device of rank {self.rank_at_fault} failed for good, with its process. "
-            f"The session's names are gone: {names or 'it had none'}"
+            f"new ranks: the device of rank {self.rank_at_fault} failed for good, and what the "
+            f"session had is gone: {names or 'no names'}"
         )
 
     # ---- names -----------------------------------------------------------------------------

@@ -51,6 +51,6 @@ def test_a_session_gets_new_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
         assert reply.status == "ok", reply.traceback
         shown = "\n".join(str(output["data"]) for output in reply.outputs)
         assert "the device of rank 1 failed for good" in shown
-        assert "names are gone: `x`, `y`" in shown
+        assert "the session had is gone: `x`, `y`" in shown
         assert "ranks 0-1: (2, False)" in reply.text
         assert book.run("%%accelerate\nos.getpid(), ours") != pids
