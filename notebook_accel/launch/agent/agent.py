@@ -21,6 +21,7 @@ any call but the newest is dropped.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import selectors
@@ -114,6 +115,8 @@ def _fork_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankP
         The agent's handles of the ranks, in the order of ``shared``.
     """
     ranks: list[RankProcess] = []
+    # What they share is not looked through in each of them, which would make its pages their own.
+    gc.freeze()
     for one in shared:
         of_others = [fd for rank in ranks for fd in rank.descriptors()]
         process = mp.get_context("fork").Process(

@@ -251,7 +251,8 @@ def apply_notebook_state(state: NotebookState) -> None:
     """Give this process, a rank, the generator states and settings of the notebook."""
     for entry in reversed(state.warning_filters):  # each one is put before all others
         warnings.filterwarnings(*entry)
-    logging.disable(state.disabled_level)
+    if logging.root.manager.disable != state.disabled_level:
+        logging.disable(state.disabled_level)
     current_process().authkey = state.authkey
     for logger in state.loggers:
         _apply_logger(*logger)
@@ -316,11 +317,15 @@ def _apply_torch_settings(state: NotebookState) -> None:
 def _apply_logger(
     name: str | None, level: int, propagate: bool, disabled: bool, handlers: list[_Handler]
 ) -> None:
+    is_new = name is not None and name not in logging.root.manager.loggerDict
     logger = logging.getLogger(name)
-    if logger.level != level:
-        logger.setLevel(level)  # it walks through all loggers
-    logger.propagate = propagate
-    logger.disabled = disabled
+    if is_new:
+        logger.level = level
+    elif logger.level != level:
+        # It walks through all loggers: each page with one would be this rank's own.
+        logger.setLevel(level)
+    if (logger.propagate, logger.disabled) != (propagate, disabled):
+        logger.propagate, logger.disabled = propagate, disabled
     # What the template has imported has its own handlers already.
     if not logger.handlers:
         for make, handler_level, formatter in handlers:

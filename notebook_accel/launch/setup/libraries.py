@@ -100,9 +100,10 @@ def _numpy(module: Any) -> Any:
 
 
 def _set_numpy(module: Any, state: Any) -> None:
-    printed, errors = state
-    module.set_printoptions(**printed)
-    module.seterr(**errors)
+    if _numpy(module) != state:
+        printed, errors = state
+        module.set_printoptions(**printed)
+        module.seterr(**errors)
 
 
 def _matplotlib(module: Any) -> Any:

@@ -52,6 +52,7 @@ _PRELOADED = (
     "psutil",
     "tqdm.auto",
     "notebook_accel.launch.agent.agent",
+    "notebook_accel.launch.setup.libraries",
     "notebook_accel.launch.worker.bars",
     "notebook_accel.training.accelerator",
     "notebook_accel.training.strategies.ddp",

@@ -485,12 +485,14 @@ def name_rank(inherited: Inherited) -> None:
     launch = inherited.launch
     os.environ.update(inherited.spec.environment)
     os.environ.update(
-        RANK=str(inherited.spec.rank),
-        LOCAL_RANK=str(inherited.spec.local_rank),
-        WORLD_SIZE=str(launch.world_size),
-        LOCAL_WORLD_SIZE=str(len(launch.ranks)),
-        MASTER_PORT=str(inherited.master_port),
-        NOTEBOOK_ACCEL_RUN=launch.run,
+        {
+            "RANK": str(inherited.spec.rank),
+            "LOCAL_RANK": str(inherited.spec.local_rank),
+            "WORLD_SIZE": str(launch.world_size),
+            "LOCAL_WORLD_SIZE": str(len(launch.ranks)),
+            "MASTER_PORT": str(inherited.master_port),
+            "NOTEBOOK_ACCEL_RUN": launch.run,
+        }
     )
 
 
