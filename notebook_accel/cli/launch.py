@@ -33,6 +33,7 @@ from notebook_accel.launch.control.environment import (
     WITHOUT_DEVICES,
     num_threads_of,
     rank_environment,
+    variables_of_choice,
 )
 from notebook_accel.launch.machine import machine_with
 from notebook_accel.launch.slurm import slurm_step
@@ -266,7 +267,7 @@ def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
     preflight.check_fits(here, machine)
     if typed.node_rank == 0 and not typed.rdzv_endpoint:
         preflight.check_port(replace(here, use_port=typed.master_port))
-    of_engine = {}
+    of_engine = variables_of_choice(chosen, found.kind)
     if on_cpu:
         of_engine = {**ON_CPU, **(WITHOUT_DEVICES if chosen == "cpu" else {})}
     environment = rank_environment(config, of_engine=of_engine)

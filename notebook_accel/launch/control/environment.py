@@ -30,6 +30,19 @@ if TYPE_CHECKING:
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 WITHOUT_DEVICES = {_VISIBLE: ""}
+# What hides devices of kinds that do not read CUDA's variable.
+VISIBLE_OF_KIND = {
+    "hpu": "HABANA_VISIBLE_MODULES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "sdaa": "SDAA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}
+# On AMD devices HIP reads its own variable before CUDA's, and numbers those that ROCR's leaves,
+# which a scheduler sets.
+_HIP = "HIP_VISIBLE_DEVICES"
+_ROCR = "ROCR_VISIBLE_DEVICES"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _DEFAULTS = dict.fromkeys(INTERFACES, "lo")
 
@@ -63,6 +76,8 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
         variables.update(ON_CPU)
     elif isinstance(config.devices, tuple):
         variables[_VISIBLE] = _among_visible(config.devices)
+        if _HIP in os.environ or _ROCR in os.environ:
+            variables[_HIP] = _among_visible(config.devices, _HIP)
         variables["ACCELERATE_USE_CPU"] = "false"
     for name, row in settings_of(LaunchConfig).items():
         value = getattr(config, name)
@@ -77,28 +92,45 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
     return variables
 
 
-def _among_visible(devices: Sequence[int]) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES that shows ranks only the chosen devices.
+def variables_of_choice(devices: object, kind: str) -> dict[str, str]:
+    """Return what shows ranks only the chosen devices, for a kind that does not read CUDA's.
+
+    Args:
+        devices: the setting; {} is returned unless it has indices.
+        kind: torch's device type.
+
+    Raises:
+        ConfigError: the notebook's own variable hides one of these devices.
+    """
+    variable = VISIBLE_OF_KIND.get(kind)
+    if variable is None or not isinstance(devices, tuple):
+        return {}
+    return {variable: _among_visible(devices, variable)}
+
+
+def _among_visible(devices: Sequence[int], variable: str = _VISIBLE) -> str:
+    """Return the value of a variable that shows ranks only the chosen devices.
 
     Args:
         devices: indices, from 0 on, among the devices that the notebook itself sees.
+        variable: "CUDA_VISIBLE_DEVICES", or that of another kind.
 
     Raises:
-        ConfigError: the notebook's own CUDA_VISIBLE_DEVICES hides one of these devices.
+        ConfigError: the notebook's own variable hides one of these devices.
     """
-    given = os.environ.get(_VISIBLE)
+    given = os.environ.get(variable)
     if given is None:
         return ",".join(map(str, devices))
     # CUDA reads no further than to the first that is none: "-1" hides all behind it.
     visible = [*itertools.takewhile(lambda name: name.strip() not in ("", "-1"), given.split(","))]
     if not visible:
         raise ConfigError(
-            f"devices={list(devices)}, but {_VISIBLE}={given!r} hides all accelerators from the "
-            f"notebook: del os.environ[{_VISIBLE!r}] before, or launch with devices='cpu'"
+            f"devices={list(devices)}, but {variable}={given!r} hides all accelerators from the "
+            f"notebook: del os.environ[{variable!r}] before, or launch with devices='cpu'"
         )
     if max(devices) >= len(visible):
         raise ConfigError(
-            f"devices={list(devices)}, but {_VISIBLE}={','.join(visible)} leaves only "
+            f"devices={list(devices)}, but {variable}={','.join(visible)} leaves only "
             f"the indices 0 to {len(visible) - 1}: choose among these, or leave devices= out for "
             "all of them"
         )

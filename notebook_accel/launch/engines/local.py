@@ -34,6 +34,7 @@ from notebook_accel.launch.control.environment import (
     WITHOUT_DEVICES,
     num_threads_of,
     rank_environment,
+    variables_of_choice,
 )
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.waiting import WaitingPool
@@ -250,8 +251,11 @@ class LocalEngine(AgentEngine):
             return RankPlan.of_sizes(wanted or 1, environment=WITHOUT_DEVICES)
         environment = request.environment
         found = ask_template(environment, lambda source: source.count_devices(environment))
-        available = len(found.names)
-        _check_chosen(request.config.devices, available)
+        available, chosen = len(found.names), request.config.devices
+        choice = variables_of_choice(chosen, found.kind)
+        if choice and isinstance(chosen, tuple):  # all were counted, without it
+            available = sum(index < available for index in chosen)
+        _check_chosen(chosen, available, found.kind)
         if not available:
             problem = (f"torch can use no accelerator: {found.problem}",) if found.problem else ()
             notices = (*problem, *(() if wanted else (_ASK_FOR_MORE,)))
@@ -263,7 +267,7 @@ class LocalEngine(AgentEngine):
         ask = _VARIABLES.get(found.kind)
         needed = {} if ask is None else ask(environment, number)
         needed = {name: text for name, text in needed.items() if name not in environment}
-        return RankPlan.of_sizes(number, environment=needed)
+        return RankPlan.of_sizes(number, environment={**needed, **choice})
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
@@ -377,8 +381,16 @@ def _end(source: Template, pid: int, run: str) -> None:
     scratch.remove(run, pid, used_by=killed)
 
 
-def _check_chosen(devices: object, available: int) -> None:
-    if isinstance(devices, tuple) and len(devices) > available:
+def _check_chosen(devices: object, available: int, kind: str) -> None:
+    if not isinstance(devices, tuple):
+        return
+    if len(devices) < available:
+        raise ConfigError(
+            f"devices={list(devices)}: accelerators of type {kind!r} do not read "
+            "CUDA_VISIBLE_DEVICES. Leave devices= out, and set the variable that they do read "
+            "before the launch: env={...} or os.environ"
+        )
+    if len(devices) > available:
         raise ConfigError(
             f"devices={list(devices)}, but of these the machine has {available or 'none'}: choose "
             "others, or devices='cpu', or leave it out for all that are visible"

@@ -170,7 +170,9 @@ class Checkpoints:
             raise
         if in_background:
             self._background_save = BackgroundSave(
-                save, lambda: finish(taken, write_prepared(taken, save.staged))
+                save,
+                lambda: finish(taken, write_prepared(taken, save.staged)),
+                self._plan.topology.device,
             )
         if isinstance(save, RankZeroSave) and not save.writes:
             self._unsettled.append(save)

@@ -21,6 +21,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.private import of_torch
 from notebook_accel.training.checkpoint.joint_save import describe
 from notebook_accel.training.collectives.nested import leaves
+from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.notices import notice
 
 if TYPE_CHECKING:
@@ -39,15 +40,19 @@ class BackgroundSave:
     Args:
         save: this rank's part in the save; its ``open`` has been called, so its folder exists.
         finish: writes the pieces of this rank and publishes the checkpoint; the thread calls it.
+        device: this rank's. Torch's writer makes a stream on the thread's current device.
     """
 
-    def __init__(self, save: JointSave | RankZeroSave, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, save: JointSave | RankZeroSave, finish: Callable[[], None], device: torch.device
+    ) -> None:
         self.final = save.final
         self._error: BaseException | None = None
 
         def run() -> None:
             try:
                 try:
+                    devices.make_current(device)
                     finish()
                 except BaseException as error:
                     save.fail(error)

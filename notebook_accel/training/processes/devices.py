@@ -166,6 +166,12 @@ def default_device() -> torch.device:
     return torch.accelerator.current_accelerator() or _HOST
 
 
+def make_current(device: torch.device) -> None:
+    """Make a device the current one of this thread; a new thread's is device 0."""
+    if device.index is not None and device.type not in _DRIVERS:
+        _make_current(device.index)
+
+
 def _make_current(index: int) -> None:
     torch.accelerator.set_device_index(index)
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 # optimizer imports it by torch._dynamo: after the group was made, that would keep the group, and
 # gloo's threads, for good.
 import torch.distributed.nn  # noqa: F401
+from torch.distributed.constants import default_pg_timeout
 
 from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings.handlers import InitProcessGroupKwargs
 
 _OURS = "process group is ours"
+# For the connections alone. The store also has what ranks wait for later: NCCL connects them at the
+# first collective, to which a rank may come after all others.
 _STORE_TIMEOUT = timedelta(minutes=5)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_NAMES = ("lo", "lo0")
@@ -83,6 +86,8 @@ def open_process_group(
     else:
         arguments["init_method"] = "env://"
     dist.init_process_group(backend, **arguments)
+    if "store" in arguments:
+        arguments["store"].set_timeout(options.timeout or default_pg_timeout)
     current().shared[_OURS] = True
     if backend == "gloo" and not current().launched:
         atexit.register(_close_at_exit, os.getpid())

@@ -50,6 +50,24 @@ def test_devices_are_counted_among_those_that_the_notebook_sees(
     assert rank_environment(LaunchConfig(devices=devices))["CUDA_VISIBLE_DEVICES"] == seen
 
 
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, None),
+        ({"HIP_VISIBLE_DEVICES": "4,5"}, "5"),
+        # HIP numbers those that it leaves.
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, "1"),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, "1"),
+    ],
+)
+def test_what_a_scheduler_has_set_for_amd_devices_counts_once(
+    given: dict[str, str], seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    assert rank_environment(LaunchConfig(devices=[1])).get("HIP_VISIBLE_DEVICES") == seen
+
+
 def test_the_cpu_is_named_for_code_that_asks_accelerate() -> None:
     found = rank_environment(LaunchConfig(devices="cpu"))
     assert found["ACCELERATE_USE_CPU"] == "true"

@@ -82,7 +82,7 @@ def _devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     [
         (4, {}, 4),
         (4, {"num_processes": 2}, 2),
-        (4, {"devices": [3, 1]}, 4),
+        (2, {"devices": [3, 1]}, 2),
         (2, {"num_processes": 5, "backend": "gloo"}, 5),
         (0, {}, 1),
         (0, {"num_processes": 3}, 3),
