@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.config.checks import as_seconds
-from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
+from notebook_accel.errors import LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import RESCUED, Progress
 from notebook_accel.launch.control.stored_results import StoredResults
@@ -143,6 +143,7 @@ class Run:
             NotebookAccelError: the results are gone, since the handle that the launch returned was
                 dropped; or the run goes on in another process.
             WorkerError: a rank failed.
+            LaunchError: the machines of a run in the background did not come.
             RunStopped: the run was stopped before the rank had a result.
             TimeoutError: the launch's ``timeout`` ended the run.
         """
@@ -231,6 +232,7 @@ class Run:
 
         Raises:
             WorkerError: a rank failed.
+            LaunchError: the machines of a run in the background did not come.
             RunStopped: the run was stopped before any rank had a result.
             TimeoutError: the run has not ended in time, or the launch's ``timeout`` ended it.
             NotebookAccelError: the run goes on in another process, and only that can wait for it.
@@ -252,6 +254,8 @@ class Run:
     def _error(self) -> BaseException | None:
         """Return the error of the ended run, with this run as ``error.run``; None for no error."""
         failure = self.state.failure
+        if failure is not None and failure.is_of_start:
+            return self._about_this(LaunchError(failure.message))
         if failure is not None:
             return self._about_this(self._worker_error(failure))
         if self.status != "stopped":

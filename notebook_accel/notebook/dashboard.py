@@ -91,7 +91,6 @@ class Dashboard(View):
         self._run: Run | None = None
         self._state: RunState | None = None
         self._slow_launch = ""
-        self._awaited = ""
         self._throughput = Throughput()
         self._displays = RankDisplays()
         self._last_hang = ""
@@ -117,8 +116,9 @@ class Dashboard(View):
 
     def waits_for_machines(self, text: str) -> None:
         with self._lock:
-            self._slow_launch, self._awaited = text.partition(":")[0], text
-            self._slot.show(render_line(text).bundle)
+            self._slow_launch = text.partition(":")[0]
+            if self.panel is None:  # which shows it among the notices
+                self._slot.show(render_line(text).bundle)
 
     def launch_failed(self) -> None:
         self._clicks.stop_pumping()
@@ -260,9 +260,7 @@ class Dashboard(View):
             if self._state is None or self._has_ended or now < self._drawn_at + wait:
                 return
             if self.panel is None:
-                # The line by which machines join stays as long as it is among the notices.
-                is_waiting = self._awaited in self._state.notices
-                if now >= self._opened_at + self._panel_seconds and not is_waiting:
+                if now >= self._opened_at + self._panel_seconds:
                     self._make_panel(self._state)
                 return
             # What changes while it is drawn, by a click, is drawn next time.

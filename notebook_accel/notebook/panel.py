@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RankState, RunState
 
 # Of a bar's name, which has room for some 18 letters in its column, and of a line for the person.
-_LABEL_BYTES, _NOTICE_BYTES = 60, 300
+_LABEL_BYTES, _NOTICE_BYTES = 60, 600
 # After so long a line says that ranks are waited for.
 _STOP_SECONDS = 1.5
 # Different stacks; less of each is shown the more there are.

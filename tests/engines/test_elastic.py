@@ -241,7 +241,9 @@ def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:
     assert other.process.communicate(timeout=BUSY)[0] == "None\n"
 
 
-def test_the_handle_comes_before_the_machines(other: OtherMachine) -> None:
+def test_the_handle_comes_before_the_machines(
+    other: OtherMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train() -> str:
         return os.environ["WORLD_SIZE"]
 
@@ -273,6 +275,12 @@ def test_the_handle_comes_before_the_machines(other: OtherMachine) -> None:
     assert other.process is not None
     assert other.process.wait(BUSY) == 0
 
+    monkeypatch.setattr("notebook_accel.launch.engines.elastic._JOIN_SECONDS", 0.3)
+    alone = launch(train, config=config, view=View(), block=False)
+    with pytest.raises(LaunchError, match=r"1 of 2 machines were there after 0\.3 s"):
+        alone.wait(BUSY)
+    assert alone.status == "failed"
+
 
 def test_a_notebook_shows_the_command_until_the_machines_have_joined(other: OtherMachine) -> None:
     with open_notebook() as notebook:
@@ -289,9 +297,9 @@ def test_a_notebook_shows_the_command_until_the_machines_have_joined(other: Othe
         def is_shown() -> bool:
             found[:] = re.findall(
                 r"NOTEBOOK_ACCEL_JOIN_TOKEN=(\S+) notebook-accel join (127[\d.:]+)",
-                str(notebook.kernel.displays),
+                str(notebook.kernel.widgets),
             )
-            return bool(found)
+            return bool(found) and "Stop" in notebook.kernel.buttons
 
         assert notebook.kernel.listen_until(is_shown, seconds=BUSY)
         other.join(found[0][1], found[0][0])

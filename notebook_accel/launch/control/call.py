@@ -456,7 +456,9 @@ class RankCall(Call):
     def end_unstarted(self, why: str) -> None:
         """End the call, whose ranks were never started: it failed or, if ``why`` is "", stopped."""
         self.show_notices()
-        failure, status = (Failure(message=why), "failed") if why else (None, "stopped")
+        failure, status = (
+            (Failure(message=why, is_of_start=True), "failed") if why else (None, "stopped")
+        )
         self._verdict = Verdict(status=status, failure=failure)
         ranks = [replace(rank, status=status, ended=time.time()) for rank in self.state.ranks]
         self._change(lambda state: replace(state, ranks=tuple(ranks)))

@@ -230,6 +230,7 @@ class Failure:
         traceback: formatted traceback of the cause; "" if there is none.
         exitcode: exit code of that rank's process; None if a signal killed it or ``rank`` is None.
         signal: name of the signal that killed that rank's process ("SIGKILL"); None if none did.
+        is_of_start: whether no rank was started, which is a ``LaunchError`` instead.
     """
 
     message: str
@@ -238,6 +239,7 @@ class Failure:
     traceback: str = ""
     exitcode: int | None = None
     signal: str | None = None
+    is_of_start: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
