@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOM = PACKAGE / "private"
-MOST = 40
+MOST = 42
 _PRIVATE = re.compile(r"_(?!_)\w*[A-Za-z]\w*")
 # What is spelled like a private name, and documented by its library or a protocol of many.
 DOCUMENTED = {
@@ -218,6 +218,12 @@ with told("_spec"):
     spread = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (1,)))
     part = of_torch.at_other_device(spread, torch.zeros(2))
     assert part.placements == spread.placements and not part.to_local().any()
+with told("_dump_fr_trace", "pg_names"):
+    dist.all_reduce(torch.ones(3))
+    newest = of_torch.recorded_collectives()[-1]
+    assert newest["retired"] and newest["profiling_name"] == "gloo:all_reduce"
+    assert newest["input_sizes"] == [[3]] and newest["collective_seq_id"] > 0
+    assert of_torch.ranks_of_groups()[newest["process_group"][0]] == [0]
 wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
 with wrapped.join(divide_by_initial_world_size=False):
     print(*of_torch.join_flags(wrapped))
@@ -229,6 +235,13 @@ def _unscales() -> bool:
 
     expected = ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
     return _parameters(torch.amp.GradScaler._unscale_grads_) == expected
+
+
+def _records_nccl() -> bool:
+    import torch
+
+    native: Any = torch._C._distributed_c10d
+    return not torch.distributed.is_nccl_available() or hasattr(native, "_dump_nccl_trace")
 
 
 def _tells_of_overflow() -> bool:
@@ -340,6 +353,7 @@ _DROPS = "gradients that a script dropped in an open window come back at the nex
 _NCCL = "a rank that waits on its GPU is freed by SIGTERM alone"
 _COPIES = "weights are loaded into and saved from DeepSpeed without its float32 copies"
 _JOIN = "a wrapper made anew in join_uneven_inputs leaves the block"
+_HANGS = "a rank that waits for its GPU is not told to hang"
 _COMPILED = "compiled models and functions are taken for others: names of weights, what travels"
 
 CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
@@ -393,6 +407,8 @@ CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("torch", "_parameters", "an error's path has _parameters in it", _knows_parts_of_module),
     ("torch", "_orig_mod", _COMPILED, _knows_compiled),
     ("torch", "_torchdynamo_orig_callable", _COMPILED, _knows_compiled),
+    ("torch", "_dump_fr_trace", _HANGS, lambda: "_dump_fr_trace" in _seen_in_a_group()),
+    ("torch", "_dump_nccl_trace", _HANGS, _records_nccl),
     ("torch", "_join_config", _JOIN, lambda: "_join_config" in _seen_in_a_group()),
     (
         "torch",

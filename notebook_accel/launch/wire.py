@@ -181,6 +181,41 @@ class Imported(Message, frozen=True, kw_only=True):
     names: tuple[str, ...]
 
 
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective that a rank has begun, as torch's flight recorder has it.
+
+    Attributes:
+        group: name of its process group, and the backend ("0 nccl").
+        number: its number in that group, from 1; ranks that agree give it to the same operation.
+        operation: torch's name for it, such as "all_reduce".
+        sizes: the sizes of its inputs, "[2, 3] [4]".
+        is_pending: whether it is not done yet.
+        frames: the Python stack that began it, newest first: file, line, function. Empty if no
+            Python code did.
+    """
+
+    group: str
+    number: int
+    operation: str
+    sizes: str = ""
+    is_pending: bool
+    frames: tuple[tuple[str, int, str], ...] = ()
+
+
+class Collectives(Message, frozen=True, kw_only=True):
+    """From a rank whose agent was asked for stacks: its newest collectives.
+
+    Attributes:
+        groups: the ranks of each process group, by the name of the group.
+        begun: of each group some around the first that is not done, and the newest.
+    """
+
+    from_rank: ClassVar[bool] = True
+
+    groups: dict[str, list[int]] = {}
+    begun: tuple[Collective, ...] = ()
+
+
 class Returned(Message, frozen=True, kw_only=True):
     """From a rank: the function returned.
 
@@ -375,9 +410,14 @@ class Stacks(Message, frozen=True, kw_only=True):
     An agent sends one answer per rank: the traces of the rank's threads, in the format of
     faulthandler. The keeper of a detached run sends a single answer for the whole request, with
     the ``monotonic`` of the request.
+
+    Attributes:
+        text: the traces.
+        tells_collectives: whether the rank was asked for ``Collectives``, too.
     """
 
     text: str
+    tells_collectives: bool = False
 
 
 # ---- to an agent, and from it to its ranks -------------------------------------------------

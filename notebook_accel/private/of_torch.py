@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import pickle
 import sys
 from contextlib import suppress
 from types import SimpleNamespace
@@ -185,6 +186,52 @@ def abort_groups() -> Callable[[], None] | None:
     module = sys.modules.get("torch.distributed.distributed_c10d")
     abort: Callable[[], None] | None = getattr(module, "_abort_process_group", None)
     return abort
+
+
+def ranks_of_groups() -> dict[str, list[int]]:
+    """Return the ranks of each process group of this rank, by torch's name of the group.
+
+    This uses ``_world.pg_names``. If torch removed it, each group is taken to have all ranks.
+    """
+    module: Any = sys.modules["torch.distributed.distributed_c10d"]
+    names = getattr(getattr(module, "_world", None), "pg_names", {})
+    return {name: module.get_process_group_ranks(group) for group, name in [*names.items()]}
+
+
+# What an entry of the flight recorder is asked for.
+_OF_ENTRY = frozenset(
+    {"collective_seq_id", "input_sizes", "is_p2p", "process_group", "profiling_name", "retired"}
+    | {"time_created_ns"}
+)
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return what torch's flight recorder has of this rank's collectives, the oldest first.
+
+    The frames of the Python code that began them are there if one is not done: the first time they
+    take torch a second. An entry's ``state`` says nothing: "scheduled" for gloo, also when done.
+
+    This uses ``_dump_fr_trace`` and, for NCCL, ``_dump_nccl_trace``. If torch removed both, it is
+    read from stacks alone which ranks hang.
+    """
+    native = sys.modules.get("torch._C._distributed_c10d")
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    recorders = [getattr(native, name) for name in names if hasattr(native, name)]
+    if not recorders:
+        _report_missing("_dump_fr_trace", "where ranks wait is read from their stacks alone")
+    found: list[dict[str, Any]] = []
+    for dump in recorders:
+        entries = pickle.loads(dump(True, False, False)).get("entries", [])
+        if any(not entry["retired"] for entry in entries):
+            entries = pickle.loads(dump(True, True, False))["entries"]
+        found += entries
+    if found and not _OF_ENTRY.issubset(found[0]):
+        _report_missing(
+            "entries of a flight recorder as we know them",
+            "where ranks wait is read from their stacks alone",
+        )
+        return []
+    return found
 
 
 def default_store() -> Any:

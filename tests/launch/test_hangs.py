@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -64,9 +65,12 @@ def crosses(folder: str) -> None:
 
 
 def saves(folder: str) -> None:
-    from notebook_accel import Accelerator
+    import torch
 
-    accelerator = Accelerator()
+    from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    accelerator.prepare(torch.nn.Linear(2, 2))  # of which each rank has a part
     if _meet() == 0:
         accelerator.save_state(folder)
     accelerator.wait_for_everyone()
@@ -112,6 +116,7 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         assert hang.is_certain
         assert "rank 0 waits in all_reduce at test_hangs.py, line" in hang.text
         assert set(hang.elsewhere) == {1}
+        assert "Collective 2 is all_reduce of [1] on rank 0; rank 1 has come to 1. Ev" in hang.text
         for ranks, stack in hang.stacks:
             assert "test_hangs.py" in stack, ranks
         # The same in plain text, with each rank's stack.
@@ -122,6 +127,9 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         assert "stack of rank 1:\n" in told
         assert crossed.state.hang.is_certain
         assert set(crossed.state.hang.operations) == {0, 1}
+        where = r"at test_hangs.py, line \d+"
+        told_so = rf"is all_reduce of \[1\] on rank 0, {where}; broadcast of \[1\] on rank 1, "
+        assert re.search(f"Collective 2 {told_so}", crossed.state.hang.text)
 
         # Who computes holds others up; that is said, and is no hang.
         eventually(lambda: computed.state.hang, within=_SECONDS, what="the third waits")

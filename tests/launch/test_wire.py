@@ -23,24 +23,36 @@ HEAD = {
 MESSAGES = sorted(wire.Message.__subclasses__(), key=lambda kind: kind.__name__)
 
 
+STRUCTS: dict[Any, Any] = {
+    wire.Packet: wire.Packet(sizes=(1, 2), inline=(b"a", b"bc")),
+    wire.ImportItem: wire.ImportItem("a.b", ("c", "d")),
+    wire.RankSpec: wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2),
+    wire.Metric: wire.Metric(rank=1, values={"loss": 0.5}, step=7),
+    wire.Collective: wire.Collective(
+        group="0 nccl",
+        number=5,
+        operation="all_reduce",
+        sizes="[3]",
+        is_pending=True,
+        frames=(("a.py", 3, "f"),),
+    ),
+}
+
+
 def _example(hint: Any) -> Any:
     """A value of a field's type that is not its default."""
     if typing.get_origin(hint) is tuple:
         return (_example(typing.get_args(hint)[0]),) * 2
+    if typing.get_origin(hint) is list:
+        return [_example(typing.get_args(hint)[0])]
     if typing.get_origin(hint) is dict:
         key, value = typing.get_args(hint)
         return {_example(key): _example(value)}
     for choice in typing.get_args(hint):
         if choice is not type(None):
             return _example(choice)
-    if hint is wire.Packet:
-        return wire.Packet(sizes=(1, 2), inline=(b"a", b"bc"))
-    if hint is wire.ImportItem:
-        return wire.ImportItem("a.b", ("c", "d"))
-    if hint is wire.RankSpec:
-        return wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2)
-    if hint is wire.Metric:
-        return wire.Metric(rank=1, values={"loss": 0.5}, step=7)
+    if hint in STRUCTS:
+        return STRUCTS[hint]
     return {int: 42, float: 0.1, str: "täxt\x00", bytes: b"\x00\xff", bool: True}[hint]
 
 

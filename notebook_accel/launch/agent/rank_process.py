@@ -119,6 +119,7 @@ class Shared:
             log=log,
             stacks=os.memfd_create(f"stacks-{spec.rank}"),
             disconnect=os.eventfd(0),
+            collectives=os.eventfd(0),
         )
         return cls(inherited=inherited, ours=ours, tail=tail)
 
@@ -173,6 +174,7 @@ class RankProcess:
         self._tail = shared.tail
         self._stacks = inherited.stacks
         self._disconnect = inherited.disconnect
+        self._collectives = inherited.collectives
         self._stacks_asked: float | None = None
         self._wakes_at = 0.0
         # The size of the file with the stacks, and when it was first found to be that.
@@ -189,6 +191,7 @@ class RankProcess:
             self.exit_fd,
             self._stacks,
             self._disconnect,
+            self._collectives,
             self._tail.fileno(),
             self._process.sentinel,
         )
@@ -347,7 +350,8 @@ class RankProcess:
         """Ask the rank's faulthandler, by a signal, for the stack traces of all its threads.
 
         The rank writes them to a file in memory; :meth:`observe` yields the text once it is
-        complete. Does nothing if the process has ended, or an earlier request is unanswered.
+        complete. A thread of a rank that has a process group sends ``Collectives`` by itself. Does
+        nothing if the process has ended, or an earlier request is unanswered.
         """
         if self.alive and self._stacks_asked is None:
             os.ftruncate(self._stacks, 0)
@@ -355,6 +359,8 @@ class RankProcess:
             self._stacks_asked = time.monotonic()
             self._stacks_grew = (0, self._stacks_asked)
             self._signal(STACKS_SIGNAL)
+            if self.row.tells_collectives:
+                os.eventfd_write(self._collectives, 1)
 
     def _new_stacks(self, now: float) -> Iterator[wire.Message]:
         size = os.fstat(self._stacks).st_size
@@ -365,7 +371,11 @@ class RankProcess:
         if is_whole or now - self._stacks_asked >= _STACKS_SECONDS:
             self._stacks_asked = None
             text = os.pread(self._stacks, size, 0).decode(errors="replace")
-            yield wire.Stacks(rank=self.rank, text=text or "the rank did not answer\n")
+            yield wire.Stacks(
+                rank=self.rank,
+                text=text or "the rank did not answer\n",
+                tells_collectives=bool(self.row.tells_collectives),
+            )
 
     # ---- act -------------------------------------------------------------------------------
 

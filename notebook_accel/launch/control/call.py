@@ -523,7 +523,7 @@ class RankCall(Call):
             for metric in message.metrics:
                 if self.curves is not None and metric.rank is not None:
                     self.curves.add(metric.rank, metric.step, metric.values)
-        elif isinstance(message, wire.Stacks):
+        elif isinstance(message, (wire.Stacks, wire.Collectives)):
             self._hangs.take(message)
         elif isinstance(message, wire.Imported):
             follow(map(wire.ImportItem, message.names), is_awaited=False)

@@ -1,6 +1,11 @@
 """Explain a hang: from the stacks of silent ranks, find which ranks wait for which others.
 
-    stack dump of each rank --read_stack--> RankStack --find_hang--> Hang
+    stack dump of each rank --read_stack--> RankStack --at_differences--> RankStack
+    its newest collectives --differences--> Difference -------^               |
+                                                                   Hang <--find_hang
+
+Stacks show what a rank waits for on its host. Where it waits for its device, behind a collective
+that cannot end, its collectives show it (``collectives.py``).
 
 The functions are pure. ``hang_watch.py`` decides when ranks are asked for their stacks, and shows a
 hang only once two dumps in a row agree.
@@ -9,7 +14,7 @@ hang only once two dumps in a row agree.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -19,13 +24,17 @@ from notebook_accel.launch.text.wording import rank_list
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from notebook_accel.launch import wire
+    from notebook_accel.launch.control.collectives import Difference
+
 # The functions of torch.distributed in which a rank waits for others.
 _COLLECTIVES = frozenset(
     """
-    all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single
-    barrier broadcast broadcast_object_list destroy_process_group gather gather_object
-    init_process_group irecv isend monitored_barrier new_group recv recv_object_list reduce
-    reduce_scatter reduce_scatter_tensor scatter scatter_object_list send send_object_list
+    all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all
+    all_to_all_single barrier broadcast broadcast_object_list destroy_process_group gather
+    gather_object init_process_group irecv isend monitored_barrier new_group recv recv_object_list
+    reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list
+    send send_object_list
     """.split()  # noqa: SIM905 (a list of names is read more easily so)
 )
 _TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/\\]")
@@ -52,6 +61,7 @@ _ADVICE = "Every rank must make the same collective calls in one order"
 # 20 KB for all of it.
 _MAX_STACK = 4_000
 _MAX_PARTS = 6
+_MAX_SIZES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +136,70 @@ def read_stack(
         is_idle=is_idle or not frames,
         text=text[:_MAX_STACK],
     )
+
+
+def at_differences(
+    stacks: Sequence[RankStack], found: Sequence[Difference], labels: Mapping[str, str]
+) -> list[RankStack]:
+    """Return the stacks, with ranks that wait behind a difference at the collective they began.
+
+    Args:
+        stacks: one for each rank that is still in the call.
+        found: where the ranks differ.
+        labels: as in :func:`read_stack`.
+    """
+    pending = {rank: one for each in reversed(found) for rank, one in each.pending.items()}
+    return [
+        _at(stack, pending[stack.rank], labels) if stack.rank in pending else stack
+        for stack in stacks
+    ]
+
+
+def _at(stack: RankStack, begun: wire.Collective, labels: Mapping[str, str]) -> RankStack:
+    frames = [Frame(file=file, line=line, function=name) for file, line, name in begun.frames]
+    index = _own_index(frames, labels)
+    operation = _operation(frames[:index], is_idle=True) or begun.operation
+    # A gradient's is begun by a thread of torch's own: the line is then where the rank stands.
+    is_own = frames and not (
+        frames[index].file not in labels and _LIBRARY.search(frames[index].file)
+    )
+    line = _line(frames[index], labels) if is_own else stack.own_line
+    return replace(stack, operation=operation, own_line=line)
+
+
+def text_of_difference(
+    found: Difference, stacks: Sequence[RankStack], labels: Mapping[str, str]
+) -> str:
+    """Return where ranks differ as one sentence.
+
+    Example: ``Collective 5 is all_reduce of [3] on rank 0; rank 1 has come to 4``.
+
+    Args:
+        found: where they differ.
+        stacks: as in :func:`at_differences`.
+        labels: as in :func:`read_stack`.
+    """
+    alike: dict[tuple[str, str], list[int]] = {}
+    by_rank = {stack.rank: stack for stack in stacks}
+    for rank, begun in found.begun.items():
+        if rank in by_rank:
+            at = _at(by_rank[rank], begun, labels)
+            sizes = f" of {begun.sizes[:_MAX_SIZES]}" if begun.sizes.strip("[] ") else ""
+            alike.setdefault((f"{begun.operation}{sizes}", at.own_line), []).append(rank)
+    several = len(alike) > 1
+    parts = [
+        f"{what} on {rank_list(ranks)}{f', at {line}' if several else ''}"
+        for (what, line), ranks in alike.items()
+    ]
+    behind: dict[int, list[int]] = {}
+    for rank, last in found.behind.items():
+        behind.setdefault(last, []).append(rank)
+    parts += [
+        f"{_with_verb(ranks, 'has', 'have')} come to {last or 'none'}"
+        for last, ranks in sorted(behind.items())
+    ]
+    group = "" if len(found.ranks) == len(stacks) else f" of {rank_list(found.ranks)}"
+    return f"Collective {found.number}{group} is {'; '.join(parts[:_MAX_PARTS])}"
 
 
 def place_of_wait(traceback: str) -> str:
@@ -204,6 +278,7 @@ def find_hang(
     silent: float,
     since: float,
     suspended: Mapping[int, int] | None = None,
+    difference: str = "",
 ) -> Hang | None:
     """Find why ranks are silent: which ranks wait, in which collective, and for which others.
 
@@ -213,6 +288,7 @@ def find_hang(
         silent: seconds since any rank last made progress.
         since: the time of that progress (``RunState.now``: wall time, seconds).
         suspended: pid of each rank that SIGSTOP or a debugger holds, by rank number.
+        difference: the first collective at which ranks differ, as a sentence; "" if unknown.
 
     Returns:
         The hang; None if no rank waits or is suspended. Also None if all ranks wait in the same
@@ -227,7 +303,8 @@ def find_hang(
             waiting.setdefault((stack.operation, stack.own_line), []).append(stack.rank)
         elif stack.rank not in held:
             others.setdefault(stack.place, []).append(stack.rank)
-    is_slow = len(waiting) == 1 and not (others or held or ended) and silent < _SLOW_SECONDS
+    is_alone = len(waiting) == 1 and not (others or held or ended or difference)
+    is_slow = is_alone and silent < _SLOW_SECONDS
     if is_slow or not (waiting or held):
         return None
     if not waiting:
@@ -249,6 +326,7 @@ def find_hang(
         parts.append(f"{_with_verb(ended, 'has', 'have')} ended")
     begin = "the run hangs: " if is_certain else "ranks wait for others, which are at work: "
     advice = "" if held or not is_certain else f". {_ADVICE}"
+    first = f". {difference}" * bool(difference and waiting)
     # Where all ranks wait, at different places, the largest group is taken to be where all should
     # be: the ranks at every other place are elsewhere.
     elsewhere = {rank: place for place, ranks in others.items() for rank in ranks}
@@ -256,7 +334,7 @@ def find_hang(
         elsewhere = {rank: f"at {line}" for (_, line), ranks in groups[1:] for rank in ranks}
     return Hang(
         is_certain=is_certain,
-        text=f"{begin if waiting else ''}{'; '.join(parts)}{advice}",
+        text=f"{begin if waiting else ''}{'; '.join(parts)}{first}{advice}",
         since=since,
         operations={one.rank: one.operation for one in stacks if one.operation},
         elsewhere=elsewhere,

@@ -1,7 +1,7 @@
 """Decide when silent ranks are asked for their stacks, and when to report a hang.
 
     state --look--> HangWatch --asks--> the agents, which have their ranks dump stacks
-                        ^-------------- take <-- Stacks
+                        ^-------------- take <-- Stacks, Collectives
                     HangWatch --> the state, with quiet ranks and the hang filled in
 
 A healthy run is left alone: ranks are asked only once none of them has made a step or printed
@@ -15,13 +15,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.control.hang import find_hang, read_stack
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.collectives import differences
+from notebook_accel.launch.control.hang import (
+    at_differences,
+    find_hang,
+    read_stack,
+    text_of_difference,
+)
 from notebook_accel.launch.control.stacks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from notebook_accel.launch import wire
     from notebook_accel.launch.control.hang import Hang, RankStack
     from notebook_accel.launch.control.state import RankState, RunState
 
@@ -58,13 +64,20 @@ class HangWatch:
         self._next = 0.0
         self._wait = _AGAIN_SECONDS
         self._dumps: dict[int, str] = {}
+        self._begun: dict[int, wire.Collectives] = {}
         # Who waited where by the dumps before: rank, operation, line.
         self._before: list[tuple[int, str, str]] = []
 
-    def take(self, message: wire.Stacks) -> None:
-        """Keep a rank's stack dump for the next :meth:`look`; ignored if none was asked for."""
-        if message.rank is not None and self._asked is not None:
-            self._dumps[message.rank] = message.text
+    def take(self, message: wire.Stacks | wire.Collectives) -> None:
+        """Keep a rank's answer for the next :meth:`look`; ignored if none was asked for."""
+        if message.rank is None or self._asked is None:
+            return
+        if isinstance(message, wire.Collectives):
+            self._begun[message.rank] = message
+            return
+        self._dumps[message.rank] = message.text
+        if not message.tells_collectives:
+            self._begun.setdefault(message.rank, wire.Collectives())
 
     def asks(self, state: RunState, *, now: float) -> bool:
         """Return whether it is time to ask the ranks for their stacks.
@@ -78,7 +91,7 @@ class HangWatch:
         if not self._is_silent(state, now) or self._asked is not None or now < self._next:
             return False
         self._asked = now
-        self._dumps = {}
+        self._dumps, self._begun = {}, {}
         return True
 
     def look(self, state: RunState, *, now: float) -> RunState:
@@ -104,7 +117,8 @@ class HangWatch:
             state = _with_hang(state, self._find([], state, now))
         elif self._asked is not None:
             alive = [rank for rank in state.ranks if not rank.has_ended]
-            has_all = all(rank.rank in self._dumps for rank in alive)
+            both = self._dumps, self._begun
+            has_all = all(rank.rank in kept for rank in alive for kept in both)
             if has_all or now >= self._asked + _ANSWER_SECONDS:
                 state = self._judge(state, alive, now)
         self._seen = state
@@ -143,7 +157,12 @@ class HangWatch:
             now: ``time.monotonic()``.
         """
         stacks = [self._read(rank, self._dumps.get(rank.rank, "")) for rank in alive]
-        found = self._find(stacks, state, now)
+        found_first = differences(self._begun, state.world_size)
+        where_they_differ = (
+            text_of_difference(found_first[0], stacks, self._labels) if found_first else ""
+        )
+        stacks = at_differences(stacks, found_first, self._labels)
+        found = self._find(stacks, state, now, where_they_differ)
         where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
         is_same, self._before = where == self._before, where
         if found is None or is_same:
@@ -151,13 +170,16 @@ class HangWatch:
         self._asked, self._next = None, now + self._wait
         return _with_hang(state, found if is_same else self._find([], state, now))
 
-    def _find(self, stacks: Sequence[RankStack], state: RunState, now: float) -> Hang | None:
+    def _find(
+        self, stacks: Sequence[RankStack], state: RunState, now: float, difference: str = ""
+    ) -> Hang | None:
         silent = now - max(self._moved.values(), default=now)
         return find_hang(
             stacks,
             ended=[rank.rank for rank in state.ranks if rank.has_ended],
             silent=silent,
             since=state.now() - silent,
+            difference=difference,
             suspended={
                 rank.rank: rank.pid
                 for rank in state.ranks

@@ -134,6 +134,7 @@ class RankRow(ctypes.Structure):
         seen_interrupt: value of ``interrupted_call`` when the rank last handled a SIGINT.
         disconnected_call: number of the call in which the agent asked the rank to shut down its
             connections to other ranks if stuck in a collective; 0 if it did not ask.
+        tells_collectives: 1 if a thread of the rank answers which collectives it has begun.
     """
 
     batches: int
@@ -155,6 +156,7 @@ class RankRow(ctypes.Structure):
     interrupted_call: int
     seen_interrupt: int
     disconnected_call: int
+    tells_collectives: int
 
     # A structure of C, of the fields above: each step of a training writes here, and a Python
     # property would take three times as long.

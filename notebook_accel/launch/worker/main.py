@@ -49,6 +49,7 @@ from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.transport.segment import pack, unpack
 from notebook_accel.launch.worker import (
     bars,
+    collectives,
     displays,
     exiting,
     groups,
@@ -128,6 +129,7 @@ class Inherited:
         stacks: descriptor of the file into which faulthandler writes stack traces.
         disconnect: eventfd that the agent writes to when the rank is to shut down its connections
             to other ranks.
+        collectives: eventfd that the agent writes to when the rank is to tell its collectives.
     """
 
     agent_pid: int
@@ -140,6 +142,7 @@ class Inherited:
     log: int
     stacks: int
     disconnect: int
+    collectives: int
 
 
 def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
@@ -209,6 +212,10 @@ class Worker:
         # one, by number; None before the first.
         self._sent: Mapping[int, Any] | None = None
         self._may_disconnect = False
+        # Whether a thread tells the agent of the rank's collectives, and since when they count:
+        # seconds of wall time, when the newest group was dropped.
+        self._tells_collectives = False
+        self._groups_since = 0.0
         # Held while connections are shut down for a call: the call does not end meanwhile.
         self._end_lock = threading.Lock()
 
@@ -272,9 +279,17 @@ class Worker:
     def _making_group(self) -> Iterator[None]:
         self.context.made_group = True
         self._let_disconnect()
+        if not self._tells_collectives:
+            self._tells_collectives = True
+            groups.act_when_readable(self._inherited.collectives, self._tell_collectives)
+            self.row.tells_collectives = 1
         with groups.noting_sockets():
             yield
         self.row.is_asynchronous = groups.are_asynchronous()
+
+    def _tell_collectives(self) -> None:
+        of_groups, begun = collectives.newest(since=self._groups_since)
+        self.context.report(wire.Collectives, groups=of_groups, begun=begun)
 
     def serve_calls(self) -> int:
         """Run calls until there are no more; return the exit code of the process.
@@ -424,6 +439,7 @@ class Worker:
             message.call, has_group=rank.has_process_group(), grace=message.grace
         )
         self.row.is_asynchronous = groups.are_asynchronous()
+        self.row.tells_collectives = int(self._tells_collectives)
         for line in torch_fixes.untold():
             self.context.notice(line)
         if not message.last:
@@ -453,6 +469,7 @@ class Worker:
                 groups.disconnect()
 
     def _drop_group(self) -> None:
+        self._groups_since = time.time()
         groups.disconnect()
         groups.close_group()
         torch_fixes.forget_half_made_groups()

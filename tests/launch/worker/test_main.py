@@ -72,6 +72,7 @@ def new_worker() -> Worker:
         log=-1,
         stacks=-1,
         disconnect=-1,
+        collectives=-1,
     )
     return Worker(inherited, Interrupts(board.row(0)))
 

@@ -1,0 +1,94 @@
+"""Find the first collective at which ranks differ, from what each rank says of its newest ones.
+
+Ranks that agree give a number of a group to the same operation. A rank differs that has not come to
+a number, gives it to another operation, or other sizes to one that all of them wait in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from notebook_accel.launch import wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first number of one process group at which its ranks differ.
+
+    Attributes:
+        number: the number, from 1.
+        ranks: the ranks of the group.
+        begun: the collective with that number, by rank.
+        behind: the number of the newest collective of each rank that has not come so far, by rank.
+        pending: the first collective from there on that is not done, of each rank that has one.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    begun: Mapping[int, wire.Collective]
+    behind: Mapping[int, int]
+    pending: Mapping[int, wire.Collective]
+
+
+def differences(answers: Mapping[int, wire.Collectives], num_ranks: int) -> list[Difference]:
+    """Return where ranks differ first in each process group, the largest group first.
+
+    Args:
+        answers: what ranks said, by rank; without those that gave no answer or have ended.
+        num_ranks: of the run.
+    """
+    members: dict[str, tuple[int, ...]] = {}
+    begun: dict[str, dict[int, dict[int, wire.Collective]]] = {}
+    for rank, answer in answers.items():
+        for one in answer.begun:
+            # Groups of other ranks may have the same name.
+            of_group = tuple(answer.groups.get(one.group, range(num_ranks)))
+            key = f"{one.group} {of_group}"
+            members[key] = of_group
+            begun.setdefault(key, {}).setdefault(rank, {})[one.number] = one
+    found = (_first(members[key], of_group, answers) for key, of_group in begun.items())
+    return sorted((one for one in found if one), key=lambda one: -len(one.ranks))
+
+
+def _first(
+    ranks: tuple[int, ...],
+    begun: Mapping[int, Mapping[int, wire.Collective]],
+    answers: Mapping[int, wire.Collectives],
+) -> Difference | None:
+    newest = {rank: max(begun.get(rank, [0])) for rank in ranks}
+    for number in sorted({number for of_rank in begun.values() for number in of_rank}):
+        here = {rank: of_rank[number] for rank, of_rank in begun.items() if number in of_rank}
+        behind = {rank: last for rank, last in newest.items() if last < number}
+        is_pending = any(one.is_pending for one in here.values())
+        is_other = len({one.operation for one in here.values()}) > 1
+        has_sizes = {one.sizes for one in here.values() if _has_one_size(one.operation)}
+        if is_other or (is_pending and (behind or len(has_sizes) > 1)):
+            return Difference(
+                number=number,
+                ranks=ranks,
+                begun=dict(sorted(here.items())),
+                # One that gave no answer may have come so far; its place is told otherwise.
+                behind={rank: last for rank, last in behind.items() if rank in answers},
+                pending=dict(_pending(begun, number)),
+            )
+    return None
+
+
+def _has_one_size(operation: str) -> bool:
+    """Whether all ranks give this operation inputs of the same sizes."""
+    return "to" not in operation.split("_") and (
+        "scatter" not in operation or "reduce_scatter" in operation
+    )
+
+
+def _pending(
+    begun: Mapping[int, Mapping[int, wire.Collective]], number: int
+) -> Iterator[tuple[int, wire.Collective]]:
+    for rank, of_rank in begun.items():
+        waits = [one for one in of_rank.values() if one.is_pending and one.number >= number]
+        if waits:
+            yield rank, waits[0]

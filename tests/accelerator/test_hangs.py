@@ -1,0 +1,161 @@
+"""Ranks that wait for their device behind a collective that others never begin: who, and where."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import Accelerator
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.run import call_of
+from notebook_accel.launch.view.plain import PlainView
+from tests.launches import launch
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from notebook_accel.launch.control.hang import Hang
+    from notebook_accel.launch.run import Run
+
+_SECONDS = 15.0
+
+
+def _reads() -> None:
+    import torch
+    import torch.distributed as dist
+
+    accelerator = _begin()
+    total = torch.ones(3, device=accelerator.device)
+    if accelerator.is_main_process:
+        dist.all_reduce(total)  # alone
+    total.sum().item()
+    time.sleep(600)
+
+
+def _gathers() -> None:
+    import torch
+
+    accelerator = _begin()
+    if accelerator.is_main_process:
+        accelerator.gather_for_metrics(torch.ones(4, device=accelerator.device))  # alone
+        torch.ones(1, device=accelerator.device).item()
+    time.sleep(600)
+
+
+def _loads() -> None:
+    import torch
+    import torch.distributed as dist
+
+    accelerator = _begin()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(64, 3), batch_size=4))
+    if accelerator.is_main_process:
+        dist.all_reduce(torch.ones(5, device=accelerator.device))  # alone
+    for _ in loader:
+        pass
+    time.sleep(600)
+
+
+def _crosses() -> None:
+    import torch
+    import torch.distributed as dist
+
+    accelerator = _begin()
+    total = torch.ones(2, device=accelerator.device)
+    if accelerator.is_main_process:
+        dist.broadcast(total, src=0)  # crossed
+        total.sum().item()
+    dist.all_reduce(torch.ones(6, device=accelerator.device))  # crossed, too
+    if not accelerator.is_main_process:
+        dist.broadcast(total, src=0)
+    total.sum().item()
+
+
+def _leaves(strategy: str) -> None:
+    import torch
+
+    from notebook_accel import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp" else None
+    accelerator = _begin(fsdp_plugin=plugin)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(6):
+        if step == 3 and not accelerator.is_main_process:
+            break  # it has less data
+        loss = model(torch.ones(2, 8, device=accelerator.device)).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+    time.sleep(600)
+
+
+def _begin(**options: Any) -> Accelerator:
+    import torch
+    import torch.distributed as dist
+
+    accelerator = Accelerator(**options)
+    dist.all_reduce(torch.ones(1, device=accelerator.device))
+    torch.accelerator.synchronize()
+    print("begun", flush=True)
+    return accelerator
+
+
+# What each run does, and the line at which rank 0 begins what rank 1 does not.
+CASES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "item": (_reads, (), "# alone"),
+    "gather_for_metrics": (_gathers, (), "# alone"),
+    "the loader's copy": (_loads, (), "# alone"),
+    "another order": (_crosses, (), "# crossed"),
+    "DDP": (_leaves, ("ddp",), "accelerator.backward(loss)|loss.item()"),
+    "FSDP": (_leaves, ("fsdp",), "model(torch.ones|accelerator.backward(loss)"),
+}
+
+
+@pytest.fixture(scope="module")
+def hangs() -> Iterator[dict[str, tuple[Hang, float]]]:
+    """The hang of each case, and the seconds from its ranks' last step until it was told."""
+    config = LaunchConfig(num_processes=2, grace=1.0)
+    runs: dict[str, Run] = {}
+    found: dict[str, tuple[Hang, float]] = {}
+    try:
+        for name, (function, arguments, _) in CASES.items():
+            runs[name] = launch(function, arguments, config=config, view=PlainView(), block=False)
+        deadline = time.monotonic() + 120
+        while len(found) < len(runs) and time.monotonic() < deadline:
+            for name, run in runs.items():
+                call_of(run).view.poll()
+                hang = run.state.hang
+                if hang is not None and name not in found:
+                    found[name] = hang, run.state.now() - hang.since
+            time.sleep(0.1)
+        yield found
+    finally:
+        for run in runs.values():
+            run.kill()
+            eventually(lambda run=run: run.state.has_ended, within=30, what="it has ended")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hang_on_a_device_names_the_line_that_began_it(
+    name: str, hangs: dict[str, tuple[Hang, float]]
+) -> None:
+    hang, seconds = hangs[name]
+    said = re.search(r"rank 0 waits in \w+(?: \(\w+\))? at test_hangs.py, line (\d+)", hang.text)
+    assert said, hang.text
+    line = linecache.getline(__file__, int(said[1]))
+    assert any(part in line for part in CASES[name][2].split("|")), (line, hang.text)
+    assert re.search(r"Collective \d+ is \w+ (of \S+.* )?on rank 0", hang.text), hang.text
+    if name == "another order":
+        assert re.search(
+            r"broadcast of \[2\] on rank 0, .*; all_reduce of \[6\] on rank 1", hang.text
+        )
+    else:
+        assert re.search(r"; rank 1 has come to \d+\. Every rank must", hang.text), hang.text
+        assert set(hang.operations) == {0}
+    assert seconds < _SECONDS

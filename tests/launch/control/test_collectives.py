@@ -1,0 +1,151 @@
+"""From each rank's newest collectives to the first at which they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.collectives import Difference, differences
+from notebook_accel.launch.control.hang import RankStack, at_differences, text_of_difference
+from notebook_accel.launch.control.hang_watch import HangWatch
+from tests.notebook.states import after, running
+
+CELL = "/tmp/ipykernel_1/1.py"
+TORCH = "/env/lib/python3.11/site-packages/torch/distributed"
+FIRST = "Collective 1 is all_reduce"
+LINE = ", at Cell In[4], line 11"
+SUM, SHARE, EACH, SPLIT = "all_reduce", "broadcast", "all_to_all", "scatter"
+
+
+def answer(*begun: tuple[Any, ...], first: int = 1, done: int = 0, **groups: Any) -> Any:
+    """Collectives from the number `first` on, as (operation, sizes), done up to `done`."""
+    return wire.Collectives(
+        groups=groups.get("groups", {}),
+        begun=tuple(
+            wire.Collective(
+                group=groups.get("group", "0 nccl"),
+                number=number,
+                operation=operation,
+                sizes=sizes,
+                is_pending=number > done,
+                frames=((f"{TORCH}/distributed_c10d.py", 9, operation), (CELL, 10 + number, "f")),
+            )
+            for number, (operation, sizes) in enumerate(begun, first)
+        ),
+    )
+
+
+def stacks(num_ranks: int) -> list[RankStack]:
+    return [
+        RankStack(rank=rank, operation="", own_line="Cell In[4], line 30", is_idle=False)
+        for rank in range(num_ranks)
+    ]
+
+
+def told(answers: dict[int, Any], num_ranks: int = 2) -> str:
+    found = differences(answers, num_ranks)
+    return text_of_difference(found[0], stacks(num_ranks), {CELL: "Cell In[4]"}) if found else ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        # One never comes: also where it has begun none at all.
+        (
+            answer((SUM, "[3]"), (SUM, "[4]"), done=1),
+            answer((SUM, "[3]"), done=1),
+            "Collective 2 is all_reduce of [4] on rank 0; rank 1 has come to 1",
+        ),
+        (
+            answer(("barrier", "[]")),
+            answer(),
+            "Collective 1 is barrier on rank 0; rank 1 has come to none",
+        ),
+        # Another operation: gloo's broadcast may be done where it was sent.
+        (
+            answer((SUM, "[1]")),
+            answer((SHARE, "[1]"), (SUM, "[1]"), done=1),
+            f"{FIRST} of [1] on rank 0{LINE}; broadcast of [1] on rank 1{LINE}",
+        ),
+        (
+            answer((SUM, "[4]")),
+            answer((SUM, "[8]")),
+            f"{FIRST} of [4] on rank 0{LINE}; all_reduce of [8] on rank 1{LINE}",
+        ),
+        # All agree: what is done may have had several sizes, and some operations may always have.
+        (answer((SUM, "[4]")), answer((SUM, "[4]")), ""),
+        (answer(("all_gather", "[4]"), done=1), answer(("all_gather", "[8]"), done=1), ""),
+        (answer((EACH, "[4]")), answer((EACH, "[8]")), ""),
+        (answer((SPLIT, "[4]")), answer((SPLIT, "")), ""),
+        # One is so far ahead that it tells no more of what the other waits in.
+        (answer((SHARE, "[4]")), answer(*[(SHARE, "[4]")] * 9, first=8, done=16), ""),
+        (answer((SUM, "[4]"), done=1), answer(), ""),
+    ],
+)
+def test_the_first_number_at_which_two_ranks_differ(first: Any, second: Any, text: str) -> None:
+    assert told({0: first, 1: second}) == text
+
+
+def test_only_the_ranks_of_a_group_are_waited_for() -> None:
+    of_group: Any = {"group": "5 nccl", "groups": {"5 nccl": [0, 2]}}
+    answers = {0: answer((SUM, "[4]"), **of_group), 1: answer(), 2: answer()}
+    found = differences(answers, 3)
+    assert [one.ranks for one in found] == [(0, 2)]
+    assert told(answers, 3) == (
+        "Collective 1 of ranks 0 and 2 is all_reduce of [4] on rank 0; rank 2 has come to none"
+    )
+    # One that has ended gives no answer, and is waited for; that it has ended is told elsewhere.
+    del answers[2]
+    (found_now,) = differences(answers, 3)
+    assert found_now.behind == {}
+
+
+def test_a_rank_waits_at_the_collective_that_it_began() -> None:
+    ahead = answer((SUM, "[3]"), (SUM, "[4]"), (SHARE, "[4]"), done=1)
+    found = differences({0: ahead, 1: answer((SUM, "[3]"), done=1)}, 2)
+    first, second = at_differences(stacks(2), found, {CELL: "Cell In[4]"})
+    assert (first.operation, first.own_line) == (SUM, "Cell In[4], line 12")
+    assert (second.operation, second.own_line) == ("", "Cell In[4], line 30")
+
+
+def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told() -> None:
+    begun = wire.Collective(
+        group="0 nccl",
+        number=1,
+        operation=SUM,
+        is_pending=True,
+        frames=((f"{TORCH}/fsdp.py", 1, "hook"),),
+    )
+    found = Difference(number=1, ranks=(0, 1), begun={0: begun}, behind={1: 0}, pending={0: begun})
+    (stack,) = at_differences(stacks(1), [found], {})
+    assert (stack.operation, stack.own_line) == (SUM, "Cell In[4], line 30")
+
+
+def test_a_watch_waits_for_the_collectives_of_ranks_that_tell_them() -> None:
+    watch, state, now = HangWatch({CELL: "Cell In[4]"}), running(2), 100.0
+    for rank in (0, 1):
+        state = after(state, wire.Sample(rank=rank, cpu=100 if rank == 0 else 0))
+    for second in range(2):
+        while not watch.asks(state, now=now):
+            now += 0.2
+            state = watch.look(state, now=now)
+        for rank in (0, 1):
+            watch.take(wire.Stacks(rank=rank, text="", tells_collectives=rank == 0))
+        state = watch.look(state, now=now)
+        assert state.hang is None
+        watch.take(msg(answer((SUM, "[3]"))))
+        state = watch.look(state, now=now)
+        assert (state.hang is not None) == (second == 1)
+    assert state.hang is not None
+    assert state.hang.is_certain
+    assert state.hang.text == (
+        "the run hangs: rank 0 waits in all_reduce at Cell In[4], line 11; rank 1 is silent. "
+        "Collective 1 is all_reduce of [3] on rank 0; rank 1 has come to none. "
+        "Every rank must make the same collective calls in one order"
+    )
+
+
+def msg(found: wire.Collectives) -> wire.Collectives:
+    return wire.Collectives(rank=0, groups=found.groups, begun=found.begun)
