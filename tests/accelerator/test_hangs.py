@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view.plain import PlainView
@@ -159,3 +159,30 @@ def test_a_hang_on_a_device_names_the_line_that_began_it(
         assert re.search(r"; rank 1 has come to \d+\. Every rank must", hang.text), hang.text
         assert set(hang.operations) == {0}
     assert seconds < _SECONDS
+
+
+def _times_out() -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from notebook_accel import InitProcessGroupKwargs
+
+    accelerator = _begin(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=3))])
+    if accelerator.is_main_process:
+        dist.all_reduce(torch.ones(3, device=accelerator.device))
+        torch.ones(1, device=accelerator.device).item()
+    time.sleep(600)
+
+
+def test_a_timeout_of_the_watchdog_is_told_in_one_line() -> None:
+    with pytest.raises(WorkerError) as raised:
+        notebook_launcher(_times_out, num_processes=2, view="none", config={"grace": 1.0})
+    told = str(raised.value)
+    assert re.search(
+        r"longer than the timeout of its process group: rank 1 waited in none; "
+        r"rank 0 waited [3-9] s in allreduce, collective 2\n",
+        told,
+    ), told
+    assert "frame #" not in told

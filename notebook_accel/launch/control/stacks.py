@@ -22,6 +22,8 @@ _CALLER = re.compile(
     r'^  File ".*[/\\](launch[/\\]worker[/\\]main|notebook[/\\]worker[/\\]calls)\.py", '
     r"line \d+ in (_run|__call__)$"
 )
+# A thread of the launcher's, which waits for the agent.
+_WAITS_FOR_AGENT = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]groups\.py", .* in follow$')
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -47,14 +49,15 @@ def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> 
 def readable(text: str, labels: Mapping[str, str]) -> str:
     """Format a faulthandler dump for the user: the thread that runs the user's function first.
 
-    Cells are named by their labels, and the launcher's frames that called the function are left
-    out.
+    Cells are named by their labels. The launcher's frames that called the function are left out,
+    and its own threads.
 
     Args:
         text: the dump of all threads of one process.
         labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
     """
-    threads = sorted(_threads(text), key=_nearness)
+    found = (each for each in _threads(text) if not any(map(_WAITS_FOR_AGENT.match, each)))
+    threads = sorted(found, key=_nearness)
     shown = ("\n".join(_without_callers(each)) for each in threads)
     return name_cells("\n\n".join(shown) + "\n", labels)
 

@@ -95,11 +95,16 @@ _HINTS: tuple[Callable[[RankState], str], ...] = (_mismatch, _memory_of_kernel)
 
 # Lines of output that the error shows of a rank that died without an exception.
 _NUM_LAST_LINES = 10
+_SAME_CALLS = "every rank must make the same collective calls (wait_for_everyone, gather, backward)"
 # Characters of what the backend says of a connection that ended.
 _MAX_OF_BACKEND = 160
 
 # The watchdog of NCCL and its kin ends a rank that lost another: a consequence, not a cause.
 _WATCHDOG = re.compile(r"ProcessGroup\w+.*(watchdog|aborting)|\w+ watchdog", re.IGNORECASE)
+# What it says of a collective that took longer than the group's timeout; releases of torch differ
+# in what stands around it.
+_TIMEOUT = re.compile(r"Work\w+\((SeqNum=[^\n]*?)\) ran for (\d+) milliseconds")
+_FIELD = re.compile(r"(SeqNum|OpType)=(\w+)")
 
 
 class _Kind(IntEnum):
@@ -143,8 +148,7 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
         _left_as_asked(rank) or rank.ended_by_agent for rank in state.ranks
     )
     if failed and not ((lost or has_left) and min(map(_kind, failed)) == _Kind.LOST_PEER):
-        returned = [rank.rank for rank in state.ranks if rank.returned]
-        return Verdict(status="failed", failure=_rank_failure(failed, returned, log_dir))
+        return Verdict(status="failed", failure=_rank_failure(failed, state, log_dir))
     without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
     if lost and not is_stopped and without_result:
         return Verdict(status="failed", failure=_agent_failure(lost[0], without_result))
@@ -202,14 +206,14 @@ def _is_watchdog(rank: RankState) -> bool:
     return rank.signal == signal.SIGABRT and bool(_WATCHDOG.search("\n".join(rank.tail)))
 
 
-def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
+def _rank_failure(failed: list[RankState], state: RunState, log_dir: str) -> Failure:
     """Build the ``Failure`` of a run in which ranks failed.
 
     Its message explains the cause, then mentions the other failures.
 
     Args:
         failed: the ranks that failed, in any order.
-        returned: numbers of the ranks whose function returned.
+        state: the last state of the run.
         log_dir: folder with the complete output of the ranks.
     """
     failed = _in_order(failed)
@@ -218,7 +222,7 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
     culprits = [rank for rank in failed if _kind(rank) != _Kind.LOST_PEER] or [cause]
     raised = cause.failure
     lines = [
-        *(_describe_lost(cause, returned) or _describe(cause)),
+        *(_describe_timeout(cause, state) or _describe_lost(cause, state) or _describe(cause)),
         *hint_lines(cause),
         *_other_failures(culprits, cause),
     ]
@@ -298,7 +302,30 @@ def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
+def _describe_timeout(cause: RankState, state: RunState) -> list[str]:
+    """Return who waited where, the odd one out first, if a watchdog ended ``cause``; else []."""
+    waited: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    for rank in state.ranks if _is_watchdog(cause) else ():
+        found = _TIMEOUT.search("\n".join(rank.tail))
+        if found is not None:
+            what = dict(_FIELD.findall(found[1]))
+            operation = what.get("OpType", "a collective").strip("_").lower()
+            seconds = f"{int(found[2]) / 1000:.0f} s"
+            text = f"waited {seconds} in {operation}, collective {what['SeqNum']}"
+        else:
+            place = state.hang.elsewhere.get(rank.rank, "") if state.hang else ""
+            text = "had returned" if rank.returned else f"waited in none{place and f', {place}'}"
+        waited[found is not None, text].append(rank.rank)
+    if not any(has_waited for has_waited, _ in waited):
+        return []
+    # Who did not wait is held to be at fault, else those that are the fewest.
+    ordered = sorted(waited.items(), key=lambda item: (item[0][0], len(item[1]), item[1]))
+    who = "; ".join(f"{rank_list(ranks)} {text}" for (_, text), ranks in ordered)
+    before = f"Before that: {state.hang.text}" if state.hang else f"There, {_SAME_CALLS}"
+    return [f"a collective took longer than the timeout of its process group: {who}", "", before]
+
+
+def _describe_lost(cause: RankState, state: RunState) -> list[str]:
     """Return lines that explain a lost connection between ranks; [] for other kinds of failure.
 
     The message of gloo or NCCL names only an address, and guesses that a rank crashed. Often a rank
@@ -306,8 +333,9 @@ def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
 
     Args:
         cause: the rank that lost its connection.
-        returned: numbers of the ranks whose function returned.
+        state: the last state of the run.
     """
+    returned = [rank.rank for rank in state.ranks if rank.returned]
     if cause.failure is None or _kind(cause) != _Kind.LOST_PEER:
         return []
     place = place_of_wait(cause.failure.traceback)
@@ -319,9 +347,8 @@ def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
         what = f"{rank_list(returned)} {verb} returned already, while {waits}"
     else:
         what = f"another rank has left the process group, while {waits}"
-    rule = "every rank must make the same collective calls (wait_for_everyone, gather, backward)"
     backend = f"The backend says: {one_line(_in_one_line(cause), _MAX_OF_BACKEND)}"
-    return [f"{what}: {rule}", "", backend]
+    return [f"{what}: {_SAME_CALLS}", "", backend]
 
 
 def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:

@@ -43,3 +43,12 @@ def test_a_rank_that_is_in_no_call_or_gives_no_answer_says_so() -> None:
 """
     told = stacks_text([(0, waits), (1, "the rank did not answer\n")], {})
     assert told == f"rank 0\n{waits}\nrank 1\nthe rank did not answer\n"
+
+
+def test_threads_of_the_launcher_are_left_out() -> None:
+    waits = (
+        'Thread 0x09 (most recent call first):\n  File "/env/notebook_accel/launch/worker/groups.py", '
+        'line 223 in follow\n  File "/usr/lib/threading.py", line 9 in run\n\n'
+    )
+    own = 'Thread 0x0a (most recent call first):\n  File "/me/train.py", line 3 in follow\n'
+    assert readable(waits + own, {}) == own

@@ -117,12 +117,48 @@ def test_a_lost_peer_that_was_heard_first_does_not_bring_its_agents_other_failur
     assert failure(run(3, *messages, agents=(0, 0, 1))).rank == 2
 
 
+_WORK = (
+    "collective operation timeout: WorkNCCL(SeqNum={number}, OpType={kind}, NumelIn=4, NumelOut=4, "
+    "Timeout(ms)=600000) ran for 600012 milliseconds before timing out.\n"
+)
+_FRAMES = (
+    "frame #1: c10d::ProcessGroupNCCL::Watchdog::run() + 0x9 (0x7f in libtorch_cuda.so)\n" * 20
+)
+TIMEOUT = (
+    f"[rank{{rank}}]:[E ProcessGroupNCCL.cpp:6] [Rank {{rank}}] Watchdog caught {_WORK}{_FRAMES}"
+)
+TIMEOUT_AGAIN = (
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 "
+    "PG GUID 0 Rank {rank}] Process group watchdog thread terminated with exception: [Rank {rank}] "
+    f"Watchdog caught {_WORK}Exception raised from checkTimeout:\n{_FRAMES}"
+)
+
+
 def test_ncclss_watchdog_is_a_consequence() -> None:
     said = wire.Output(rank=0, text="[Rank 0] ProcessGroupNCCL: watchdog caught a timeout\n")
     state = run(2, said, died(0, 1.0, signal=6), raised(1, at=2.0))
     assert failure(state).rank == 1
     # Without its words an abort is a death like any other.
     assert failure(run(2, died(0, 1.0, signal=6), raised(1, at=2.0))).rank == 0
+
+
+@pytest.mark.parametrize("words", [TIMEOUT, TIMEOUT_AGAIN], ids=["its log", "its exception"])
+def test_a_timeout_of_the_watchdog_is_one_line_with_the_odd_one_out_first(words: str) -> None:
+    waited = ((0, 7, "ALLREDUCE"), (1, 7, "ALLREDUCE"), (2, 6, "_ALLGATHER_BASE"))
+    said = [
+        wire.Output(rank=rank, text=words.format(rank=rank, number=number, kind=kind))
+        for rank, number, kind in waited
+    ]
+    aborted = [died(rank, rank, signal=6) for rank in (0, 1, 2)]
+    told = failure(run(3, *said, *aborted)).message
+    assert told.splitlines()[0] == (
+        "a collective took longer than the timeout of its process group: rank 2 waited 600 s in "
+        "allgather_base, collective 6; ranks 0-1 waited 600 s in allreduce, collective 7"
+    )
+    assert "frame #" not in told
+    # One that never came was ended by the agent.
+    told = failure(run(3, *said[:2], *aborted[:2], *ended_by_agent(2))).message
+    assert "group: rank 2 waited in none; ranks 0-1 waited 600 s in allreduce" in told
 
 
 # ---- which have failed ---------------------------------------------------------------------
