@@ -157,7 +157,7 @@ def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, 
             kept += [_loaded(name, known) for name in sorted(made)]
             needed -= made
     first = [_first(name, known) for name in sorted(needed)]
-    lines = [line for line in (*first, *reversed(kept)) if line]
+    lines = [*(line for line in first if line and line not in kept), *reversed(kept)]
     if any(f"{_SAVE_IT}torch" in line for line in lines):
         lines = ["import torch", *(line for line in lines if line != "import torch")]
     return _spaced(lines)
