@@ -148,6 +148,44 @@ def steps() -> dict[str, Callable[[int], None]]:
     }
 
 
+def measured() -> dict[str, Callable[[int], None]]:
+    """A loop in a launched rank, whose steps are measured, and in any other process."""
+    from notebook_accel import Accelerator
+    from notebook_accel.launch import rank
+    from notebook_accel.launch.transport.scoreboard import Scoreboard
+    from notebook_accel.training.stepping.step_timer import StepTimer
+
+    numbers = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
+    context = rank.LaunchedContext(
+        run="", send=lambda _: None, board=Scoreboard(1), store_port=None, **numbers
+    )
+    rank.enter(context)
+    block = reading_and_stepping(Accelerator(cpu=True))
+    timer = context.shared[StepTimer]
+
+    def without(count: int) -> None:
+        del context.shared[StepTimer]
+        block(count)
+        context.shared[StepTimer] = timer
+
+    return {RAW: without, AGAIN: without, "measured": block}
+
+
+def reading_and_stepping(accelerator: Any) -> Callable[[int], None]:
+    """A block of steps on a prepared loader's batches."""
+    model, optimizer, loader = accelerator.prepare(*tiny(), batches())
+
+    def block(count: int) -> None:
+        for number, (inputs, targets) in enumerate(loader, start=1):
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == count:
+                break
+
+    return block
+
+
 def measure(
     blocks: dict[str, Callable[[int], None]], *, repeats: int, count: int
 ) -> list[dict[str, str]]:
@@ -179,6 +217,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print("A training step:")
     print(table(measure(steps(), repeats=repeats, count=count)))
+    print("\nThe same, without its parts measured (raw) and with:")
+    print(table(measure(measured(), repeats=repeats, count=count)))
     print("\nA batch of a loader:")
     print(table(measure(loaders(), repeats=repeats, count=count)))
 

@@ -198,6 +198,38 @@ def take_hang(lab: Lab, browser: Browser, out: Path) -> None:
     page.close()
 
 
+STEPS = """import time, torch
+from notebook_accel import Accelerator, notebook_launcher
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, wait): self.wait = wait
+    def __len__(self): return 4000
+    def __getitem__(self, index): time.sleep(self.wait); return torch.ones(64)
+def train():
+    accelerator = Accelerator()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    samples = Samples(0.008 * (accelerator.process_index == 1))
+    loader = torch.utils.data.DataLoader(samples, batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for step, batch in enumerate(loader):
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 0:
+            accelerator.log({"loss": loss.item()}, step=step)"""
+
+
+def take_steps(lab: Lab, browser: Browser, out: Path) -> None:
+    """A rank that waits for data: the table of steps in the panel and in the summary."""
+    page = _open(lab, browser, "steps", STEPS, "run = notebook_launcher(train, num_processes=2)")
+    page.output(2).locator(".na-slow", has_text="waits").wait_for(timeout=60_000)
+    _picture(page, out, "steps")
+    page.output(2).locator(".na-stop").click()
+    _wait_for_end(page)
+    _picture(page, out, "steps-end")
+
+
 def take_displays(lab: Lab, browser: Browser, out: Path) -> None:
     """A run in the background, with figures and a table in its panel."""
     end = lab.folder / "displays"
@@ -238,6 +270,7 @@ def take_plots(lab: Lab, browser: Browser, out: Path) -> None:
 SCENES: dict[str, Callable[[Lab, Browser, Path], None]] = {
     **{f"{number}-ranks": partial(take_training, number=number) for number in (1, 2, 8, 64)},
     "hang": take_hang,
+    "steps": take_steps,
     "displays": take_displays,
     "form": take_form,
     "doctor": take_doctor,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOM = PACKAGE / "private"
-MOST = 42
+MOST = 43
 _PRIVATE = re.compile(r"_(?!_)\w*[A-Za-z]\w*")
 # What is spelled like a private name, and documented by its library or a protocol of many.
 DOCUMENTED = {
@@ -293,6 +293,16 @@ def _has_storage() -> bool:
     return isinstance(of_torch.untyped_storage(typed), torch.UntypedStorage)
 
 
+def _calls_at_end_of_backward() -> bool:
+    import torch
+
+    called: list[int] = []
+    loss = torch.ones(1, requires_grad=True) * 2
+    loss.register_hook(lambda _: of_torch.at_end_of_backward(lambda: called.append(1)))
+    loss.backward()
+    return called == [1]
+
+
 def _stores_parts() -> bool:
     stored = of_torch.part_of_file({"relative_path": "a", "offset": 0, "length": 1})
     return bool(stored.length == 1)
@@ -417,6 +427,7 @@ CHECKS: list[tuple[str, str, str, Callable[[], bool]]] = [
         lambda: "_divide_by_initial_world_size" in _seen_in_a_group(),
     ),
     ("torch", "_version", "gradients scaled in part are not refused", _counts_changes),
+    ("torch", "_execution_engine", "waits for ranks are not measured", _calls_at_end_of_backward),
     ("torch", "_untyped_storage", "no tensor travels to the ranks", _has_storage),
     ("torch", "_weights_only_unpickler", "no checkpoint is read", _loads_tensors),
     ("torch", "_get_allowed_globals", "no checkpoint is read", _loads_tensors),

@@ -50,8 +50,28 @@ class StorePort(NamedTuple):
     listener: socket.socket | None
 
 
+class DeviceMemory(NamedTuple):
+    """Bytes on a device, as torch counts them; 0 if unknown.
+
+    Attributes:
+        used, peak: in use now, and the most so far.
+        limit: how many torch could use, other processes aside.
+    """
+
+    used: int = 0
+    peak: int = 0
+    limit: int = 0
+
+
 class Training(Protocol):
     """Protocol of a training whose state can be saved when the run is stopped."""
+
+    def memory_parts(self, error: BaseException) -> dict[str, int]:
+        """Return bytes in the device's memory by part, if ``error`` says that it is full.
+
+        The parts are the training's weights, gradients and optimizer, and the rest where the whole
+        is known. The dictionary is empty for other errors.
+        """
 
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
@@ -195,14 +215,24 @@ class RankContext:
         """
 
     def count_step(
-        self, device_memory: Callable[[], int | None] | None = None, *, skipped: bool = False
+        self,
+        device_memory: Callable[[], DeviceMemory | None] | None = None,
+        *,
+        skipped: bool = False,
     ) -> None:
         """Count a step of a prepared optimizer that has ended; a no-op in this base class.
 
         Args:
-            device_memory: returns the bytes in use on the device, or None if unknown; called at
-                most once a second, since it takes time. Without it, the memory is not measured.
+            device_memory: returns the memory of the device, or None if unknown; called at most once
+                a second, since it takes time. Without it, the memory is not measured.
             skipped: whether the step was left out because of an overflow, and is not counted.
+        """
+
+    def note_step_times(self, times: list[int]) -> None:
+        """Report where the time of steps goes; a no-op in this base class.
+
+        Args:
+            times: the fields of ``wire.StepTimes``. The rank reads the list again as its call ends.
         """
 
     def should_stop(self) -> bool:
@@ -285,6 +315,7 @@ class LaunchedContext(RankContext):
         self._pass: tuple[int, int | None] = (0, None)
         # That in which the last step was made, and how many of its batches had been given then.
         self._stepped: tuple[tuple[int, int | None], int] | None = None
+        self._step_times: list[int] = []
         # Within a call it is kept; between calls it is the user's to drop.
         self._training: Training | None = None
         self._any_training: weakref.ref[Training] | None = None
@@ -323,6 +354,7 @@ class LaunchedContext(RankContext):
         self._grace = grace
         self._step_seconds, self._step_began = 0.0, time.monotonic()
         self._pass, self._stepped = (0, None), None
+        self._step_times = []
 
     def end_call(self) -> None:
         """End the call: forget its training, and show the progress of the last pass with a step.
@@ -331,6 +363,8 @@ class LaunchedContext(RankContext):
         makes no optimizer steps, but the user wants to know how far the training came.
         """
         self._training = None
+        if self._step_times:
+            self.note_step_times(self._step_times)
         # A validation mostly comes last, and how far the training came is what people ask.
         if self._stepped is not None and self._stepped[0] != self._pass:
             (_, total), done = self._stepped
@@ -360,6 +394,11 @@ class LaunchedContext(RankContext):
             self.notice("what was being trained is not kept: the ranks were within a step")
             return iter(())
         return training.parts_to_rescue(self._row.steps, free)
+
+    def memory_parts(self, error: BaseException) -> dict[str, int]:
+        """Return bytes in the device's memory by part, if ``error`` says that it is full."""
+        training = self._training or (self._any_training and self._any_training())
+        return training.memory_parts(error) if training else {}
 
     def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
         """Return a message of class ``kind`` with these fields, about this rank's current call."""
@@ -394,6 +433,10 @@ class LaunchedContext(RankContext):
         elif not row.reads and self._board.leaves(self.local_rank, "batches"):
             self._leave()
 
+    def note_step_times(self, times: list[int]) -> None:
+        self._step_times = times
+        self._row.step_times[:] = [*times]
+
     def _leave(self) -> None:
         self.left_with_all = True
         if self._board.interrupts:
@@ -412,7 +455,10 @@ class LaunchedContext(RankContext):
         self._is_stepping = True
 
     def count_step(
-        self, device_memory: Callable[[], int | None] | None = None, *, skipped: bool = False
+        self,
+        device_memory: Callable[[], DeviceMemory | None] | None = None,
+        *,
+        skipped: bool = False,
     ) -> None:
         row = self._row
         self._is_stepping = False
@@ -426,7 +472,8 @@ class LaunchedContext(RankContext):
             return
         if now >= self._next_memory:
             self._next_memory = now + _MEMORY_SECONDS
-            row.device_memory = device_memory() or 0
+            found = device_memory() or DeviceMemory()
+            row.device_memory, row.device_peak, row.device_limit = found
 
     def should_stop(self) -> bool:
         row = self._row

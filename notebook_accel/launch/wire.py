@@ -33,7 +33,7 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 14
+VERSION = 15
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -361,6 +361,28 @@ class Output(Message, frozen=True, kw_only=True):
     end: int = 0
 
 
+class StepTimes(msgspec.Struct, frozen=True):
+    """Where the time of a rank's steps goes: sums over the last minute or so, in nanoseconds.
+
+    Attributes:
+        num_steps, total: number of steps in the sums, and how long they took.
+        data, forward, backward, optimizer, rest: parts of them on the host (step_timer.py).
+        collectives: backward waits for other ranks: no part of ``backward`` on a CPU; on an
+            accelerator by the device's own clock.
+        data_wait: the part of ``data`` in which a device had nothing to compute; on a CPU all.
+    """
+
+    num_steps: int = 0
+    total: int = 0
+    data: int = 0
+    forward: int = 0
+    backward: int = 0
+    optimizer: int = 0
+    rest: int = 0
+    collectives: int = 0
+    data_wait: int = 0
+
+
 class Sample(Message, frozen=True, kw_only=True):
     """From an agent: resource use and counters of a rank.
 
@@ -369,6 +391,7 @@ class Sample(Message, frozen=True, kw_only=True):
             ``RankState`` (control/state.py).
         memory, device_memory: bytes of memory that the rank's process uses, and bytes that are used
             on the rank's device; None if unknown.
+        device_peak, device_limit, step_times: as in ``RankState``.
         cpu: use of the CPU in percent of one core; None if unknown.
         device_use: percentage of the time in which the device was busy; None if unknown.
         device: name of the rank's device; "" if unknown.
@@ -381,6 +404,9 @@ class Sample(Message, frozen=True, kw_only=True):
     steps: int = 0
     memory: int | None = None
     device_memory: int | None = None
+    device_peak: int | None = None
+    device_limit: int | None = None
+    step_times: StepTimes = StepTimes()
     cpu: int | None = None
     device_use: int | None = None
     device: str = ""

@@ -18,6 +18,7 @@ from notebook_accel.launch.view.progress import (
     most_lines,
     progress_lines,
 )
+from notebook_accel.launch.view.steps import step_lines, step_table
 from notebook_accel.launch.view.summary import (
     condition,
     elapsed,
@@ -85,7 +86,7 @@ def render_panel(state: RunState, details: Details) -> Markup:
     Notices and warnings appear while the run goes on. They stand below the rows, and a warning of
     a hang stays after the hang, since nobody can use a panel that jumps under the mouse.
     """
-    parts = _ranks(state, details), _notices(state), _warnings(state, details)
+    parts = _ranks(state, details), _steps(state), _notices(state), _warnings(state, details)
     return element("div", *parts, class_="na")
 
 
@@ -163,6 +164,21 @@ def fold_of_stacks(
     if len(stacks) > _MAX_STACKS:
         parts.append(element("div", f"… and {len(stacks) - _MAX_STACKS} more", class_="na-muted"))
     return element("details", element("summary", title), *parts, open=is_open)
+
+
+def render_steps(state: RunState, **styles: str) -> Markup:
+    """Return where the time of the ranks' steps goes as an HTML table; "" if that is unknown.
+
+    Args:
+        state: the run's state.
+        styles: inline CSS of "table", "tr", "th" and "td".
+    """
+    rows: list[Markup] = []
+    for cells in step_table(state):
+        tag = "td" if rows else "th"
+        parts = (element(tag, text, style=styles.get(tag)) for text in cells)
+        rows.append(element("tr", *parts, style=styles.get("tr")))
+    return element("table", *rows, style=styles.get("table")) if rows else Markup("")
 
 
 # ---- ranks ---------------------------------------------------------------------------------
@@ -362,6 +378,14 @@ def _taken(rank: RankState) -> str | None:
     used = f"device {wording.memory(rank.device_memory)}"
     cpu = "" if rank.cpu is None else f", {rank.cpu}% of a core"
     return f"{used}, process {wording.memory(rank.memory)}{cpu}"
+
+
+def _steps(state: RunState) -> Markup:
+    table = render_steps(state)
+    # Room for a line from the first moment on, so that one which comes moves nothing.
+    lines = [element("div", line) for line in step_lines(state)] or [Markup("&nbsp;")]
+    slow = element("div", *lines, class_="na-slow")
+    return element("div", table, slow, class_="na-steps") if table else table
 
 
 def _heat_cell(rank: RankState, state: RunState) -> Markup:

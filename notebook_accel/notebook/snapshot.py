@@ -22,6 +22,7 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, not_finite_note
+from notebook_accel.launch.view.steps import step_lines
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from notebook_accel.notebook.markup import (
@@ -31,7 +32,7 @@ from notebook_accel.notebook.markup import (
     message_bytes,
     shorten,
 )
-from notebook_accel.notebook.panel import fold_of_stacks, stacks_of_hang
+from notebook_accel.notebook.panel import fold_of_stacks, render_steps, stacks_of_hang
 from notebook_accel.notebook.rank_displays import other_displays, render_displays
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ _CELL = (
 # That of a rank may be long: it wraps, and has at least so much room.
 _PROGRESS = "white-space:normal;min-width:100px"
 _HEAD = f"{_CELL};font-weight:normal;font-size:11px;opacity:.65"
+_SMALL_CELL = f"{_CELL};font-size:12px;opacity:.8"
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
     f"{_MONO};white-space:pre-wrap;word-break:break-word;overflow:auto;max-height:400px;"
@@ -190,6 +192,7 @@ def render_snapshot(
     parts = [
         element("div", *_title_parts(state, seconds)),
         _table(state, seconds),
+        _steps(state),
         _notices(state),
         *(
             fold_of_stacks(title, found, max_bytes=_MAX_ERROR, style=_TEXT)
@@ -262,6 +265,12 @@ def _table(state: RunState, seconds: float) -> Markup:
             element("div", rest, style=_MUTED) if rest else "",
         ]
     )
+
+
+def _steps(state: RunState) -> Markup:
+    table = render_steps(state, table=_TABLE, tr=_ROW, th=_HEAD, td=_SMALL_CELL)
+    lines = [element("div", f"⚠ {line}") for line in step_lines(state)]
+    return join([element("div", table, style=_SCROLLS), *lines]) if table else table
 
 
 def _notices(state: RunState) -> Markup:

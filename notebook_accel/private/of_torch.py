@@ -484,6 +484,19 @@ def count_of_changes(tensor: torch.Tensor) -> int:
         return 0
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward that runs now has computed all gradients.
+
+    What was queued in this way before, such as the wait for other ranks, runs before it. Where
+    torch lacks the name nothing is called.
+    """
+    engine = getattr(sys.modules["torch"].autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        _report_missing("Variable._execution_engine", "the wait for other ranks is not measured")
+    else:
+        engine.queue_callback(call)
+
+
 def untyped_storage(typed: Any) -> Any:
     """Return the untyped storage of a TypedStorage.
 

@@ -12,7 +12,7 @@ import pytest
 
 from notebook_accel import ConfigError, RunStopped
 from notebook_accel.launch import rank, wire
-from notebook_accel.launch.rank import LaunchedContext, RankContext, current, enter
+from notebook_accel.launch.rank import DeviceMemory, LaunchedContext, RankContext, current, enter
 from notebook_accel.launch.transport.channel import encode
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from tests.launch.transport.test_scoreboard import stop
@@ -269,14 +269,15 @@ def test_steps_and_the_memory_now_and_then() -> None:
     context, _, board = launched()
     asked = []
 
-    def memory() -> int:
+    def memory() -> DeviceMemory:
         asked.append(1)
-        return 2**33
+        return DeviceMemory(2**33, 2**34, 2**35)
 
     for _ in range(1000):
         context.count_step(memory)
     assert board.row(1).steps == 1000
-    assert board.row(1).device_memory == 2**33
+    row = board.row(1)
+    assert (row.device_memory, row.device_peak, row.device_limit) == (2**33, 2**34, 2**35)
     assert 1 <= len(asked) < 100
     context.count_step(lambda: None)
     context.count_step()

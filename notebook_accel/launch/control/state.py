@@ -114,6 +114,9 @@ class ProcessState:
     ended_by_agent: bool = False
 
 
+_NO_STEPS = wire.StepTimes()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """The state of one rank's part of a call.
@@ -131,6 +134,9 @@ class RankState:
             is the progress in the pass. Negative after a resume in the middle of a pass.
         steps: number of steps that the rank's prepared optimizers have made in this call.
         memory, device_memory: memory in use, in bytes; None if unknown.
+        device_peak, device_limit: the most bytes that torch has used on the device so far, and how
+            many it could use, other processes aside; None if unknown.
+        step_times: where the time of the rank's steps goes.
         cpu, device_use: CPU use in percent of one core, and use of the device in percent; None if
             unknown.
         device: name of the device that the rank computes on; "" if unknown.
@@ -183,6 +189,9 @@ class RankState:
     steps: int = 0
     memory: int | None = None
     device_memory: int | None = None
+    device_peak: int | None = None
+    device_limit: int | None = None
+    step_times: wire.StepTimes = _NO_STEPS
     cpu: int | None = None
     device_use: int | None = None
     device: str = ""

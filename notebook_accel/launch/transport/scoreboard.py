@@ -41,6 +41,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from notebook_accel.launch.wire import StepTimes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -55,6 +57,7 @@ _COUNTERS = ("batches", "reads", "begun")
 # (0: unknown), and whether the ranks of other agents have ended their part of the call.
 _ASKED, _LEAVE_BATCHES, _LEAVE_READS, _LEAVE_BEGUN, _OTHERS_ENDED, _HEADER = range(6)
 _NEVER = 2**62
+_STEP_TIMES = ctypes.c_int64 * len(StepTimes.__struct_fields__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,9 @@ class RankRow(ctypes.Structure):
             to get, of its optimizer steps, and of its reads of ``should_stop``.
         total_batches: length of the current pass through the loader, in batches; 0 if unknown.
         pass_start: value of ``batches`` before the first batch of the current pass.
-        device_memory: bytes in use on the rank's device, as torch counts them; 0 if unknown.
+        device_memory, device_peak, device_limit: bytes in use on the rank's device, as torch counts
+            them, the most so far, and how many torch could use; 0 if unknown.
+        step_times: the fields of ``wire.StepTimes``, in their order.
         call_over: 1 once the rank's part of the call is over. The rank sets it when its function
             has ended, before it sends the result; the agent sets it when the process has ended.
         begun: number of optimizer steps that the rank has begun without a prepared loader.
@@ -143,6 +148,8 @@ class RankRow(ctypes.Structure):
     steps: int
     reads: int
     device_memory: int
+    device_peak: int
+    device_limit: int
     call_over: int
     passed_batches: int
     passed_reads: int
@@ -157,10 +164,13 @@ class RankRow(ctypes.Structure):
     seen_interrupt: int
     disconnected_call: int
     tells_collectives: int
+    step_times: ctypes.Array[ctypes.c_int64]
 
     # A structure of C, of the fields above: each step of a training writes here, and a Python
     # property would take three times as long.
-    _fields_: ClassVar = [(name, ctypes.c_int64) for name in __annotations__]
+    _fields_: ClassVar = [
+        (name, _STEP_TIMES if name == "step_times" else ctypes.c_int64) for name in __annotations__
+    ]
 
     @property
     def leaving(self) -> bool:

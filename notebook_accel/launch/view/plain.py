@@ -17,6 +17,7 @@ from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import Throughput, name_of, progress_lines
+from notebook_accel.launch.view.steps import step_lines
 from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class PlainView(View):
         self._notices: tuple[str, ...] = ()
         self._hang_text = ""
         self._throughput = Throughput()
+        self._knows_slow = False
         self._next_progress = 0.0
         self._has_printed_end = False
 
@@ -203,8 +205,14 @@ class PlainView(View):
     def print_progress(self, state: RunState) -> None:
         """Print one line per rank whose progress has changed, for ranks 0 to 15 only.
 
+        What slows the steps down is printed once.
+
         It is called every ``progress_seconds``.
         """
+        slow = step_lines(state)
+        if slow and not self._knows_slow:
+            self.write([f"notebook_accel: {line}" for line in slow])
+        self._knows_slow = self._knows_slow or bool(slow)
         for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
             text = _progress(rank, self._throughput.of(rank.rank))
             if text and text != self._last_progress.get(rank.rank):

@@ -19,6 +19,7 @@ from notebook_accel.launch.view.progress import (
     progress_lines,
     progress_text,
 )
+from notebook_accel.launch.view.steps import step_lines, step_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -194,16 +195,13 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     """
     seconds = elapsed(state, now)
     shown = ranks_with_row(state.ranks)
-    rows = [COLUMNS, *(rank_facts(rank, seconds) for rank in shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     name = one_line(state.name, _MAX_NAME)
     lines = [f"{name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
-    for row in rows:
-        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
+    lines += _aligned([COLUMNS, *(rank_facts(rank, seconds) for rank in shown)])
     rest = hidden_ranks(state.ranks, shown)
     if rest:
         lines.append(rest)
+    lines += [*_aligned(step_table(state)), *step_lines(state)]
     if state.hang is not None:
         lines.append(hang_line(state))
     metrics = list(last_values(state).items())
@@ -211,6 +209,12 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     if len(metrics) > MAX_NAMED_METRICS:
         lines.append(f"… and {len(metrics) - MAX_NAMED_METRICS:,} more in run.metrics")
     return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [map(str.ljust, row, widths) for row in rows]
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def values_line(state: RunState) -> str:

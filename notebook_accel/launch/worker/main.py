@@ -652,7 +652,7 @@ def _raised(
         return _returned(packed, context, call, is_none=True)
     kind, exitcode = _classify(error)
     text = cells.name_cells(format_error(error, caller=__file__))
-    hint = _hint(error, text)
+    hint = _hint(error, text) or _memory_report(error, context)
     if hint:
         text = f"{text.rstrip()}\n\n{hint}\n"
     if kind == "lost peer":
@@ -747,6 +747,17 @@ def _hint(error: BaseException, traceback: str) -> str:
     if _LASTING.search(text):
         return wording.LASTING_ERROR
     return _FULL_SHM_OF_NCCL if _SHM_OF_NCCL.search(text) else ""
+
+
+def _memory_report(error: BaseException, context: rank.LaunchedContext) -> str:
+    """Return what takes the memory, if that is what the error lacks, the biggest part first."""
+    try:
+        parts = context.memory_parts(error)
+    except Exception:  # a device after its failure: the error itself says more
+        return ""
+    biggest = sorted(parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {wording.memory(size)}" for name, size in biggest if size)
+    return f"What took the memory of rank {context.rank}: {listed}" if listed else ""
 
 
 def _lost_peer(error: BaseException) -> bool:

@@ -64,6 +64,7 @@ from notebook_accel.training.stepping.active_loaders import (
     ShortRound,
     active_loaders,
 )
+from notebook_accel.training.stepping.step_timer import step_timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -351,10 +352,12 @@ class PreparedLoader(LoaderWrapper):
         position, source, receive = self._begin_pass()
         progress, context = self._progress, current()
         count, active, total = context.count_batch, active_loaders(context), self._count_total()
-        stack = active.stack
+        stack, timer = active.stack, step_timer(context)
         position.loader = self
         try:
+            timer.drop()
             batch = next(source, _NO_BATCH)
+            timer.get_batch()
             # Torch's iterator has begun one or two passes over the sampler, and reads the newest.
             position.shard_pass = getattr(self._index.sampler, "newest_pass", None)
             if batch is not _NO_BATCH and receive is not None:
@@ -365,7 +368,9 @@ class PreparedLoader(LoaderWrapper):
                 count(total, position.num_given + 1)
                 # One ahead of the loop: where none follows, `batch` is the last one, which closes
                 # a window of accumulation and may have repeated samples.
+                timer.ask_for_batch()
                 following = next(source, _NO_BATCH)
+                timer.get_batch()
                 progress.position = position  # another pass over this loader may have begun
                 if following is _NO_BATCH:
                     self._reach_end(position)
@@ -387,6 +392,7 @@ class PreparedLoader(LoaderWrapper):
             # answer for a loader that another loop reads.
             active.drop(position)
             position.loader = None
+            timer.drop()
 
     def _begin_pass(self) -> tuple[Position, Iterator[Any], Callable[[Any], Any] | None]:
         """Restore and synchronize random states, and begin to read; all ranks call it.

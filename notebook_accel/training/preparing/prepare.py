@@ -17,6 +17,7 @@ from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
 from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.state_after_stop import parts_of
+from notebook_accel.training.processes.memory import is_out_of_memory, memory_parts
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import (
@@ -299,6 +300,16 @@ class Preparation:
             free: bytes of the host's memory that the copies may take.
         """
         return parts_of(self, num_steps, free)
+
+    def memory_parts(self, error: BaseException) -> dict[str, int]:
+        """Return the bytes of the device's memory that each part takes, if ``error`` is for them.
+
+        The dictionary is empty if ``error`` does not say that memory ran out.
+        """
+        if not is_out_of_memory(error):
+            return {}
+        models = [known.inner for known in self.models]
+        return memory_parts(self.plan.strategy.topology.device, models, self.optimizers)
 
     def loader(
         self,

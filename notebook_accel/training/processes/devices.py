@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import warnings
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import DeviceMemory
 from notebook_accel.private import of_torch
 from notebook_accel.training.settings import environment
 from notebook_accel.training.settings.handlers import DistributedType
@@ -294,18 +296,63 @@ def cuda_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
-    """Return a function that returns the bytes that torch has allocated on the device.
+def memory_reader(device: torch.device) -> Callable[[], DeviceMemory | None] | None:
+    """Return a function that returns the memory that torch has allocated on the device.
 
     The result is None, instead of a function, for the CPU and for device types that do not count
     allocated bytes. The function returns None if the device's runtime does not tell the number.
     """
-    if device.type == "cpu":
+    module = None if device.type == "cpu" else device_module(device.type)
+    if not hasattr(module, "memory_allocated"):
         return None
-    read: Callable[..., int | None] | None = getattr(
-        device_module(device.type), "memory_allocated", None
-    )
-    return None if read is None else lambda: read(device)
+
+    def ask(name: str) -> Any:
+        return getattr(module, name, lambda _: 0)(device)
+
+    def read() -> DeviceMemory | None:
+        used = ask("memory_allocated")
+        if used is None:
+            return None
+        free, _ = ask("mem_get_info") or (0, 0)
+        # What torch's allocator keeps in reserve is free for torch, too.
+        limit = free + ask("memory_reserved") if free else 0
+        return DeviceMemory(used, ask("max_memory_allocated"), limit)
+
+    return read
+
+
+class EventClock:
+    """Tells how long a device takes, by events among what is queued on its current stream.
+
+    On the CPU, where work is done when the host goes on, events are times of the host.
+
+    Attributes:
+        is_host: whether they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_host = is_host(device) or device.type in _DRIVERS  # XLA has no events
+        self._device = device
+        module = None if self.is_host else device_module(device.type)
+        # Into a graph that is being captured no event of ours may come, nor may one be asked.
+        self._captures = getattr(module, "is_current_stream_capturing", bool)
+
+    def now(self) -> Any:
+        """Return an event; None if there can be none at present."""
+        if self.is_host:
+            return time.perf_counter_ns()
+        event = None if self._captures() else torch.Event(self._device, enable_timing=True)
+        if event is not None:
+            event.record()
+        return event
+
+    def elapsed(self, begin: Any, end: Any) -> int | None:
+        """Return the nanoseconds between two events; None while the device is not that far."""
+        if self.is_host:
+            return int(end - begin)
+        if self._captures() or not end.query():
+            return None
+        return int(begin.elapsed_time(end) * 1e6)
 
 
 def empty_cache(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,10 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 # Texts of errors that have no type of their own, in lower case: CUDA, HIP, XPU and MPS; cuDNN and
 # cuBLAS, which say so when their workspace does not fit; the host's allocator.
@@ -42,6 +46,37 @@ def is_out_of_memory(exception: BaseException) -> bool:
         return True
     text = str(exception).lower()
     return isinstance(exception, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
+
+
+def memory_parts(
+    device: torch.device, models: Iterable[Module], optimizers: Iterable[Optimizer]
+) -> dict[str, int]:
+    """Return the bytes that parts of a training take of the device's memory, by name.
+
+    Args:
+        device: of this rank.
+        models, optimizers: what was prepared.
+    """
+    weights = [weight for model in models for weight in model.parameters()]
+    states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]
+    parts = {
+        "weights": _num_bytes(weights, device),
+        "gradients": _num_bytes([weight.grad for weight in weights], device),
+        "optimizer": _num_bytes(itertools.chain(*states), device),
+    }
+    read = devices.memory_reader(device)
+    memory = read() if read is not None else None
+    if memory is not None:
+        # What the failed step had made is dropped again by now.
+        most = max(memory.used, memory.peak)
+        parts["the rest, such as activations"] = max(0, most - sum(parts.values()))
+    return parts
+
+
+def _num_bytes(tensors: Iterable[Any], device: torch.device) -> int:
+    """Return the bytes of this rank's part of the tensors that are on the device."""
+    found = (one.detach() for one in tensors if torch.is_tensor(one) and one.device == device)
+    return sum(getattr(one, "to_local", one.detach)().nbytes for one in found)
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -30,12 +30,14 @@ from notebook_accel.training.precision.loss_scaling import LossScaling, gradient
 from notebook_accel.training.settings.notices import notice
 from notebook_accel.training.stepping.accumulation import current_accumulation
 from notebook_accel.training.stepping.gradient_state import GradientState
+from notebook_accel.training.stepping.step_timer import REST, step_timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch.optim import Optimizer
 
+    from notebook_accel.launch.rank import DeviceMemory
     from notebook_accel.training.models import PreparedModel
     from notebook_accel.training.stepping.accumulation import Accumulation
 
@@ -67,7 +69,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: loss scaler of fp16; None without loss scaling.
         accumulation: set by ``prepare``: the state of gradient accumulation.
         scaling: set by ``prepare``: the loss scaling of the ``Accelerator``.
-        device_memory: set by ``prepare``: returns the bytes in use on the device, for the reports.
+        device_memory: set by ``prepare``: returns the memory of the device, for the reports.
         drop_unreduced: set by ``prepare``: clears gradients that a library for sharded weights
             sums up outside of ``grad``.
 
@@ -98,7 +100,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         *,
         accumulation: Accumulation | None = None,
         scaling: LossScaling | None = None,
-        device_memory: Callable[[], int | None] | None = None,
+        device_memory: Callable[[], DeviceMemory | None] | None = None,
         drop_unreduced: Callable[[Optimizer], None] | None = None,
     ) -> None:
         if device_placement and optimizer.state:
@@ -168,7 +170,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self._accumulation.sync_gradients:
             return None
-        current().begin_step()
+        context = current()
+        context.begin_step()
+        timer = step_timer(context)
+        timer.mark(REST)
         # One that wraps another steps it inside, which is no step of an unprepared one.
         self._accumulation.is_stepping = True
         try:
@@ -180,10 +185,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 result = self.optimizer.step(closure)
         finally:
             self._accumulation.is_stepping = False
+        timer.end_step()
         self._used = True
         self._accumulation.note_step()
         self.num_steps += not self._is_overflow
-        current().count_step(self._device_memory, skipped=self._is_overflow)
+        context.count_step(self._device_memory, skipped=self._is_overflow)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

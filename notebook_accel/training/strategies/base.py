@@ -24,6 +24,7 @@ from notebook_accel.training.precision.loss_scaling import LossScaling
 from notebook_accel.training.processes import devices, topology
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.step_timer import measure_steps, step_timer
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Strategy:
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
+        measure_steps(self.topology.device)
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
         """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off.
@@ -202,7 +204,8 @@ class Strategy:
             loss = loss / num_steps
         if self.scaling is not None:
             loss = self.scaling.scale(loss)
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        with step_timer().backward(loss):
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def forward_backward(
         self,

@@ -25,6 +25,7 @@ from notebook_accel.training.processes import devices
 from notebook_accel.training.settings.handlers import DistributedType
 from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.stepping.optimizer import shares_parameters
+from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies.base import Strategy
 from notebook_accel.training.strategies.request import PrepareCall
 from notebook_accel.training.strategies.zero_config import complete
@@ -207,7 +208,8 @@ class DeepSpeedZero(Strategy):
             super().backward(loss, num_steps, **kwargs)
             return
         is_last = self._accumulation.sync_gradients if self._exchanges is None else self._exchanges
-        self.engine.backward(loss / num_steps if num_steps > 1 else loss, is_last, **kwargs)
+        with step_timer().backward(loss):
+            self.engine.backward(loss / num_steps if num_steps > 1 else loss, is_last, **kwargs)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

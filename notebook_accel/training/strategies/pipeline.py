@@ -30,6 +30,7 @@ from notebook_accel.config.checks import too_old_torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.collectives.nested import recursively_apply
+from notebook_accel.training.stepping.step_timer import step_timer
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
 from notebook_accel.training.strategies.micro_batches import (
@@ -164,7 +165,8 @@ class PipelineParallel(MeshParallel):
             # Gradients that the loop kept were added up already, and count once.
             for weight in pipeline.shared_weights:
                 weight.grad = None
-        loss = pipeline.forward_backward(model, inputs, targets, loss_function, for_backward)
+        with step_timer().backward():  # and forward, in turn
+            loss = pipeline.forward_backward(model, inputs, targets, loss_function, for_backward)
         pipeline.has_added_up = pipeline.exchanges_gradients
         if pipeline.exchanges_gradients:
             add_up_gradients(pipeline.shared_weights, self._group)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.rank import current
 from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+from notebook_accel.training.stepping.step_timer import REST, step_timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from notebook_accel.launch.rank import DeviceMemory
     from notebook_accel.training.stepping.accumulation import Accumulation
 
 __all__ = [
@@ -125,8 +127,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         optimizer: the optimizer that DeepSpeed steps.
         engine: the wrapper of the engine.
         accumulation: the state of gradient accumulation.
-        device_memory: returns the device memory in use, in bytes, or None if that is not known;
-            shown in the live panel.
+        device_memory: returns the memory of the device, or None if that is not known; shown in the
+            live panel.
 
     Attributes:
         optimizer: the optimizer inside, which has this rank's shards of the weights.
@@ -138,7 +140,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         engine: DeepSpeedEngineWrapper,
         *,
         accumulation: Accumulation,
-        device_memory: Callable[[], int | None] | None = None,
+        device_memory: Callable[[], DeviceMemory | None] | None = None,
     ) -> None:
         super().__init__(optimizer, False, accumulation=accumulation, device_memory=device_memory)
         self._engine = engine
@@ -156,7 +158,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             )
         if self._accumulation.sync_gradients:
             current().begin_step()
+            timer = step_timer()
+            timer.mark(REST)
             self._engine.step()
+            timer.end_step()
             self._accumulation.note_step()
             self.num_steps += not self.step_was_skipped
             current().count_step(self._device_memory, skipped=self.step_was_skipped)

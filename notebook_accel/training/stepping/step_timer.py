@@ -1,0 +1,201 @@
+"""Where the time of a training step goes, measured in the rank while it trains.
+
+The time between two marks belongs to one part of the step::
+
+    the loader is asked           rest ends
+    it gives a batch              data ends
+    backward begins               forward ends (rest, where no prepared loader gave a batch)
+    backward ends                 backward ends; by then it has waited for the other ranks
+    the optimizer's step begins   rest ends
+    it ends                       optimizer ends, and the parts are added to the sums
+
+A mark reads a clock and adds a number. How long backward waits for other ranks, and on an
+accelerator also how long the device has nothing to compute while a batch is read, is measured in
+some steps only, for the steps since as well. A device runs behind the host: its events are read in
+the first later step by whose end they have passed, never by a wait.
+
+A pass over a loader without a step, such as a validation, is no part of a step. The first step of a
+call is not measured, as much is made in it for the first time.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.rank import RankContext, current
+from notebook_accel.private import of_torch
+from notebook_accel.training.processes import devices
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+# The order of `wire.StepTimes`: two sums over whole steps, the parts of a step, two waits.
+_NUM_STEPS, _TOTAL, DATA, FORWARD, BACKWARD, OPTIMIZER, REST, _COLLECTIVES, _DATA_WAIT = range(9)
+# Between two steps with events, and between two reports of the sums.
+_SAMPLE_NS = 50_000_000
+# The sums are halved when they are so long: they speak of the last minute or so.
+_WINDOW_NS, _MIN_STEPS = 60_000_000_000, 20
+_UNTIMED = nullcontext()
+
+
+class NoTimer:
+    """Measures nothing, in a process of which nobody sees the times."""
+
+    def drop(self) -> None:
+        """Forget the time since the last step."""
+
+    def mark(self, part: int) -> None:
+        """Add the time since the last mark to a part of the step."""
+
+    def ask_for_batch(self) -> None:
+        """Note that the loader begins to read a batch."""
+
+    def get_batch(self) -> None:
+        """Note that the loader has read a batch."""
+
+    def backward(self, loss: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        """Return the context manager in which a strategy runs backward.
+
+        Args:
+            loss: what backward begins at; None if a library keeps it to itself.
+        """
+        return _UNTIMED
+
+    def end_step(self) -> None:
+        """Note that the optimizer's step has ended."""
+
+
+class StepTimer(NoTimer):
+    """Measures the parts of this rank's training steps, and reports their sums.
+
+    Args:
+        context: the rank.
+        device: on which the rank computes.
+    """
+
+    def __init__(self, context: RankContext, device: torch.device) -> None:
+        self._context = context
+        self._clock = devices.EventClock(device)
+        self._is_host = self._clock.is_host
+        self._begin_call()
+        self._call = -1  # so that the first step begins anew
+
+    def _begin_call(self) -> None:
+        self._call = self._context.call
+        # Also with the parts of the step under way, and as they were after the last whole step.
+        self._sums = [0] * 9
+        self._whole = self._sums[:]
+        # Steps since the device was measured, and what this was: a part, and its begin and end.
+        self._num_unread = 0
+        self._events: list[tuple[int, Any, Any]] = []
+        self._is_sampled, self._next_sample = False, 0
+        self._begun: dict[int, Any] = {}
+        self.drop()
+
+    def drop(self) -> None:
+        self._has_batch = False
+        self._sums[:] = self._whole
+        self._last = self._step_begun = perf_counter_ns()
+
+    def mark(self, part: int) -> None:
+        now = perf_counter_ns()
+        self._sums[part] += now - self._last
+        self._last = now
+
+    def ask_for_batch(self) -> None:
+        self.mark(REST)
+        if self._is_sampled and not self._is_host:
+            self._begun[_DATA_WAIT] = self._clock.now()
+
+    def get_batch(self) -> None:
+        self.mark(DATA)
+        self._has_batch = True
+        if self._begun:
+            self._end_event(_DATA_WAIT)
+
+    def backward(self, loss: torch.Tensor | None = None) -> StepTimer:
+        self.mark(FORWARD if self._has_batch else REST)
+        has_peers = self._context.world_size > 1
+        if self._is_sampled and has_peers and loss is not None and loss.grad_fn is not None:
+            # The first that is queued in a backward runs first at its end. What waits for other
+            # ranks, as DDP and `fully_shard` do, is queued in its course.
+            loss.register_hook(self._queue)  # type: ignore[no-untyped-call]
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def _queue(self, _: torch.Tensor) -> None:
+        of_torch.at_end_of_backward(self._note_gradients)
+
+    def _note_gradients(self) -> None:
+        self._begun[_COLLECTIVES] = self._clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.mark(BACKWARD)
+        if self._begun:
+            self._end_event(_COLLECTIVES)
+
+    def _end_event(self, part: int) -> None:
+        begin, end = self._begun.pop(part, None), self._clock.now()
+        if begin is not None and end is not None:
+            self._events.append((part, begin, end))
+
+    def end_step(self) -> None:
+        self.mark(OPTIMIZER)
+        if self._call != self._context.call:
+            self._begin_call()
+            return
+        sums, now = self._sums, self._last
+        sums[_NUM_STEPS] += 1
+        sums[_TOTAL] += now - self._step_begun
+        self._step_begun = now
+        self._num_unread += 1
+        if self._is_host:
+            sums[_DATA_WAIT] = sums[DATA]
+        if self._events or now >= self._next_sample:
+            self._is_sampled = self._has_read_events() and now >= self._next_sample
+            if self._is_sampled:
+                self._next_sample = now + _SAMPLE_NS
+            if sums[_TOTAL] > _WINDOW_NS and sums[_NUM_STEPS] >= _MIN_STEPS:
+                sums[:] = [spent // 2 for spent in sums]
+            self._whole[:] = sums
+            self._context.note_step_times(self._whole)
+        else:
+            self._is_sampled = False
+            self._whole[:] = sums
+
+    def _has_read_events(self) -> bool:
+        """Add what the events of a step say, for all steps since; False if the device is behind."""
+        for part, begin, end in reversed(self._events):  # if the last has passed, all have
+            spent = self._clock.elapsed(begin, end)
+            if spent is None:
+                return False
+            spent *= self._num_unread
+            if self._is_host:  # on the host it is a part of backward
+                spent = min(spent, self._sums[BACKWARD])
+                self._sums[BACKWARD] -= spent
+            self._sums[part] += spent
+        if self._events:
+            self._events, self._num_unread = [], 0
+        return True
+
+
+_NOBODY = NoTimer()
+
+
+def measure_steps(device: torch.device) -> None:
+    """Measure the steps of this rank from now on, if it was launched: else nobody sees them."""
+    context = current()
+    if context.launched:
+        context.shared[StepTimer] = StepTimer(context, device)
+
+
+def step_timer(context: RankContext | None = None) -> NoTimer:
+    """Return what measures the steps of the rank of ``context``; None takes the current rank."""
+    timer: NoTimer = (context or current()).shared.get(StepTimer, _NOBODY)
+    return timer

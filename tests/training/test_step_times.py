@@ -1,0 +1,116 @@
+"""Where the time of launched ranks' steps goes, as measured while they train on CPUs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from notebook_accel import Accelerator, notebook_launcher
+from notebook_accel.launch.view.steps import step_lines, step_table
+from notebook_accel.launch.view.summary import summary_lines
+
+WAIT = 0.02
+
+
+class Samples(Dataset[Any]):
+    """Samples that take a while to read, on one rank."""
+
+    def __init__(self, wait: float) -> None:
+        self.wait = wait
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.wait)
+        return torch.ones(8)
+
+
+def train(slow: str, slow_rank: int = 1, epochs: int = 1) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2 if slow == "accumulating" else 1)
+    wait = WAIT if accelerator.process_index == slow_rank else 0.0
+    model: Any = nn.Linear(8, 8)
+    # The slow optimizer of a rank, as one that offloads would be.
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if slow == "optimizer":
+        optimizer.register_step_pre_hook(lambda *_: time.sleep(wait))
+    is_slow = wait if slow in ("data", "accumulating") else 0.0
+    loader: Any = DataLoader(Samples(is_slow), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(batch).square().mean()
+                if slow == "forward":
+                    time.sleep(wait)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        # No part of a step: a validation takes none.
+        for _ in loader if epochs > 1 else ():
+            time.sleep(WAIT)
+
+
+@pytest.mark.parametrize("slow", ["data", "forward", "optimizer", "accumulating"])
+def test_the_slow_rank_is_named_with_its_reason(slow: str) -> None:
+    run = notebook_launcher(train, (slow,), num_processes=2, view="none")
+    (line,) = step_lines(run.state)
+    if slow in ("data", "accumulating"):
+        assert line.startswith("rank 1 waits ")
+        assert line.endswith("% of each step for data")
+    else:
+        assert line.startswith("the others wait ")
+        assert line.endswith(f"% of each step for rank 1's {slow}")
+    # Steps of ranks that wait for one another take as long, and the sum of the parts.
+    times = [rank.step_times for rank in run.state.ranks]
+    for each in times:
+        parts = each.data + each.forward + each.backward + each.optimizer + each.rest
+        assert each.total == pytest.approx(parts + each.collectives)
+        assert each.num_steps == (19 if slow == "accumulating" else 39)
+        assert each.total / each.num_steps > 0.9 * WAIT * 1e9
+    assert times[0].collectives > times[0].total / 2 > times[1].collectives
+    text = summary_lines(run.state, now=0.0)
+    assert line in text
+    assert any(one.startswith("rank  a step") and "collectives" in one for one in text)
+
+
+def test_passes_without_a_step_are_no_part_of_one() -> None:
+    run = notebook_launcher(train, ("", 0, 2), num_processes=1, view="none")
+    (rank,) = run.state.ranks
+    assert rank.step_times.num_steps == 159
+    assert rank.step_times.total < 0.5 * 160 * WAIT * 1e9
+
+
+def test_one_rank_that_waits_for_data_hears_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = notebook_launcher(train, ("data", 0), num_processes=1, view="text")
+    head, (_, duration, data, *_) = step_table(run.state)
+    assert head[:3] == ("rank", "a step", "data")
+    assert duration.endswith(" ms")
+    assert int(data.removesuffix("%")) > 50
+    printed = capsys.readouterr().out
+    assert "the training waits" in printed
+    assert "num_workers" in printed
+
+
+def fill_memory() -> None:
+    accelerator = Accelerator()
+    model: Any = nn.Linear(1000, 1000)
+    optimizer: Any = torch.optim.Adam(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(1, 1000)).sum())
+    optimizer.step()
+    raise torch.OutOfMemoryError("device out of memory")
+
+
+def test_an_out_of_memory_error_names_what_takes_the_memory() -> None:
+    with pytest.raises(Exception, match="out of memory") as raised:
+        notebook_launcher(fill_memory, num_processes=1, view="none")
+    expected = "What took the memory of rank 0: optimizer 8 MB, weights 4 MB, gradients 4 MB"
+    assert expected in str(raised.value)
