@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,17 @@ if TYPE_CHECKING:
     from notebook_accel.launch.launcher import Session
     from notebook_accel.launch.run import Run
 
-__all__ = ["call", "launch"]
+__all__ = ["call", "launch", "without_gloo"]
 
 
 def launch(function: Callable[..., Any], args: Sequence[Any] = (), **asked: Any) -> Run:
     """Launch ``function(*args)``; ``asked`` are the other fields of the request."""
     return launcher.launch(LaunchRequest(function=function, args=args, **asked))
+
+
+def without_gloo(output: str) -> str:
+    """What ranks printed, without the lines that gloo prints on torch 2.9."""
+    return re.sub(r"(?m)^(\[rank \d+\] )?\[Gloo\] Rank \d.*\n", "", output)
 
 
 def call(

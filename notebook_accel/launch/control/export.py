@@ -18,6 +18,7 @@ import ast
 import builtins
 import copy
 import inspect
+import itertools
 import keyword
 import linecache
 import math
@@ -40,12 +41,10 @@ _NO_SCRIPT = "_notebook_accel_no_script"
 # A script is text to read: a longer literal is data.
 _MAX_LITERAL = 1000
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_IMPORTS = (ast.Import, ast.ImportFrom)
 _COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.Try, ast.With, ast.AsyncWith)
 # What changes an object in place, or random generators, by the names of the field.
 _CHANGES = re.compile(r".*_|shuffle|.*seed.*")
-_KINDS = {"import": "import", "from": "import"} | dict.fromkeys(
-    ("@", "def", "class", "async"), "block"
-)
 _SAVE_IT = "  # save it in the notebook first: "
 _HEAD = '''"""{what}, exported from a notebook.
 
@@ -148,6 +147,8 @@ def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, 
         if not made and not _changes(one, needed, known):
             continue
         if one.is_made:
+            if isinstance(one.node, _IMPORTS) and one.text in kept:
+                kept.remove(one.text)  # once, where it is first
             kept.append(one.text)
             if not one.keeps_older:
                 needed -= made - one.at_once
@@ -156,7 +157,7 @@ def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, 
             kept += [_loaded(name, known) for name in sorted(made)]
             needed -= made
     first = [_first(name, known) for name in sorted(needed)]
-    lines = [line for line in (*first, *reversed(kept)) if line]
+    lines = [*(line for line in first if line and line not in kept), *reversed(kept)]
     if any(f"{_SAVE_IT}torch" in line for line in lines):
         lines = ["import torch", *(line for line in lines if line != "import torch")]
     return _spaced(lines)
@@ -164,15 +165,14 @@ def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, 
 
 def _spaced(lines: Sequence[str]) -> str:
     """Join statements, with blank lines around imports and definitions."""
-    text, before = "", ""
-    for line in lines:
-        code = re.sub(r"\A(#.*\n)+", "", line)
-        words = code.split(maxsplit=1)[0]
-        found = _KINDS.get("@" if code[0] == "@" else words, "code")
-        gap = 2 if "block" in (before, found) else int(before != found)
-        text += "\n" * gap * bool(text) + line + "\n"
-        before = found
-    return text
+    kinds = [_num_blank_lines(line) for line in lines]
+    gaps = [2 if 2 in pair else int(pair[0] != pair[1]) for pair in itertools.pairwise(kinds)]
+    return "".join(line + "\n" * (1 + gap) for line, gap in zip(lines, [*gaps, 0], strict=False))
+
+
+def _num_blank_lines(line: str) -> int:
+    node = ast.parse(line).body[0]
+    return 2 if isinstance(node, _DEFINITIONS) else int(isinstance(node, _IMPORTS))
 
 
 def _statements(cells: Sequence[str], known: Mapping[str, Any]) -> list[_Statement]:
@@ -195,19 +195,19 @@ def _statements(cells: Sequence[str], known: Mapping[str, Any]) -> list[_Stateme
             )
             there |= assigned
             unmade = unmade - assigned if is_made else unmade | assigned
-            is_package = isinstance(node, ast.Import) and any(
-                "." in alias.name and not alias.asname for alias in node.names
-            )
-            older = is_package or isinstance(node, _COMPOUND) or bool(assigned - names.certain)
+            older = isinstance(node, (ast.Import, *_COMPOUND)) or bool(assigned - names.certain)
             found.append(
                 _Statement(node, text, used, _at_once(node, used), assigned, is_made, older)
             )
     return found
 
 
+def _is_definition(node: ast.stmt) -> bool:
+    return isinstance(getattr(node, "value", node), (*_DEFINITIONS, ast.Lambda))
+
+
 def _at_once(node: ast.stmt, used: frozenset[str]) -> frozenset[str]:
-    is_lambda = isinstance(getattr(node, "value", None), ast.Lambda)
-    if not is_lambda and not isinstance(node, _DEFINITIONS):
+    if not _is_definition(node):
         return used
     head = copy.deepcopy(node)
     for part in ast.walk(head):
@@ -230,19 +230,19 @@ def _nodes(cell: str) -> Iterator[tuple[ast.stmt, str]]:
         if inner is not None:
             yield from _nodes(node.value.args[-1].value)  # type: ignore[attr-defined]
             continue
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
-        last = node.end_lineno or node.lineno
-        others = [one for one in body if one is not node]
-        is_alone = all(one.lineno > last or (one.end_lineno or 0) <= first for one in others)
-        while is_alone and first and lines[first - 1].startswith("#"):
-            first -= 1  # a comment belongs to what follows it
-        yield node, "\n".join(lines[first:last]) if is_alone else ast.unparse(node)
+        # With the comments above it; of several on a line, the statement alone.
+        begin = max((one.end_lineno or 0 for one in body if one.lineno < node.lineno), default=0)
+        is_alone = begin < node.lineno and not any(
+            one is not node and one.lineno == node.end_lineno for one in body
+        )
+        text = "\n".join(lines[begin : node.end_lineno]).strip()
+        yield node, text if is_alone else ast.unparse(node)
 
 
 def _launches(node: ast.stmt, known: Mapping[str, Any]) -> bool:
-    if isinstance(node, (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
-        return False
-    return any(_is_launch(part, known) for part in ast.walk(node))
+    return not isinstance(node, (*_DEFINITIONS, *_IMPORTS)) and any(
+        _is_launch(part, known) for part in ast.walk(node)
+    )
 
 
 def _is_launch(node: ast.AST, known: Mapping[str, Any]) -> bool:
@@ -267,9 +267,8 @@ def _with_readers(names: Collection[str], statements: Sequence[_Statement], end:
             found.add(name)
             makers = (one for one in reversed(statements[:end]) if name in one.assigned)
             maker = next(makers, None)
-            if maker is not None and isinstance(maker.node, (*_DEFINITIONS, ast.Assign)):
-                is_lambda = isinstance(getattr(maker.node, "value", None), ast.Lambda)
-                waiting += maker.used if is_lambda or isinstance(maker.node, _DEFINITIONS) else ()
+            if maker is not None and _is_definition(maker.node):
+                waiting += maker.used
     return found
 
 
@@ -280,14 +279,10 @@ def _changes(one: _Statement, needed: set[str], known: Mapping[str, Any]) -> boo
     data = {name for name in needed if not isinstance(known.get(name), code)}
     if not one.is_made or isinstance(node, _DEFINITIONS):
         return False
-    if isinstance(node, ast.Expr):
-        if not isinstance(node.value, ast.Call):
-            return False
-        *owner, called = ast.unparse(node.value.func).split(".")
-        changes = _CHANGES.fullmatch(called) is not None
-        return (changes and bool(one.used & data or "seed" in called)) or (
-            bool(owner) and owner[0].partition("[")[0] in data
-        )
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        owner, _, called = ast.unparse(node.value.func).rpartition(".")
+        changes = _CHANGES.fullmatch(called) and (one.used & data or "seed" in called)
+        return bool(changes) or re.split(r"\W", owner, maxsplit=1)[0] in data
     if isinstance(node, (ast.Assign, ast.AugAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         roots = {re.split(r"\W", ast.unparse(target), maxsplit=1)[0] for target in targets}
@@ -301,28 +296,13 @@ def _first(name: str, known: Mapping[str, Any]) -> str:
         return ""
     value = known[name]
     if isinstance(value, types.ModuleType):
-        same = value.__name__ == name
-        return f"import {name}" if same else f"import {value.__name__} as {name}"
+        return f"import {value.__name__}" + f" as {name}" * (value.__name__ != name)
     if _is_public(value):
         own = value.__qualname__
         return f"from {value.__module__} import {own if own == name else f'{own} as {name}'}"
     if _is_literal(value):
         return f"{name} = {value!r}"
-    if isinstance(value, (types.FunctionType, type)):
-        text = _source_of(value)
-        if text is not None:
-            return text
     return _loaded(name, known)
-
-
-def _source_of(value: Any) -> str | None:
-    """Return the source of a function or class that is at the top level of its file."""
-    try:
-        text = inspect.getsource(value)
-    except (OSError, TypeError):
-        return None
-    is_def = text.startswith(("@", "def ", "class ", "async def "))
-    return text.rstrip("\n") if is_def else None
 
 
 def _loaded(name: str, known: Mapping[str, Any]) -> str:
@@ -363,15 +343,12 @@ def _expression(
     label: str, value: Any, known: Mapping[str, Any], written: Mapping[str, str]
 ) -> str:
     """Return an expression for the function or an argument of a launch."""
-    is_container = isinstance(value, (list, tuple, set, dict))
-    if not is_container and _is_literal(value):
+    if _is_literal(value) and not isinstance(value, (list, tuple, set, dict)):
         return repr(value)
+    names = [name for name, one in known.items() if one is value and not is_history(name)]
     own = getattr(value, "__name__", "")
-    names = [own, *(name for name in known if not is_history(name))]
-    found = next((name for name in names if own != "<lambda>" and known.get(name) is value), None)
-    found = found or next((name for name in names if known.get(name) is value), None)
-    if found is not None:
-        return str(found)
+    if names or (own and known.get(own) is value):
+        return own if known.get(own) is value else names[0]
     if label in written:
         return written[label]
     if _is_literal(value):
@@ -398,10 +375,11 @@ def _is_public(value: Any) -> bool:
 
 def _is_literal(value: Any) -> bool:
     """Return whether ``repr(value)`` is a short expression of an equal value of the same type."""
-    if isinstance(value, float):
-        return type(value) is float and math.isfinite(value)
     if type(value) in (dict, list, tuple, set):
         parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(map(_is_literal, parts)) and len(repr(value)) <= _MAX_LITERAL
-    is_plain = value is None or type(value) in (bool, int, str, bytes)
+        is_plain = all(map(_is_literal, parts))
+    elif type(value) is float:
+        is_plain = math.isfinite(value)
+    else:
+        is_plain = value is None or type(value) in (bool, int, str, bytes)
     return is_plain and len(repr(value)) <= _MAX_LITERAL

@@ -93,7 +93,8 @@ def test_torchrun_runs_it(tmp_path: Path) -> None:
 def test_statements_come_in_their_order_and_the_newest_count() -> None:
     book = Notebook(
         "size = 1\ndef train(): return 'old'",
-        "import math, os.path\nunused = open('/dev/null')\nscale = 2",
+        "import math\nunused = open('/dev/null')\nscale = 2",
+        "import math",
         """
         # Twice the size.
         def made(): return [scale * size]
@@ -117,6 +118,7 @@ def test_statements_come_in_their_order_and_the_newest_count() -> None:
     script = book.script()
     assert returned(script) == ([2, 1, 0, 0, 10], 10, 2, 4)
     assert "# Twice the size.\ndef made" in script
+    assert script.count("import math\n") == 1
     assert not [word for word in ("unused", "nothing", "'old'", "run =", "None") if word in script]
 
 
