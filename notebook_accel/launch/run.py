@@ -10,7 +10,10 @@ results, so that they keep no large results alive.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
+import threading
+from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +38,9 @@ _KEPT = (
     "of runs that raised it has those of the newest few. Keep the handle: "
     "run = notebook_launcher(...), or run = last_run() after it"
 )
+
+_HANG_LOOK_SECONDS = 0.2
+_log = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=BaseException)
 
@@ -76,6 +82,7 @@ class Run:
         self.name = call.state.name
         self._call = call
         self._source = source
+        self._newest_watch: threading.Thread | None = None
         # Those of a detached run are in its folder, for every handle.
         if results is None and call.state.detached:
             results = StoredResults(call.folder.path)
@@ -346,6 +353,52 @@ class Run:
         """
         self._call.was_killed = True
         self._call.kill()
+
+    # ---- being told ------------------------------------------------------------------------
+
+    def add_done_callback(self, function: Callable[[Run], object]) -> None:
+        """Have ``function(run)`` called in the kernel when the run has ended, however it ended.
+
+        It is also called, once, when a hang is found; ``run.status`` is "running" then. Functions
+        are called in a thread, at the end in the order in which they were added; after the end a
+        function is called at once. What a function raises is logged.
+
+        Args:
+            function: gets this run.
+
+        Raises:
+            NotebookAccelError: the run goes on in another process, which does not tell this one of
+                the run's end.
+
+        Example:
+            >>> run.add_done_callback(lambda run: print(run.status))
+            succeeded
+        """
+        self._call.check_waiting()
+        if self._call.ended.is_set():
+            return self._tell(function)
+        before, context = self._newest_watch, copy_context()
+
+        def watch() -> None:
+            hangs = False
+            while not self._call.ended.wait(_HANG_LOOK_SECONDS):
+                hang = self.state.hang
+                if not hangs and hang is not None and hang.is_certain:
+                    hangs = True
+                    self._tell(function)
+            if before is not None:
+                before.join()
+            self._tell(function)
+
+        self._newest_watch = threading.Thread(target=context.run, args=(watch,), daemon=True)
+        self._newest_watch.start()
+        return None
+
+    def _tell(self, function: Callable[[Run], object]) -> None:
+        try:
+            function(self)
+        except Exception:  # of the user's function, as in concurrent.futures
+            _log.exception("a done callback of run %s failed", self.id)
 
     # ---- what it left ----------------------------------------------------------------------
 

@@ -524,6 +524,7 @@ class Accelerator(ProcessInfo):
                 "Write model = accelerator.prepare(model)",
             )
         num_steps = self._accumulation.num_steps
+        self._accumulation.has_backward = True
         if learning_rate is None:
             self._strategy.backward(loss, num_steps, **kwargs)
         else:
@@ -613,6 +614,7 @@ class Accelerator(ProcessInfo):
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
+        self._accumulation.has_backward = True
         return self._strategy.forward_backward(
             model, inputs, targets, loss_function, self._accumulation.num_steps
         )

@@ -99,8 +99,10 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         for function, text in zip((skips, crosses, computes), texts, strict=True)
     ]
     skipped, crossed, computed = runs
+    told_of: list[tuple[Run, str]] = []
     try:
         for run in runs:
+            run.add_done_callback(lambda run: told_of.append((run, run.status)))
             eventually(
                 lambda run=run: run.logs().count("begun") == 2, within=60, what="all have begun"
             )
@@ -139,6 +141,9 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         (tmp_path / "end").touch()
         computed.wait(timeout=30)
         assert computed.status == "succeeded"
+        eventually(lambda: len(told_of) == 3, within=10, what="callbacks are told")
+        assert {*told_of[:2]} == {(skipped, "running"), (crossed, "running")}
+        assert told_of[2] == (computed, "succeeded")
     finally:
         for run in runs:
             run.kill()

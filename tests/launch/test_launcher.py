@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -217,6 +218,44 @@ def _until_idle(pid: int) -> None:
         used = now
 
 
+# ---- being told of the end -----------------------------------------------------------------
+
+
+def test_done_callbacks_are_called_at_the_end_in_their_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(folder: str) -> int:
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
+        if Path(folder, "go").read_text() == "fail":
+            raise ValueError("no good")
+        return 3
+
+    told: list[Any] = []
+
+    def broken(run: Run) -> None:
+        told.append("broken")
+        raise KeyError("chat")
+
+    for how, status in (("end", "succeeded"), ("fail", "failed")):
+        folder = tmp_path / how
+        folder.mkdir()
+        run = on_cpu(train, str(folder), block=False)
+        run.add_done_callback(lambda run: told.append((run.status, run.results)))
+        run.add_done_callback(broken)
+        run.add_done_callback(lambda run: told.append(run.id))
+        assert told == []
+        (folder / "go").write_text(how)
+        eventually(lambda run=run: run.id in told, within=SOON, what="all are called")
+        results = [3, 3] if how == "end" else [None, None]
+        assert told == [(status, results), "broken", run.id]
+        told.clear()
+        run.add_done_callback(lambda run: told.append("late"))
+        assert told == ["late"]
+        told.clear()
+    assert caplog.text.count("KeyError: 'chat'") == 2
+
+
 # ---- ends that nobody explains -------------------------------------------------------------
 
 
@@ -233,6 +272,28 @@ def test_a_rank_that_vanishes_with_exit_code_zero_has_failed() -> None:
     assert (caught.value.rank, caught.value.ranks, caught.value.exitcode) == (1, [1], 0)
     assert "exit code 0" in str(caught.value)
     assert "I am off" in str(caught.value)
+
+
+def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log() -> None:
+    def train() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        try:
+            model(torch.ones(1, 3))
+        except RuntimeError as error:
+            raise ValueError("bad batch") from error
+
+    with pytest.raises(WorkerError) as caught:
+        on_cpu(train, n=1)
+    message, run = str(caught.value), caught.value.run
+    assert run is not None
+    assert re.search(
+        r"in train\n.*model\(.*\n( +[~^]+\n)?  \.\.\. 6 frames of torch \.\.\.\n", message
+    )
+    assert "RuntimeError: mat1 and mat2" in message
+    assert "linear.py" not in message
+    for whole in (run.logs(0), caught.value.traceback):
+        assert "linear.py" in whole
+        assert "frames of torch" not in whole
 
 
 def test_a_rank_that_returned_may_end_as_it_likes() -> None:

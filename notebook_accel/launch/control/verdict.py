@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.folded_frames import fold_frames
 from notebook_accel.launch.control.hang import place_of_wait
 from notebook_accel.launch.control.state import Failure
 from notebook_accel.launch.system.processes import describe_exit, signal_name
@@ -251,7 +252,7 @@ def _describe(rank: RankState) -> list[str]:
     if raised.kind == "exit":
         ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
         return [ended, *_last_lines(rank)]
-    traceback = raised.traceback.rstrip()
+    traceback = fold_frames(raised.traceback).rstrip()
     return [
         f"rank {rank.rank} failed: {_in_one_line(rank)}",
         *(["", traceback] if traceback else []),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.data.distribute import prepare_loader
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.samplers import batch_size_of
+from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
 from notebook_accel.training.models.meta_copy import copy_on_meta
 from notebook_accel.training.preparing.state_after_stop import parts_of
@@ -288,6 +290,12 @@ class Preparation:
         self.models.append(prepared)
         # Should the run be stopped, this is what was being trained.
         current().note_training(self)
+        group = self.plan.strategy.data_group
+        if prepared.training and group.size > 1:
+            own = weakref.ref(self)
+            watch_loaders(
+                group, lambda: any(one.inner.training for one in getattr(own(), "models", ()))
+            )
 
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's training state in alternative forms, the most complete first.

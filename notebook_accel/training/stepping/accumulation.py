@@ -54,6 +54,7 @@ class Accumulation:
         inside: whether an ``accumulate`` block is running.
         optimizers: the prepared optimizers that step with these windows. They are told when the
             last batch of a window begins and ends.
+        has_backward: whether ``Accelerator.backward`` was called since the newest real step.
         is_stepping: whether one of these optimizers is stepping right now.
         loaders: the loaders of this rank that are being iterated.
         trained_on: the loader that gave the batches of the newest real step; None before the first
@@ -72,6 +73,7 @@ class Accumulation:
         self.step = 0
         self.inside = False
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.has_backward = False
         self.is_stepping = False
         self.loaders = active_loaders()
         self.trained_on: Any = None
@@ -100,6 +102,7 @@ class Accumulation:
         right after a step.
         """
         self.note_random_states()
+        self.has_backward = False
         stack = self.loaders.stack
         if stack:
             self.trained_on = stack[-1].loader

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training.precision.loss_scaling import LossScaling, gradient_marks
-from notebook_accel.training.settings.notices import notice
+from notebook_accel.training.settings.notices import notice, notice_once
 from notebook_accel.training.stepping.accumulation import current_accumulation
 from notebook_accel.training.stepping.gradient_state import GradientState
 from notebook_accel.training.stepping.step_timer import REST, step_timer
@@ -170,6 +170,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self._accumulation.sync_gradients:
             return None
+        self._look_for_plain_backward()
         context = current()
         context.begin_step()
         timer = step_timer(context)
@@ -191,6 +192,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.num_steps += not self._is_overflow
         context.count_step(self._device_memory, skipped=self._is_overflow)
         return result
+
+    def _look_for_plain_backward(self) -> None:
+        at, num_steps = self._accumulation, self._accumulation.num_steps
+        if num_steps > 1 and at.inside and not at.has_backward and self.has_unused_gradients:
+            notice_once(
+                "plain backward",
+                "loss.backward() was called inside accumulate(), so that the loss was not divided "
+                f"by {num_steps}. Write accelerator.backward(loss)",
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a later step of the accumulation window will use them.

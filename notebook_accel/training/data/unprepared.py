@@ -1,0 +1,155 @@
+"""Warns where all ranks train on the same batches, since a loader was not prepared.
+
+Each rank writes a short digest of a loader's first batch into the ranks' store, and compares it
+with another rank's later on: at the loader's second pass, or at its hundredth batch. So a loader
+whose data is split in any other way is left alone, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training.collectives.exchange import exchange
+from notebook_accel.training.collectives.nested import leaves
+from notebook_accel.training.settings.notices import notice_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from notebook_accel.training.collectives.data_group import DataGroup
+
+_NUM_BATCHES = 100
+# Of a tensor, at most about so many elements are compared.
+_NUM_ELEMENTS = 1000
+
+
+def watch_loaders(group: DataGroup, trains: Callable[[], bool]) -> None:
+    """Watch the loaders of this process; called once a model was prepared for several ranks.
+
+    Args:
+        group: which ranks read different samples.
+        trains: whether a prepared model is in training mode.
+    """
+    current().shared[_Watch] = _Watch(group, trains)
+    read: Any = DataLoader.__iter__
+    if hasattr(read, "__wrapped__"):
+        return
+
+    @functools.wraps(read)
+    def watched(loader: DataLoader[Any]) -> Any:
+        batches, watch = read(loader), current().shared.get(_Watch)
+        here: Any = inspect.currentframe()
+        caller = here.f_back
+        is_ours = str(caller.f_globals.get("__name__")).startswith("notebook_accel.")
+        return batches if watch is None or is_ours else _Pass(batches, watch.loader(loader, caller))
+
+    DataLoader.__iter__ = watched  # type: ignore[method-assign]
+
+
+@dataclass
+class _Loader:
+    watch: _Watch
+    name: str
+    num_passes: int = 0
+    num_batches: int = 0
+    digest: str = ""
+
+    def note(self, batch: Any, *, is_first: bool) -> None:
+        self.num_batches += 1
+        # Not where an iterator is made: tqdm makes one that it never reads.
+        self.num_passes += is_first
+        if self.num_batches == 1:
+            with suppress(Exception):  # of the batch's classes, or of a store that has gone
+                self.digest = _digest(batch)
+                exchange().store().set(self._key(self.watch.group.index), self.digest)
+        elif self._is_time(is_first) and torch.is_grad_enabled() and self.watch.trains():
+            with suppress(Exception):
+                self._compare()
+
+    def _is_time(self, is_first: bool) -> bool:
+        return (is_first and self.num_passes == 2) or self.num_batches == _NUM_BATCHES
+
+    def _key(self, index: int) -> str:
+        return f"first batch of {self.name} in call {current().call}, share {index}"
+
+    def _compare(self) -> None:
+        size, store = self.watch.group.size, exchange().store()
+        other = self._key((self.watch.group.index + 1) % size)
+        if self.digest and store.check([other]) and store.get(other) == self.digest.encode():
+            notice_once(
+                f"unprepared {self.name}",
+                f"{self.name} was not prepared: the ranks train on the same batches, {size} times "
+                f"each. Write {self.name} = accelerator.prepare({self.name})",
+            )
+
+
+@dataclass
+class _Watch:
+    group: DataGroup
+    trains: Callable[[], bool]
+    loaders: dict[str, _Loader] = field(default_factory=dict)
+
+    def loader(self, loader: DataLoader[Any], frame: FrameType) -> _Loader:
+        # By name: some code makes its loader anew for each epoch.
+        name = _name_of(loader, frame)
+        return self.loaders.setdefault(name, _Loader(self, name))
+
+
+class _Pass:
+    """The iterator of a loader, which counts its batches."""
+
+    def __init__(self, batches: Iterator[Any], loader: _Loader) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._is_first = True
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._loader.note(batch, is_first=self._is_first)
+        self._is_first = False
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def _digest(batch: Any) -> str:
+    text = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            some = leaf.detach().flatten()[:: max(1, leaf.numel() // _NUM_ELEMENTS)]
+            text.append(f"{tuple(leaf.shape)} {some.tolist()}")
+        else:
+            text.append(repr(leaf))
+    return str(zlib.crc32("".join(text).encode()))
+
+
+def _name_of(loader: DataLoader[Any], frame: FrameType | None) -> str:
+    """Return the name of a loader in the code that reads it; libraries between are left out."""
+    while frame is not None:
+        owner = (
+            vars(frame.f_locals["self"]) if hasattr(frame.f_locals.get("self"), "__dict__") else {}
+        )
+        known = [("", frame.f_locals), ("self.", owner), ("", frame.f_globals)]
+        for prefix, names in known if "-packages" not in frame.f_code.co_filename else ():
+            for name, value in list(names.items()):
+                if value is loader and name != "self":
+                    return f"{prefix}{name}"
+        frame = frame.f_back
+    return "the DataLoader"

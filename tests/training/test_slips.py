@@ -1,0 +1,113 @@
+"""Slips that no error tells of: a loader that was not prepared, and a plain ``loss.backward()``."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from tqdm.auto import tqdm
+
+from notebook_accel import Accelerator
+from tests.training.harness import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DATA = TensorDataset(torch.arange(16.0).reshape(8, 2))
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.place = rank, num_ranks
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return islice(
+            (torch.full((2,), float(n)) for n in range(800)), self.place[0], None, self.place[1]
+        )
+
+
+def _loader(kind: str, accelerator: Accelerator) -> Any:
+    rank, size = accelerator.process_index, accelerator.num_processes
+    if kind == "sampler":
+        return DataLoader(_DATA, 2, sampler=DistributedSampler(_DATA, size, rank))
+    if kind == "stream":
+        return DataLoader(_Stream(rank, size), 2)
+    if kind == "same stream":
+        return DataLoader(_Stream(0, 1), 2)
+    if kind == "part":
+        return DataLoader(_DATA.tensors[0][rank::size], 2)
+    loader = DataLoader(_DATA, 2, shuffle=True)
+    return accelerator.prepare(loader) if kind == "prepared" else loader
+
+
+def train(kind: str) -> list[str]:
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    train_loader = _loader(kind, accelerator)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(1 if "stream" in kind else 3):
+            if kind == "evaluated":
+                model.eval()
+            # Counted, as a bar does it: the name is the one of this line.
+            for batch in tqdm(train_loader, disable=True):
+                inputs = batch[0] if isinstance(batch, list) else batch
+                if kind != "evaluated":
+                    accelerator.backward(model(inputs).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert len(list(train_loader)) > 1
+    return [str(one.message) for one in caught if "prepared" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_told"),
+    {
+        "unprepared": True,
+        "same stream": True,
+        "prepared": False,
+        "sampler": False,
+        "stream": False,
+        "part": False,
+        "evaluated": False,
+    }.items(),
+)
+def test_a_loader_that_was_not_prepared_is_named_once(kind: str, is_told: bool) -> None:
+    told = (
+        "train_loader was not prepared: the ranks train on the same batches, 2 times each. Write "
+        "train_loader = accelerator.prepare(train_loader)"
+    )
+    # Rank 0 warns for the machine.
+    assert run_ranks(train, 2, kind) == [[told] * is_told, []]
+
+
+def accumulate(way: str, num_steps: int) -> list[str]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                loss = model(torch.ones(1, 2)).sum()
+                if way == "plain":
+                    loss.backward()
+                else:
+                    accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(one.message) for one in caught if "loss.backward()" in str(one.message)]
+
+
+def test_a_plain_backward_inside_accumulate_is_named_once() -> None:
+    cases = {("plain", 2): 1, ("plain", 1): 0, ("ours", 2): 0}
+    said = {case: run_ranks(accumulate, 1, *case)[0] for case in cases}
+    assert {case: len(texts) for case, texts in said.items()} == cases
+    assert "not divided by 2. Write accelerator.backward(loss)" in said["plain", 2][0]
