@@ -1,4 +1,4 @@
-"""Every strategy on GPUs equals one process on the CPU; copies run beside the loop's work.
+"""Every strategy on GPUs equals one process on the CPU.
 
 Trainings and twins are those of ``test_matrix``, which runs them on the CPU. Single precision there
 and here rounds sums and tanh at other places: some ten times what the order of sums alone does.
@@ -6,14 +6,12 @@ and here rounds sums and tanh at other places: some ten times what the order of 
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel import (
     Accelerator,
-    DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     notebook_launcher,
 )
@@ -51,52 +49,6 @@ def test_what_inductor_builds_trains() -> None:
     assert result["graphs"] == 1
     for name, value in result["NO"].items():
         torch.testing.assert_close(result["INDUCTOR"][name], value, atol=1e-5, rtol=0)
-
-
-def _seconds_of_an_epoch(non_blocking: bool) -> tuple[float, int]:
-    """Of a loop whose steps take as long on the GPU as the copy of a batch; and how many bytes more
-    are reserved after several epochs than after the first."""
-    import torch
-
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
-    batches = torch.ones(20, 16 << 20).pin_memory()
-    loader: Any = accelerator.prepare(
-        torch.utils.data.DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
-    )
-    work = torch.ones(16 << 20, device=accelerator.device)
-    on_device = batches[0].to(accelerator.device)
-
-    def seconds_of(call: Any) -> float:
-        torch.accelerator.synchronize()
-        began = time.perf_counter()
-        call()
-        torch.accelerator.synchronize()
-        return time.perf_counter() - began
-
-    def step(batch: torch.Tensor, times: int) -> None:
-        for _ in range(times):
-            work.add_(batch)
-
-    step(on_device, 10)
-    copy = seconds_of(lambda: on_device.copy_(batches[0], non_blocking=True))
-    times = max(1, round(copy / (seconds_of(lambda: step(on_device, 100)) / 100)))
-
-    def epoch() -> None:
-        for batch in loader:
-            step(batch, times)
-
-    epoch()
-    reserved = torch.accelerator.memory_reserved()
-    seconds = min(seconds_of(epoch) for _ in range(3))
-    return seconds, torch.accelerator.memory_reserved() - reserved
-
-
-@pytest.mark.real_gpu
-def test_the_next_batch_is_copied_while_the_loop_computes() -> None:
-    (ahead,) = notebook_launcher(_seconds_of_an_epoch, (True,), num_processes=1, view="none")
-    (plain,) = notebook_launcher(_seconds_of_an_epoch, (False,), num_processes=1, view="none")
-    assert ahead[0] < 0.8 * plain[0]
-    assert ahead[1] < 3 * 64 << 20, "less than three batches"
 
 
 def _read_by_default_on_the_gpu(kind: str, save_dir: str) -> tuple[list[float], str]:

@@ -3,12 +3,16 @@
 The agent measures it from outside. psutil reads the process. NVML (the package nvidia-ml-py) reads
 the device, without making a CUDA context on it; without NVML the device's values stay unknown. If a
 rank reports torch's own count of device memory, the agent reports this count instead of NVML's.
+
+NVML is asked in a thread: a driver that hangs must not keep the agent from ending the ranks. The
+agent has forked all its ranks by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
 # Between two readings. Processor use is a mean over this time; over a shorter one the values would
 # jump, since the system counts in ticks of 10 ms.
 _READ_SECONDS = 1.0
+# Linux's number of the first namespace of process ids, that of the host.
+_PIDS_OF_HOST = "pid:[4026531836]"
 _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -57,6 +63,13 @@ def _nvml() -> Any:
     except Exception:  # not installed, or no driver that it can speak with
         return None
     return pynvml
+
+
+def _is_in_container() -> bool:
+    try:
+        return os.readlink("/proc/self/ns/pid") != _PIDS_OF_HOST
+    except OSError:  # a sandbox
+        return True
 
 
 class Gauges:
@@ -98,6 +111,7 @@ class Gauges:
         self.nvidia = nvidia
         self._is_pci_order = is_pci_order
         self._handle: Any = None
+        self._reading: threading.Thread | None = None
         self._process: psutil.Process | None = None
         self._next = 0.0
         self._busy = (0.0, 0.0)
@@ -120,8 +134,15 @@ class Gauges:
         # A process that has just ended has nothing to read; this one may have no descriptor left.
         with contextlib.suppress(psutil.Error, OSError):
             self._read_process(now)
-        if self.nvidia is not None:
-            self._read_device(self.nvidia)
+        is_reading = self._reading is not None and self._reading.is_alive()
+        if self.nvidia is not None and not is_reading:
+            self._reading = threading.Thread(
+                target=self._read_device,
+                args=(self.nvidia,),
+                name="notebook_accel nvml",
+                daemon=True,
+            )
+            self._reading.start()
 
     def _read_process(self, now: float) -> None:
         if self._process is None:
@@ -145,12 +166,19 @@ class Gauges:
                 self._handle = self._find_device(nvml, nvidia)
                 name = nvml.nvmlDeviceGetName(self._handle)
                 self.device = name.decode() if isinstance(name, bytes) else name
-            self.device_use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-            found = [one.usedGpuMemory for one in processes if one.pid == self._pid]
-            self.device_memory = next((used for used in found if used), None)
-        except Exception:  # a part of a device, an old driver: what it cannot say stays unknown
+            if not _is_in_container():
+                processes = [one for one in processes if one.pid == self._pid]
+            # In a container, NVML has the host's pids: a single process is taken for this one.
+            found = [one.usedGpuMemory for one in processes]
+            self.device_memory = (found[0] or None) if len(found) == 1 else None
+        except Exception:  # an old driver: what it cannot say stays unknown
             self.nvidia = self.device_use = self.device_memory = None
+            return
+        try:
+            self.device_use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        except Exception:  # it is not known of a part of a device (MIG)
+            self.device_use = None
 
     def _find_device(self, nvml: Any, nvidia: str) -> Any:
         if not nvidia.isdigit():

@@ -259,12 +259,13 @@ def name_of(metric: str) -> str:
 
 
 def memory_of(rank: RankState) -> str:
-    """Return the used memory of a rank's device as text; if unknown, that of its process.
+    """Return the used memory of a rank's device, as "2 GB on device"; if unknown, of its process.
 
     The text is "" if both are unknown.
     """
-    used = rank.device_memory or rank.memory
-    return wording.memory(used) if used else ""
+    if rank.device_memory:
+        return f"{wording.memory(rank.device_memory)} on device"
+    return wording.memory(rank.memory) if rank.memory else ""
 
 
 def last_values(state: RunState) -> dict[str, str]:

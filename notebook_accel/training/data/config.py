@@ -43,7 +43,8 @@ class DataLoaderConfiguration:
     """Seed of the order; None takes that of the random numbers on rank 0."""
 
     non_blocking: bool = False
-    """True: a batch in pinned memory is copied to the device while the CPU continues."""
+    """True: a batch in pinned memory is copied to the device while the CPU continues. The copy is
+    queued behind the step before it, on the same stream."""
 
     use_stateful_dataloader: bool = False
     """True: prepared loaders are torchdata's ``StatefulDataLoader`` too, so that a dataset with

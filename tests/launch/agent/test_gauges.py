@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,29 +39,89 @@ def test_a_device_that_may_be_another_one_is_not_shown(
 ) -> None:
     """A stand-in for nvidia-ml-py, by its names, since NVML answers only where a device is."""
 
+    monkeypatch.setattr(gauges, "_nvml", lambda: nvml_of(machine))
+    one = Gauges(os.getpid(), nvidia=called, is_pci_order=is_pci_order)
+    read(one)
+    assert one.device == shown
+    assert one.device_use == (41 if shown else None)
+
+
+def nvml_of(machine: list[str], **more: Any) -> Any:
     def use(handle: int) -> Any:
         return SimpleNamespace(gpu=40 + handle)
 
-    nvml = SimpleNamespace(
-        nvmlDeviceGetCount=lambda: len(machine),
-        nvmlDeviceGetHandleByIndex=lambda number: number,
-        nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid.removeprefix("GPU-")),
-        nvmlDeviceGetName=lambda handle: machine[handle],
-        nvmlDeviceGetUtilizationRates=use,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+    names = {
+        "nvmlDeviceGetCount": lambda: len(machine),
+        "nvmlDeviceGetHandleByIndex": lambda number: number,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: int(uuid.removeprefix("GPU-")),
+        "nvmlDeviceGetName": lambda handle: machine[handle],
+        "nvmlDeviceGetUtilizationRates": use,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
+    }
+    return SimpleNamespace(**names | more)
+
+
+def read(one: Gauges) -> None:
+    one.read(1.0)
+    for thread in threading.enumerate():
+        if thread.name == "notebook_accel nvml":
+            thread.join(10)
+
+
+def test_a_driver_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    def hang() -> Any:
+        assert answer.wait(30)
+        return nvml_of(ALIKE)
+
+    monkeypatch.setattr(gauges, "_nvml", hang)
+    one = Gauges(os.getpid(), nvidia="0")
+    began = time.monotonic()
+    one.read(1.0)
+    one.read(3.0)
+    assert time.monotonic() - began < 5
+    assert one.memory
+    assert one.device == ""
+    answer.set()
+    read(one)
+    assert one.device == "A100"
+
+
+@pytest.mark.parametrize(
+    ("is_inside", "pids", "memory"),
+    [
+        (False, (0, 7), 100),  # 0 stands for this process
+        (False, (7,), None),
+        # NVML has the numbers of the host: a process of that number may be somebody else's.
+        (True, (0, 7), None),
+        (True, (7,), 100),
+    ],
+)
+def test_memory_in_containers_and_on_parts_of_devices(
+    is_inside: bool, pids: tuple[int, ...], memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(handle: int) -> Any:
+        raise RuntimeError("Not Supported")
+
+    found = [SimpleNamespace(pid=pid or os.getpid(), usedGpuMemory=100) for pid in pids]
+    nvml = nvml_of(
+        ALIKE,
+        nvmlDeviceGetUtilizationRates=unsupported,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: found,
     )
     monkeypatch.setattr(gauges, "_nvml", lambda: nvml)
-    one = Gauges(os.getpid(), nvidia=called, is_pci_order=is_pci_order)
-    one.read(1.0)
-    assert one.device == shown
-    assert one.device_use == (41 if shown else None)
+    monkeypatch.setattr(gauges, "_is_in_container", lambda: is_inside)
+    one = Gauges(os.getpid(), nvidia="0")
+    read(one)
+    assert (one.device, one.device_use, one.device_memory) == ("A100", None, memory)
 
 
 def test_without_nvml_a_device_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauges, "_nvml", lambda: None)
     for called in ("0", "GPU-0", "MIG-0"):
         one = Gauges(os.getpid(), nvidia=called)
-        one.read(1.0)
+        read(one)
         assert (one.device, one.device_use) == ("", None)
 
 
