@@ -45,6 +45,7 @@ from notebook_accel.launch.payload.notebook_state import capture
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.processes import import_path, is_readable
+from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.segment import sendable
@@ -144,7 +145,7 @@ def launch_detached(
             )
         try:
             with sendable(packed.packed) as (packet, fds):
-                pickled = pickle.dumps((asked, described, import_path()))
+                pickled = pickle.dumps((asked, described, import_path(), followed()))
                 channel.send(wire.Detach(request=pickled, payload=packet), fds)
             first, _ = channel.receive()
         except (OSError, EOFError) as error:

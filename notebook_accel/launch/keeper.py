@@ -33,6 +33,7 @@ from notebook_accel.launch.payload import pack_exception
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.system.open_files import raise_limit
 from notebook_accel.launch.system.processes import is_readable
+from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.text.terminal_text import escaped
 from notebook_accel.launch.transport import user_socket
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -70,8 +71,11 @@ def serve(fd: int) -> None:
         return
     assert isinstance(message, wire.Detach), message
     # From the process that started this one, over a private pair.
-    request, packed, sys.path[:] = pickle.loads(message.request)
+    request, packed, sys.path[:], imports = pickle.loads(message.request)
     try:
+        if imports:
+            warm()
+            follow(imports)
         packed = replace(packed, packed=unpack(message.payload, fds))
         call = call_of(launch_packed(request, packed))
         folder = call.folder.path

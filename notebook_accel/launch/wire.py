@@ -604,8 +604,8 @@ class Detach(Message, frozen=True, kw_only=True):
     A descriptor comes along if the buffers of ``payload`` are not inline.
 
     Attributes:
-        request: a pickled tuple: the ``LaunchRequest``, the ``PackedCall`` without its pickle, and
-            ``sys.path``.
+        request: a pickled tuple: the ``LaunchRequest``, the ``PackedCall`` without its pickle,
+            ``sys.path``, and what the notebook has imported (``ImportItem``).
         payload: the function and its arguments, pickled.
     """
 
@@ -862,11 +862,15 @@ class StartMachineAgent(Message, frozen=True, kw_only=True):
 
     Attributes:
         directory: current directory of the agent's ranks, if the machine has a folder of this path.
-        environment: of the ranks. What libraries read as they load, the agent itself has to have.
+        environment, path: of the ranks. What libraries read as they load, the agent itself has to
+            have.
+        imports: libraries that the template there is to import before it forks the agent.
     """
 
     directory: str
     environment: dict[str, str]
+    path: tuple[str, ...] = ()
+    imports: tuple[ImportItem, ...] = ()
 
 
 class EndMachineAgent(Message, frozen=True, kw_only=True):

@@ -22,9 +22,11 @@ import torch
 
 from notebook_accel import LaunchConfig, LaunchError, RunStopped, WorkerError
 from notebook_accel.config.engines import ENGINES
+from notebook_accel.launch import wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.engines import machines
 from notebook_accel.launch.engines.elastic import join
+from notebook_accel.launch.template import handle
 from notebook_accel.launch.view import View
 from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
@@ -216,6 +218,25 @@ def test_a_machine_that_joins_by_itself(other: OtherMachine) -> None:
     assert without_gloo(run.logs()) == "[rank 0] rank 0\n[rank 1] rank 1\n"
     assert other.process is not None
     assert other.process.wait(BUSY) == 0
+
+
+def test_each_machine_imports_once_what_the_notebook_has_imported(
+    other: OtherMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> bool:
+        return "joined_lib" in sys.modules
+
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "joined_lib.py").write_text(f"print(0, file=open({str(tmp_path / 'log')!r}, 'a'))")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(handle, "_is_warm", True)
+    monkeypatch.setattr(handle, "_known", set())
+    monkeypatch.setattr(handle, "_followed", [])
+    handle.follow([wire.ImportItem("joined_lib")])
+    assert [*on_two(train, other=other)] == [True, True]
+    # Once in the template of each machine.
+    assert (tmp_path / "log").read_text().split() == ["0", "0"]
 
 
 def test_the_same_cell_on_the_other_machine(other: OtherMachine) -> None:

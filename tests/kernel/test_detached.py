@@ -105,6 +105,19 @@ def test_a_detached_run_survives_the_death_of_its_kernel(
     assert not (tmp_path / "runs" / run_id / ".attach").exists()
 
 
+def test_its_ranks_have_what_the_notebook_imported(notebook: Notebook, tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "kept_lib.py").write_text(f"print(0, file=open({str(tmp_path / 'log')!r}, 'a'))")
+    notebook.run(f"import sys; sys.path.append({str(folder)!r})")
+    notebook.run("from notebook_accel import notebook_launcher\nimport kept_lib")
+    notebook.run("def has():\n    import sys\n    return 'kept_lib' in sys.modules")
+    launch = "notebook_launcher(has, (), 2, block=False, detach=True, view='none')"
+    assert notebook.run(f"print([*{launch}])").strip() == "[True, True]"
+    # In the kernel, and in the templates of the kernel and of the keeper.
+    assert (tmp_path / "log").read_text().split() == ["0", "0", "0"]
+
+
 def test_a_later_kernel_stops_it_and_nothing_is_left(
     notebook: Notebook, later: Notebook, tmp_path: Path
 ) -> None:

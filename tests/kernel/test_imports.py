@@ -75,6 +75,18 @@ def test_a_session_has_them_and_cells_of_any_kind_run_on(
     assert "libraries: some_lib" in notebook.run("%accelerate status")
 
 
+def test_an_import_for_its_effect_that_fails_in_ranks_ends_no_call(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    fails = "import sys\nif 'ipykernel' not in sys.modules:\n    raise ImportError('no kernel')\n"
+    library(tmp_path, "effect_lib", fails)
+    notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
+    notebook.run("from effect_lib import *\nfrom notebook_accel import notebook_launcher")
+    notebook.run("run = notebook_launcher(lambda: 3, (), 2, view='none')\nprint(list(run))")
+    said = "`from effect_lib import *` failed here: ImportError('no kernel')"
+    assert notebook.run("print(run.logs())").count(said) == 2
+
+
 def test_the_environment_turns_it_off(tmp_path: Path) -> None:
     library(tmp_path, "off_lib")
     with open_notebook({"NOTEBOOK_ACCEL_WARM": "0"}) as notebook:

@@ -21,7 +21,6 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ from notebook_accel.launch.control.environment import (
     num_threads_of,
 )
 from notebook_accel.launch.engines.base import RankPlan
-from notebook_accel.launch.engines.local import LocalEngine, fork_agent, tcp_pair
+from notebook_accel.launch.engines.local import LocalEngine, await_imports, fork_agent, tcp_pair
 from notebook_accel.launch.engines.machines import (
     MachinesEngine,
     interface_of,
@@ -64,10 +63,13 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.engines.machines import JoinedMachine, MachineServer
     from notebook_accel.launch.request import LaunchRequest
+    from notebook_accel.launch.template.handle import Template
 
 # Until all machines have joined: a person walks to another screen and copies a command.
 _JOIN_SECONDS = 600.0
 _POLL_SECONDS = 0.05
+# The notebook waits a minute for the agent.
+_IMPORTS_SECONDS = 40.0
 # What a machine that joined says at the end.
 _OUTCOMES = {
     "succeeded": "the run has ended: it succeeded",
@@ -390,11 +392,8 @@ class _Guest:
             could be forked, which the notebook is told as well.
         """
         directory = message.directory if os.path.isdir(message.directory) else os.getcwd()
-        fork = partial(
-            fork_agent, message.environment, (), tcp_pair, run=message.run, sees_files=False
-        )
         try:
-            agent = self._agent = await asyncio.to_thread(fork)
+            agent = self._agent = await asyncio.to_thread(_fork_agent, message)
         except LaunchError as error:
             link.send(wire.MachineAgentStarted(error=str(error)))
             return None
@@ -413,3 +412,28 @@ class _Guest:
         await asyncio.to_thread(agent.end)
         assert end is not None
         link.send(wire.MachineAgentEnded(how=end.how, traceback=end.traceback))
+
+
+def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:
+    is_prepared = bool(message.imports)
+    if is_prepared:
+        wanted = wire.Import(
+            items=message.imports,
+            environment=message.environment,
+            path=message.path,
+            directory=os.getcwd(),
+        )
+
+        def prepare(source: Template) -> None:
+            source.import_soon(wanted)
+            await_imports(source, seconds=_IMPORTS_SECONDS)
+
+        ask_template(message.environment, prepare)
+    return fork_agent(
+        message.environment,
+        (),
+        tcp_pair,
+        run=message.run,
+        sees_files=False,
+        is_prepared=is_prepared,
+    )

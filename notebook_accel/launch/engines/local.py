@@ -224,16 +224,10 @@ class LocalEngine(AgentEngine):
             if not source.is_ready:
                 request.view.launch_is_slow(request.name)
             source.wait_until_ready()
-            if not _may_have_libraries(request):
+            if not may_have_libraries(request):
                 return
-            shown = ""
-            # Ranks would import the same, each for itself.
-            while (state := source.imports()).importing:
-                if state.importing != shown:
-                    shown = state.importing
-                    request.view.launch_is_slow(request.name, shown)
-                time.sleep(_POLL_SECONDS)
-            self._problem = state.problem
+            show = partial(request.view.launch_is_slow, request.name)
+            self._problem = await_imports(source, show).problem
 
         ask_template(request.environment, wait)
 
@@ -278,12 +272,31 @@ class LocalEngine(AgentEngine):
                 socket.socketpair,
                 run=run,
                 sees_files=True,
-                is_prepared=_may_have_libraries(request),
+                is_prepared=may_have_libraries(request),
             )
         ]
 
 
-def _may_have_libraries(request: LaunchRequest) -> bool:
+def await_imports(
+    source: Template, show: Callable[[str], object] = str, *, seconds: float = float("inf")
+) -> wire.Imports:
+    """Wait until a template has imported what it was told; ranks would import it each for itself.
+
+    Args:
+        source: the template.
+        show: called with the name of each library that is being imported.
+        seconds: how long to wait, at most.
+    """
+    shown, deadline = "", time.monotonic() + seconds
+    while (state := source.imports()).importing and time.monotonic() < deadline:
+        if state.importing != shown:
+            shown = state.importing
+            show(shown)
+        time.sleep(_POLL_SECONDS)
+    return state
+
+
+def may_have_libraries(request: LaunchRequest) -> bool:
     """Whether ranks may have what was imported before: not for other variables or a debugger."""
     own = request.config.env or {}
     return not request.config.debug and all(name.startswith(_READ_LATER) for name in own)

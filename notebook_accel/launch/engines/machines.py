@@ -36,9 +36,10 @@ from notebook_accel.launch.control.environment import (
     num_threads_of,
     rank_environment,
 )
-from notebook_accel.launch.engines.local import AgentEngine, abandon
+from notebook_accel.launch.engines.local import AgentEngine, abandon, may_have_libraries
 from notebook_accel.launch.system.kept_environment import kept_environment
 from notebook_accel.launch.system.processes import import_path
+from notebook_accel.launch.template.handle import followed
 from notebook_accel.launch.text.terminal_text import escaped, one_line
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.machine_link import (
@@ -141,6 +142,7 @@ class JoinedMachine:
         self,
         ranks: tuple[wire.RankSpec, ...],
         fields: Callable[[str], Mapping[str, Any]],
+        imports: tuple[wire.ImportItem, ...],
         *,
         run: str,
     ) -> AgentLink:
@@ -150,6 +152,7 @@ class JoinedMachine:
             ranks: the ranks that the agent starts later.
             fields: given the working directory that the machine chose for its ranks, returns the
                 fields of ``wire.Launch`` that differ on this machine.
+            imports: what the machine imports once for its ranks.
             run: id of the run or session.
 
         Raises:
@@ -159,8 +162,13 @@ class JoinedMachine:
             raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
         ours, theirs = socket.socketpair()
         try:
+            of_ranks = fields(os.getcwd())
             request = wire.StartMachineAgent(
-                run=run, directory=os.getcwd(), environment=fields(os.getcwd())["environment"]
+                run=run,
+                directory=os.getcwd(),
+                environment=of_ranks["environment"],
+                path=of_ranks["path"],
+                imports=imports,
             )
             answer = await_from_thread(self._start(theirs, request), _AGENT_SECONDS)
         except TimeoutError:
@@ -452,10 +460,11 @@ class MachinesEngine(AgentEngine):
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         links = self.start_here(request, plan, run=run)
+        imports = followed() if may_have_libraries(request) else ()
         try:
             for machine, ranks in zip(self._machines, plan.agents[len(links) :], strict=True):
                 fields = partial(_fields_of_launch, machine.info, request, plan, len(ranks))
-                links.append(machine.start_agent(ranks, fields, run=run))
+                links.append(machine.start_agent(ranks, fields, imports, run=run))
         except BaseException:
             abandon(links)
             self.close()

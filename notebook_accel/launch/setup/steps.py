@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.pickling import CallPickler, load
 from notebook_accel.launch.system.after_import import change_module
+from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+_MAX_ERROR = 200
 # From a module to a value in it: names of attributes, and keys of dictionaries as tuples of one.
 Path = tuple["str | tuple[Any]", ...]
 
@@ -147,8 +149,12 @@ def call(module: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def import_for_effect(name: str) -> None:
     """Import a module that a cell imported by ``*``: its effect may be all that is wanted of it."""
-    with contextlib.suppress(ModuleNotFoundError):  # another machine may lack it
+    try:
         import_module(name)
+    except Exception as error:  # another machine may lack it, or have another version
+        sys.stderr.write(
+            f"`from {name} import *` failed here: {one_line(repr(error), _MAX_ERROR)}\n"
+        )
 
 
 def run_cell(code: str, source: cells.CellSource) -> None:

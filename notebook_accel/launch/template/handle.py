@@ -545,6 +545,12 @@ def follow(items: Iterable[wire.ImportItem], *, is_awaited: bool = True) -> None
             _current[1].import_soon(message)
 
 
+def followed() -> tuple[wire.ImportItem, ...]:
+    """Return what templates of this process import, for those of other processes."""
+    with _following:
+        return tuple(item for message in _followed for item in message.items)
+
+
 def imports_line() -> str:
     """Return which libraries are imported for all ranks, and which are not; "" if there is none.
 
