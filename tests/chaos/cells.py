@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import LaunchError, NotebookAccelError
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.template.handle import follow, warm
 from notebook_accel.launch.view import View
+from notebook_accel.launch.wire import ImportItem
 from tests.launches import launch
 
 __all__ = ["KINDS", "count_files", "end", "follow", "start", "stop", "work"]
@@ -23,6 +25,10 @@ __all__ = ["KINDS", "count_files", "end", "follow", "start", "stop", "work"]
 _END_SECONDS = 20.0
 
 _runs: list[Any] = []
+# What each template imports for all ranks, as if a cell had imported it.
+if _imported := os.environ.get("CHAOS_IMPORTS"):
+    warm()
+    follow(map(ImportItem, _imported.split()))
 
 
 # ---- in the ranks --------------------------------------------------------------------------

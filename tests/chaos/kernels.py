@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,7 @@ class Census:
     """The processes of a kernel by what they are."""
 
     template: list[psutil.Process]
+    prepared: list[psutil.Process]
     agent: list[psutil.Process]
     rank: list[psutil.Process]
     worker: list[psutil.Process]
@@ -112,6 +113,7 @@ class Kernel(ABC):
         """All that it brought about, by what it is."""
         found: dict[str, list[psutil.Process]] = {
             "template": [],
+            "prepared": [],
             "agent": [],
             "rank": [],
             "worker": [],
@@ -120,6 +122,12 @@ class Kernel(ABC):
         agents = {process.pid for process in others if self._is_agent(process)}
         for process in others:
             found[self._role(process, agents)].append(process)
+        templates = {process.pid for process in found["template"]}
+        for process in [*found["worker"]]:
+            with suppress(psutil.Error):
+                if process.ppid() in templates:
+                    found["worker"].remove(process)
+                    found["prepared"].append(process)
         return Census(**found)
 
     def _is_agent(self, process: psutil.Process) -> bool:
