@@ -114,16 +114,8 @@ def _lost(texts: Sequence[str]) -> str:
 
 
 def _states() -> Iterator[tuple[Any, ...]]:
-    for row in libraries.ROWS:
-        module = sys.modules.get(row.module)
-        if module is None:
-            continue
-        try:
-            state = row.read(module)
-        except Exception:  # another version of the library, or one that is being imported
-            continue
-        if state is not None and state != {}:
-            yield f"state {row.module}", f"settings of {row.module}", row.module, row.set, state
+    for name, state in libraries.states():
+        yield f"state {name}", f"settings of {name}", name, libraries.set_state, state
     for number, (name, arguments) in enumerate(libraries.warning_filters()):
         key, label = f"warnings {number}", "warnings.filterwarnings"
         yield key, label, name, libraries.set_warning_filter, arguments

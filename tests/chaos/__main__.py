@@ -34,8 +34,8 @@ _VICTIMS = {
     "kernel": 5,
     "prepared": 20,
 }
-# A prepared template, the next agent, and one that imports.
-_MAX_PREPARED = 3
+# A prepared template, and one that imports.
+_MAX_PREPARED = 2
 _STOPPED = {"agent": 3, "template": 2}
 _KINDS = ("loop", "collective", "native", "native with the GIL", "loader", "brief", "raises")
 _NUM_KERNELS = 3

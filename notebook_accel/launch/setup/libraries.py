@@ -9,30 +9,11 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-@dataclass(frozen=True, kw_only=True)
-class LibraryState:
-    """A state of a library.
-
-    Attributes:
-        module: the module that has the state; the functions get it as their first argument.
-        read: returns the state, which can be pickled; None where there is nothing to carry.
-        set: gives another process that state.
-    """
-
-    module: str
-    read: Callable[[Any], Any]
-    set: Callable[[Any, Any], None]
-
+from typing import Any
 
 # ---- states --------------------------------------------------------------------------------
 
@@ -45,8 +26,7 @@ def _verbosity(module: Any) -> Any:
 
 def _set_verbosity(module: Any, state: Any) -> None:
     level, bars = state
-    if module.get_verbosity() != level:
-        module.set_verbosity(level)
+    module.set_verbosity(level)
     if _verbosity(module)[1] != bars:
         (module.enable_progress_bar if bars else module.disable_progress_bar)()
 
@@ -64,8 +44,7 @@ def _set_datasets(module: Any, state: Any) -> None:
 
 
 def _set_hub_bars(module: Any, disabled: Any) -> None:
-    if module.are_progress_bars_disabled() != disabled:  # warns where the environment decides
-        (module.disable_progress_bars if disabled else module.enable_progress_bars)()
+    (module.disable_progress_bars if disabled else module.enable_progress_bars)()
 
 
 def _pandas(module: Any) -> Any:
@@ -95,17 +74,6 @@ def _set_pandas(module: Any, state: Any) -> None:
                 module.set_option(name, value)
 
 
-def _numpy(module: Any) -> Any:
-    return module.get_printoptions(), module.geterr()
-
-
-def _set_numpy(module: Any, state: Any) -> None:
-    if _numpy(module) != state:
-        printed, errors = state
-        module.set_printoptions(**printed)
-        module.seterr(**errors)
-
-
 def _matplotlib(module: Any) -> Any:
     defaults = module.rcParamsDefault
     # The backend is the rank's own: it draws into the notebook.
@@ -118,45 +86,9 @@ def _matplotlib(module: Any) -> Any:
         }
 
 
-def _set_matplotlib(module: Any, state: Any) -> None:
-    module.rcParams.update(state)
-
-
-def _set_config(module: Any, state: Any) -> None:
-    module.set_config(**state)
-
-
-def _set_if_other(get: str, setter: str, module: Any, value: Any) -> None:
-    if getattr(module, get)() != value:
-        getattr(module, setter)(value)
-
-
-def _by_functions(module: str, get: str, setter: str) -> LibraryState:
-    """Return the row of a value for which the module has a function that gets and one that sets."""
-    return LibraryState(
-        module=module, read=methodcaller(get), set=partial(_set_if_other, get, setter)
-    )
-
-
-def _decimal(module: Any) -> Any:
-    return module.getcontext().copy()
-
-
-def _set_decimal(module: Any, state: Any) -> None:
-    module.setcontext(state)
-
-
-def _locale(module: Any) -> Any:
-    return module.setlocale(module.LC_ALL)
-
-
-def _set_locale(module: Any, state: Any) -> None:
-    if module.setlocale(module.LC_ALL) != state:
-        module.setlocale(module.LC_ALL, state)
-
-
-def _collector(module: Any) -> Any:
-    return module.isenabled(), module.get_threshold()
+def _set_numpy(module: Any, state: Any) -> None:
+    module.set_printoptions(**state[0])
+    module.seterr(**state[1])
 
 
 def _set_collector(module: Any, state: Any) -> None:
@@ -164,38 +96,54 @@ def _set_collector(module: Any, state: Any) -> None:
     module.set_threshold(*state[1])
 
 
-def _safe_globals(module: Any) -> Any:
+_Row = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
+
+
+def _by_functions(get: str, setter: str) -> _Row:
+    return methodcaller(get), lambda module, value: getattr(module, setter)(value)
+
+
+_CONFIG: _Row = (methodcaller("get_config"), lambda module, state: module.set_config(**state))
+# By module: what reads a state that can be pickled from it (None or {}: nothing to carry), and what
+# gives it another one.
+_ROWS: dict[str, _Row] = {
+    "datasets": (_datasets, _set_datasets),
+    "decimal": (lambda module: module.getcontext().copy(), lambda m, state: m.setcontext(state)),
+    "diffusers.utils.logging": (_verbosity, _set_verbosity),
+    "evaluate.utils.logging": (_verbosity, _set_verbosity),
+    "gc": (lambda module: (module.isenabled(), module.get_threshold()), _set_collector),
+    "huggingface_hub.utils": (methodcaller("are_progress_bars_disabled"), _set_hub_bars),
+    "locale": (lambda m: m.setlocale(m.LC_ALL), lambda m, state: m.setlocale(m.LC_ALL, state)),
+    "matplotlib": (_matplotlib, lambda module, state: module.rcParams.update(state)),
+    "numpy": (lambda module: (module.get_printoptions(), module.geterr()), _set_numpy),
+    "pandas": (_pandas, _set_pandas),
+    "sklearn": _CONFIG,
+    "sys": _by_functions("getrecursionlimit", "setrecursionlimit"),
+    "torch.multiprocessing": _by_functions("get_sharing_strategy", "set_sharing_strategy"),
     # A set: in one order, a session sees whether it is the same as before.
-    return sorted(module.get_safe_globals(), key=str)
+    "torch.serialization": (
+        lambda module: sorted(module.get_safe_globals(), key=str),
+        lambda module, state: module.add_safe_globals(state),
+    ),
+    "transformers.utils.logging": (_verbosity, _set_verbosity),
+    "xgboost": _CONFIG,
+}
 
 
-def _set_safe_globals(module: Any, state: Any) -> None:
-    module.add_safe_globals(state)
+def states() -> Iterator[tuple[str, Any]]:
+    """Yield the modules of the table that are imported here, with their states."""
+    for name, (read, _) in _ROWS.items():
+        if name in sys.modules:
+            with suppress(Exception):  # another version of it, or one that is being imported
+                if (state := read(sys.modules[name])) not in (None, {}):
+                    yield name, state
 
 
-def _row(
-    module: str, read: Callable[[Any], Any], setter: Callable[[Any, Any], None]
-) -> LibraryState:
-    return LibraryState(module=module, read=read, set=setter)
-
-
-ROWS = (
-    _row("datasets", _datasets, _set_datasets),
-    _row("decimal", _decimal, _set_decimal),
-    _row("diffusers.utils.logging", _verbosity, _set_verbosity),
-    _row("gc", _collector, _set_collector),
-    _row("huggingface_hub.utils", methodcaller("are_progress_bars_disabled"), _set_hub_bars),
-    _row("locale", _locale, _set_locale),
-    _row("matplotlib", _matplotlib, _set_matplotlib),
-    _row("numpy", _numpy, _set_numpy),
-    _row("pandas", _pandas, _set_pandas),
-    _row("sklearn", methodcaller("get_config"), _set_config),
-    _by_functions("sys", "getrecursionlimit", "setrecursionlimit"),
-    _by_functions("torch.multiprocessing", "get_sharing_strategy", "set_sharing_strategy"),
-    _row("torch.serialization", _safe_globals, _set_safe_globals),
-    _row("transformers.utils.logging", _verbosity, _set_verbosity),
-    _row("xgboost", methodcaller("get_config"), _set_config),
-)
+def set_state(module: Any, state: Any) -> None:
+    """Give a module of the table a state (a step); one that it has is not set again."""
+    read, setter = _ROWS[module.__name__]
+    if read(module) != state:
+        setter(module, state)
 
 
 def warning_filters() -> list[tuple[str, tuple[Any, ...]]]:
@@ -229,69 +177,27 @@ def set_warning_filter(module: Any, filter_: tuple[Any, ...]) -> None:
 
 # Patterns of calls that are repeated, by the function's own name or as the cell has it.
 _REPEATED = (
-    "cv2.set*",
-    "faulthandler.enable",
-    "mlflow*.autolog",
-    "mlflow.set_*",
-    "multiprocessing.set_*",
-    "polars.*Config.set_*",
-    "resource.setrlimit",
-    "socket.setdefaulttimeout",
-    "torch.backends.*",
-    "torch.hub.set_dir",
-    "torch.multiprocessing.set_start_method",
-    "torch.set_flush_denormal",
-    "torch.set_grad_enabled",
-    "torch.set_num_*",
-    "torch.set_printoptions",
-    "torch.set_warn_always",
-    "timm.*.set_*",
-    "tqdm.*.pandas",
-    "transformers.*.register",
+    *("cv2.set*", "faulthandler.enable", "mlflow*.autolog", "mlflow.set_*"),
+    *("multiprocessing.set_*", "polars.*Config.set_*", "resource.setrlimit"),
+    *("socket.setdefaulttimeout", "torch.backends.*", "torch.hub.set_dir"),
+    *("torch.multiprocessing.set_start_method", "torch.set_flush_denormal"),
+    *("torch.set_grad_enabled", "torch.set_num_*", "torch.set_printoptions"),
+    *("torch.set_warn_always", "timm.*.set_*", "tqdm.*.pandas", "transformers.*.register"),
 )
 
 # Patterns of calls that need no repeating: what they set travels by itself or by a row, is each
 # rank's own, or is for the notebook alone.
 _NEEDLESS = (
-    "*seed*",
-    "IPython.*",
-    "altair.*",
-    "atexit.*",
-    "bokeh.*",
-    "datasets.*",
-    "decimal.*",
-    "diffusers.utils.logging.*",
-    "gc.*",
-    "google.colab.*",
-    "huggingface_hub.*",
-    "ipywidgets.*",
-    "locale.*",
-    "logging.*",
-    "matplotlib.*",
-    "matplotlib_inline.*",
-    "notebook_accel.*",
-    "numpy.*",
-    "os.*",
-    "pandas.*",
-    "plotly.*",
-    "random.*",
-    "seaborn.*",
-    "sklearn.*",
-    "sys.*",
-    "torch.accelerator.*",
-    "torch.autograd.*",
-    "torch.cuda.*",
-    "torch.multiprocessing.set_sharing_strategy",
-    "torch.serialization.*",
-    "torch.set_default_*",
-    "torch.set_deterministic_debug_mode",
-    "torch.set_float32_matmul_precision",
-    "torch.set_rng_state",
-    "torch.use_deterministic_algorithms",
-    "transformers.utils.logging.*",
-    "transformers.logging.set_*",
-    "warnings.*",
-    "xgboost.*",
+    *("*seed*", "IPython.*", "altair.*", "atexit.*", "bokeh.*", "datasets.*", "decimal.*"),
+    *("diffusers.utils.logging.*", "evaluate.*", "gc.*", "google.colab.*"),
+    *("huggingface_hub.*", "ipywidgets.*", "locale.*", "logging.*", "matplotlib.*"),
+    *("matplotlib_inline.*", "notebook_accel.*", "numpy.*", "os.*", "pandas.*", "plotly.*"),
+    *("random.*", "seaborn.*", "sklearn.*", "sys.*", "torch.accelerator.*"),
+    *("torch.autograd.*", "torch.cuda.*", "torch.multiprocessing.set_sharing_strategy"),
+    *("torch.serialization.*", "torch.set_default_*", "torch.set_deterministic_debug_mode"),
+    *("torch.set_float32_matmul_precision", "torch.set_rng_state"),
+    *("torch.use_deterministic_algorithms", "transformers.logging.set_*"),
+    *("transformers.utils.logging.*", "warnings.*", "xgboost.*"),
 )
 _SETS = re.compile(r"set_|set$|set[A-Z]|register|enable|disable|use$|use_|configure|.*option")
 

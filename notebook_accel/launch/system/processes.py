@@ -84,11 +84,6 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def outlive_parent() -> None:
-    """Undo :func:`die_with_parent` for this process."""
-    _prctl(_PR_SET_PDEATHSIG, 0)
-
-
 def watch_exit(pid: int) -> int:
     """Return a descriptor that is readable once the process has ended; the caller closes it."""
     return os.pidfd_open(pid)

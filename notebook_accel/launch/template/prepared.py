@@ -8,8 +8,7 @@ template what cells and earlier ranks have imported; the clean one brings prepar
     Import --------------------------------->  imports the items one after the other
           <------------- Importing(number) --  before each; and after it if it must not be there
           <----------- TemplateReady(files) -  the trial takes the place of the ready one
-    ForkTemplate --------------------------->  forks one more, the spare
-    ForkAgent -----------------------------> the spare becomes the agent; a new spare is forked
+    ForkAgent ------------------------------>  forks the agent
 
 What does not survive a fork is left out: after each import the trial looks for threads, sockets,
 devices and child processes. An item that left any, or that ended the trial or took longer than a
@@ -86,7 +85,6 @@ class _Prepared:
 
     pid: int
     exit_fd: int
-    sock: socket.socket
     channel: Channel
     num_items: int
     current: int = 0
@@ -121,22 +119,20 @@ class Preparer:
         self._left_out: dict[str, str] = {}
         self._problem = ""
         self._ready: _Prepared | None = None
-        self._spare: _Prepared | None = None
         self._trial: _Prepared | None = None
-        # What a trial was importing when it died for the first time.
-        self._killed: set[wire.ImportItem] = set()
         self._ending: set[int] = set()
 
     @property
     def pids(self) -> set[int]:
         """Of all prepared templates that have not been reaped."""
-        living = (self._ready, self._spare, self._trial)
-        return self._ending | {each.pid for each in living if each is not None}
+        return self._ending | {each.pid for each in self._living()}
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that a child of the clean template must close."""
-        living = (self._ready, self._spare, self._trial)
-        return [fd for each in living if each for fd in (each.sock.fileno(), each.exit_fd)]
+        return [fd for each in self._living() for fd in (each.channel.fileno(), each.exit_fd)]
+
+    def _living(self) -> list[_Prepared]:
+        return [each for each in (self._ready, self._trial) if each is not None]
 
     def want(self, message: wire.Import) -> None:
         """Import the items of a message, unless the clean template or an earlier message has."""
@@ -162,28 +158,9 @@ class Preparer:
             problem=self._problem,
         )
 
-    def fork_agent(self, message: wire.ForkAgent, fd: int) -> int | None:
-        """Return the pid of a new agent that has the libraries; None if none can be had."""
-        if self._spare is None:
-            self.fork_spare()
-        spare, self._spare = self._spare, None
-        if spare is None:
-            return None
-        self._forget(spare)
-        try:
-            spare.channel.send(message, (fd,))
-        except OSError:  # it is dead
-            return None
-        finally:
-            spare.channel.close()
-            os.close(spare.exit_fd)
-        self._ending.discard(spare.pid)
-        return spare.pid
-
-    def fork_spare(self) -> None:
-        """Have the next agent forked, so that a launch need not wait for that."""
-        if self._ready is not None and self._spare is None:
-            self._spare = self._fork(self._ready.num_items)
+    def fork_agent(self, message: wire.ForkAgent, fd: int) -> int:
+        """Return the pid of a new agent that has the libraries; 0 if none can be had."""
+        return self._ask_fork(self._ready, message, fd) if self._ready else 0
 
     def seconds_left(self) -> float | None:
         """Return how long the event loop may wait, at most, until it calls :meth:`check`."""
@@ -197,17 +174,15 @@ class Preparer:
     def end(self) -> None:
         """Kill all prepared templates."""
         self._wanted.clear()
-        for each in (self._ready, self._spare, self._trial):
-            if each is not None:
-                self._drop(each)
+        for each in self._living():
+            self._drop(each)
 
     def _num_ready(self) -> int:
         return self._ready.num_items if self._ready else 0
 
     def _go_on(self) -> None:
         """Start a trial if there is more to import, and none is under way."""
-        start = self._num_ready()
-        if self._trial is not None or start == len(self._wanted):
+        if self._trial is not None or self._num_ready() == len(self._wanted):
             return
         free = free_memory()
         self._problem = ""
@@ -217,6 +192,7 @@ class Preparer:
         trial = self._trial = self._fork(len(self._wanted))
         if trial is None:
             return
+        start = self._num_ready()  # none, if the ready one could not fork it
         trial.current, trial.deadline = start, time.monotonic() + _IMPORT_SECONDS
         groups = [
             (message, tuple(item for item, _ in pairs))
@@ -235,44 +211,42 @@ class Preparer:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                if self._ready is None:
+                pid = 0
+                if self._ready is not None:
+                    pid = self._ask_fork(self._ready, wire.ForkTemplate(), theirs.fileno())
+                if not pid:
                     fds = [*self._own(), ours.fileno()]
-                    serve_here = partial(_serve, Channel(theirs), self._kernel, os.getpid(), fds)
-                    pid = fork(serve_here)
-                else:
-                    pid = self._ask_fork(self._ready, theirs)
+                    pid = fork(partial(_serve, Channel(theirs), self._kernel, os.getpid(), fds))
                 exit_fd = processes.watch_exit(pid)
-            except (OSError, EOFError, ProtocolError) as error:
+            except OSError as error:
                 ours.close()
                 self._problem = f"no process could be forked for them: {error}"
-                if self._ready is not None:
-                    self._drop(self._ready)
                 return None
-        made = _Prepared(
-            pid=pid, exit_fd=exit_fd, sock=ours, channel=Channel(ours), num_items=num_items
-        )
-        self._selector.register(ours, 1, partial(self._listen, made))
+        made = _Prepared(pid=pid, exit_fd=exit_fd, channel=Channel(ours), num_items=num_items)
+        self._selector.register(made.channel.fileno(), 1, partial(self._listen, made))
         self._selector.register(exit_fd, 1, partial(self._reap, made))
         return made
 
-    def _ask_fork(self, ready: _Prepared, theirs: socket.socket) -> int:
-        ready.channel.send(wire.ForkTemplate(), (theirs.fileno(),))
-        ready.sock.settimeout(_FORK_SECONDS)
+    def _ask_fork(self, ready: _Prepared, request: wire.Message, fd: int) -> int:
+        """Have the ready one fork; return the new pid, or 0 and kill it if it cannot."""
         try:
-            answer, _ = ready.channel.receive()
-        finally:
-            ready.sock.settimeout(None)
-        assert isinstance(answer, wire.Forked)
-        if answer.error:
-            raise OSError(answer.error)
-        return answer.pid
+            ready.channel.send(request, (fd,))
+            if processes.is_readable(ready.channel, _FORK_SECONDS):
+                answer, _ = ready.channel.receive()
+                assert isinstance(answer, wire.Forked)
+                if not answer.error:
+                    return answer.pid
+        except (OSError, EOFError, ProtocolError):
+            pass
+        self._drop(ready)
+        return 0
 
     def _listen(self, made: _Prepared) -> None:
         try:
             messages = made.channel.drain()
         except (OSError, EOFError, ProtocolError):  # it is dead, and will be reaped
             with suppress(KeyError):
-                self._selector.unregister(made.sock)
+                self._selector.unregister(made.channel.fileno())
             return
         for message, _ in messages:
             if made is self._trial:
@@ -281,14 +255,11 @@ class Preparer:
     def _hear(self, trial: _Prepared, message: wire.Message) -> None:
         trial.deadline = time.monotonic() + _IMPORT_SECONDS
         if isinstance(message, wire.TemplateReady):
-            for old in (self._ready, self._spare):
-                if old is not None:
-                    self._drop(old)
+            if self._ready is not None:
+                self._drop(self._ready)
             trial.files, trial.deadline = message.files, float("inf")
             self._ready, self._trial = trial, None
             self._go_on()
-            if self._trial is None:
-                self.fork_spare()
         elif isinstance(message, wire.Importing):
             trial.current = message.number
             if message.problem:
@@ -313,35 +284,27 @@ class Preparer:
     def _drop(self, made: _Prepared) -> None:
         """Kill a prepared template, which is reaped once it has ended."""
         self._forget(made)
-        made.channel.close()
         with suppress(ProcessLookupError):
             os.kill(made.pid, signal.SIGKILL)
         self._selector.register(made.exit_fd, 1, partial(self._reap, made))
 
     def _forget(self, made: _Prepared) -> None:
-        for name in ("_ready", "_spare", "_trial"):
-            if getattr(self, name) is made:
-                setattr(self, name, None)
+        self._ready = None if made is self._ready else self._ready
+        self._trial = None if made is self._trial else self._trial
         self._ending.add(made.pid)
-        for source in (made.sock, made.exit_fd):
+        for fd in (made.channel.fileno(), made.exit_fd):
             with suppress(KeyError, ValueError):
-                self._selector.unregister(source)
+                self._selector.unregister(fd)
+        made.channel.close()
 
     def _reap(self, made: _Prepared) -> None:
         """Reap one that has ended: it was dropped, or what it imported has ended it."""
         if made is self._trial:
             self._listen(made)  # to the last that it said
         if made is self._trial:
-            item, _ = self._wanted[made.current]
-            if item in self._killed:
-                self._leave_out(made, "its import ended the process")
-            else:  # it may have been something else: a lack of memory, a person
-                self._killed.add(item)
-                self._drop(made)
-                self._go_on()
+            self._leave_out(made, "its import ended the process")
             return
         self._forget(made)
-        made.channel.close()
         os.close(made.exit_fd)
         reap(made.pid)
         self._ending.discard(made.pid)
@@ -400,27 +363,18 @@ class _Server:
             if isinstance(message, wire.Import):
                 self._import(message)
             elif isinstance(message, wire.ForkTemplate):
-                self._fork_template(fds[0])
+                self._fork(self._serve_there, fds[0])
             elif isinstance(message, wire.ForkAgent):
-                os.dup2(self._stderr, 2)
-                os.close(self._stderr)
-                self._channel.close()
-                processes.outlive_parent()
-                return run_agent(message, fds[0], self._kernel)
+                self._fork(partial(self._be_agent, message), fds[0])
 
     def _await_adoption(self) -> None:
         deadline = time.monotonic() + _ADOPTION_SECONDS
         while os.getppid() != self._template and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
-    def _fork_template(self, fd: int) -> None:
-        def serve() -> None:
-            self._channel.close()
-            self._channel = Channel(socket.socket(fileno=fd))
-            self.run()
-
+    def _fork(self, act: Callable[[int], None], fd: int) -> None:
         try:
-            pid, middle = fork_orphan(serve)
+            pid, middle = fork_orphan(partial(act, fd))
         except OSError as error:
             self._channel.send(wire.Forked(error=str(error)))
         else:
@@ -428,6 +382,17 @@ class _Server:
             os.waitpid(middle, 0)
         finally:
             os.close(fd)
+
+    def _serve_there(self, fd: int) -> None:
+        self._channel.close()
+        self._channel = Channel(socket.socket(fileno=fd))
+        self.run()
+
+    def _be_agent(self, message: wire.ForkAgent, fd: int) -> None:
+        os.dup2(self._stderr, 2)
+        os.close(self._stderr)
+        self._channel.close()
+        run_agent(message, fd, self._kernel)
 
     def _import(self, message: wire.Import) -> None:
         os.environ.clear()

@@ -232,7 +232,6 @@ class Server:
         reaped = self._kill_descendants()
         scratch.remove(self._runs.pop(pid), pid, used_by=reaped)
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
-        self._preparer.fork_spare()
 
     def _tell(self, message: wire.Message) -> None:
         """Send the kernel a message; do nothing if the kernel has closed the connection."""
