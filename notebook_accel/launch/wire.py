@@ -697,7 +697,6 @@ class Import(Message, frozen=True, kw_only=True):
             the notebook at this moment.
         is_awaited: whether a launch that comes earlier waits for it.
         first: number of the first item among all that this template was asked for.
-        is_last: whether the template is to say :class:`TemplateReady` after it.
     """
 
     items: tuple[ImportItem, ...]
@@ -706,7 +705,6 @@ class Import(Message, frozen=True, kw_only=True):
     directory: str
     is_awaited: bool = True
     first: int = 0
-    is_last: bool = True
 
 
 class Importing(Message, frozen=True, kw_only=True):
@@ -725,7 +723,7 @@ class Importing(Message, frozen=True, kw_only=True):
 
 
 class AskImports(Message, frozen=True, kw_only=True):
-    """Request to the template: how far are the imports?"""
+    """Request to a template: how far are the imports? A prepared one answers once they are done."""
 
 
 class Imports(Message, frozen=True, kw_only=True):
@@ -733,8 +731,7 @@ class Imports(Message, frozen=True, kw_only=True):
 
     Attributes:
         pid: of the prepared template; 0 if there is none.
-        importing: the library that is being imported now, for which a launch should wait; "" if a
-            launch need not wait.
+        importing: the library for whose import a launch should wait now; "" for none.
         libraries: names of the libraries that the prepared template has.
         left_out: by library or module, why each rank must import it itself.
         problem: why there is no prepared template; "" if nothing speaks against it.
@@ -862,8 +859,7 @@ class StartMachineAgent(Message, frozen=True, kw_only=True):
 
     Attributes:
         directory: current directory of the agent's ranks, if the machine has a folder of this path.
-        environment, path: of the ranks. What libraries read as they load, the agent itself has to
-            have.
+        environment, path: of the ranks; the agent has what libraries read as they load.
         imports: libraries that the template there is to import before it forks the agent.
     """
 

@@ -5,7 +5,7 @@ template what cells and earlier ranks have imported; the clean one brings prepar
 
     clean template, Preparer                 prepared template, serve
     fork, or ForkTemplate to the ready one ->  (called the trial: nothing is lost if it dies)
-    Import --------------------------------->  imports the items one after the other
+    Import, AskImports --------------------->  imports the items one after the other
           <------------- Importing(number) --  before each; and after it if it must not be there
           <----------- TemplateReady(files) -  the trial takes the place of the ready one
     ForkAgent ------------------------------>  forks the agent
@@ -194,17 +194,12 @@ class Preparer:
             return
         start = self._num_ready()  # none, if the ready one could not fork it
         trial.current, trial.deadline = start, time.monotonic() + _IMPORT_SECONDS
-        groups = [
-            (message, tuple(item for item, _ in pairs))
-            for message, pairs in groupby(self._wanted[start:], key=lambda pair: pair[1])
-        ]
         with suppress(OSError):  # it is dead: noticed by its descriptor
-            for message, items in groups:
-                is_last = items is groups[-1][1]
-                trial.channel.send(
-                    msgspec.structs.replace(message, items=items, first=start, is_last=is_last)
-                )
+            for message, pairs in groupby(self._wanted[start:], key=lambda pair: pair[1]):
+                items = tuple(item for item, _ in pairs)
+                trial.channel.send(msgspec.structs.replace(message, items=items, first=start))
                 start += len(items)
+            trial.channel.send(wire.AskImports())
 
     def _fork(self, num_items: int) -> _Prepared | None:
         """Fork a prepared template from the ready one, or else from this process."""
@@ -362,6 +357,10 @@ class _Server:
             message, fds = self._channel.receive()
             if isinstance(message, wire.Import):
                 self._import(message)
+            elif isinstance(message, wire.AskImports):
+                # Not collected before: that takes 0.3 s, and frees little.
+                gc.freeze()
+                self._channel.send(wire.TemplateReady(files=self._files))
             elif isinstance(message, wire.ForkTemplate):
                 self._fork(self._serve_there, fds[0])
             elif isinstance(message, wire.ForkAgent):
@@ -411,10 +410,6 @@ class _Server:
                     said = wire.Importing(number=number, problem=problem, error=error)
                     self._channel.send(said)
         gc.enable()
-        if message.is_last:
-            # Not collected before: that takes 0.3 s, and frees little.
-            gc.freeze()
-            self._channel.send(wire.TemplateReady(files=self._files))
 
     def _what_it_left(self) -> str:
         """Return why ranks must not be forked from this process any more; "" if they may."""
