@@ -146,7 +146,8 @@ test-eight: $(READY)
 test-libraries: $(READY)
 	$(call on_top,libraries,--constraint constraints.txt datasets==5.2.0 diffusers evaluate fastai lightning seaborn timm trl)
 	build/libraries/bin/python -m pytest -m '' tests/kernel/test_first_cells.py \
-	  tests/launch/test_library_metrics.py $(ARGS)
+	  tests/launch/test_library_metrics.py \
+	  'tests/test_docs.py::test_the_blocks_of_a_page_run_in_a_new_kernel_one_after_the_other[guide/lightning.md]' $(ARGS)
 
 test-fp8: $(READY)
 	$(call on_top,fp8,--constraint constraints.txt torchao==0.18.0)

@@ -6,6 +6,7 @@ Whether the site can be built, and its links lead somewhere, is for ``make docs`
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import re
 import shlex
@@ -31,6 +32,8 @@ PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("[!n]*/*.md"))
 BLOCK = re.compile(
     r"(?:^% (raises|not run): ([^\n]+)\n)?^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE
 )
+# By page: a library that `make test` has not.
+NEEDS = {"guide/lightning.md": "lightning"}
 KINDS = {"python", "ipython", "sh", "text", "diff"}
 
 
@@ -60,7 +63,11 @@ def is_run(page: Path) -> bool:
 def page_to_run(page: Path) -> ParameterSet:
     """The page that a stranger reads first is run each time."""
     first = name_of(page) == "index.md"
-    return pytest.param(page, id=name_of(page), marks=[] if first else [pytest.mark.long])
+    marks = [] if first else [pytest.mark.long]
+    needs = NEEDS.get(name_of(page), "torch")
+    if importlib.util.find_spec(needs) is None:
+        marks.append(pytest.mark.skip(reason=f"needs {needs}: make test-libraries"))
+    return pytest.param(page, id=name_of(page), marks=marks)
 
 
 @pytest.mark.timeout(300)
