@@ -313,9 +313,9 @@ def memory_reader(device: torch.device) -> Callable[[], DeviceMemory | None] | N
         used = ask("memory_allocated")
         if used is None:
             return None
-        free, _ = ask("mem_get_info") or (0, 0)
+        free, total = ask("mem_get_info") or (0, 0)
         # What torch's allocator keeps in reserve is free for torch, too.
-        limit = free + ask("memory_reserved") if free else 0
+        limit = min(total, free + ask("memory_reserved"))
         return DeviceMemory(used, ask("max_memory_allocated"), limit)
 
     return read
