@@ -54,3 +54,15 @@ def test_a_session_gets_new_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
         assert "the session had is gone: `x`, `y`" in shown
         assert "ranks 0-1: (2, False)" in reply.text
         assert book.run("%%accelerate\nos.getpid(), ours") != pids
+
+
+def test_cells_that_fail_do_not_pile_up_memory_of_the_device(tmp_path: Path) -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as book:
+        book.run("%load_ext notebook_accel\nimport torch")
+        for _ in range(4):
+            book.fails(
+                "%%accelerate -n 1\ndef fill():\n    big = torch.ones(1 << 24, device=device)\n"
+                "    raise ValueError\nfill()"
+            )
+        held = book.run("%%accelerate\ntorch.accelerator.memory_allocated() >> 20")
+        assert held == "rank 0: 0\n", "MB; a failure holds 64 until the next cell"

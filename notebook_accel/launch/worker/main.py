@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -377,8 +378,14 @@ class Worker:
             fds: descriptor of the memory segment with the pickled function and arguments, closed
                 here; empty if they are in the message itself.
         """
-        if message.keeps_error:
+        if message.keeps_error and self.context.kept_error is not None:
             # The frames of the error before go, with all that they hold of the device's memory.
+            # Error, frames and the shell's result refer to each other: dropped alone, they stay.
+            error = self.context.kept_error.error
+            for one in filter(None, (error, error.__cause__, error.__context__)):
+                traceback.clear_frames(one.__traceback__)
+                # Each look at a frame's variables has left a copy of them; the next empties it.
+                _ = [frame.f_locals for frame, _ in traceback.walk_tb(one.__traceback__)]
             self.context.kept_error = None
         try:
             return self._run(message, fds)

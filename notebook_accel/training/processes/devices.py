@@ -91,10 +91,11 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     count = torch.accelerator.device_count()
     # A rank that was given one device only finds it at index 0, whatever its local rank.
     if local_rank >= count > 1 and not shared:
+        is_served = accelerator.type in dist.Backend.backend_capability.get("gloo", ())
+        by_gloo = ', or use InitProcessGroupKwargs(backend="gloo") to let ranks share a device'
         raise ConfigError(
             f"local rank {local_rank} has no {accelerator.type} device: this machine shows "
-            f"{count}. Start at most {count} ranks here, or use "
-            'InitProcessGroupKwargs(backend="gloo") to let ranks share a device'
+            f"{count}. Start at most {count} ranks here{by_gloo if is_served else ''}"
         )
     index = local_rank % count
     _make_current(index)
@@ -365,14 +366,20 @@ def get_rng_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the device's random numbers; None for the CPU."""
     if device.type == "cpu":
         return None
-    state: torch.Tensor = device_module(device.type).get_rng_state()
+    state: torch.Tensor = device_module(device.type).get_rng_state(*_own(device))
     return state
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Restore a state of the device's random numbers that :func:`get_rng_state` returned."""
     if device.type != "cpu":
-        device_module(device.type).set_rng_state(state)
+        device_module(device.type).set_rng_state(state, *_own(device))
+
+
+def _own(device: torch.device) -> list[torch.device]:
+    # Not all modules take a device (MPS, XLA): they have one alone.
+    is_one_of_many = device.index is not None and not _driver(device.type)
+    return [device] if is_one_of_many else []
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:

@@ -89,7 +89,7 @@ def open_process_group(
     if "store" in arguments:
         arguments["store"].set_timeout(options.timeout or default_pg_timeout)
     current().shared[_OURS] = True
-    if backend == "gloo" and not current().launched:
+    if not current().launched:
         atexit.register(_close_at_exit, os.getpid())
 
 
@@ -110,7 +110,8 @@ def close_process_group(group: dist.ProcessGroup | None = None) -> None:
 def _close_at_exit(pid: int) -> None:
     """Destroy the default process group when a script ends (an ``atexit`` function).
 
-    Without this, a gloo thread that still holds a tensor aborts the process as Python ends
+    Without this, torch warns that nobody did so (NCCL and its kin, or several backends), and a gloo
+    thread that still holds a tensor aborts the process as Python ends
     ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
     Destroying the group ends these threads. If a prepared model keeps the group alive, the threads
     go on, so the function also waits until they are idle.

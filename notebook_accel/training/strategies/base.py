@@ -150,7 +150,17 @@ class Strategy:
 
     def place(self, given: ModelToPrepare) -> Module:
         """Return the model of ``given``, moved to ``given.device`` if that is not None."""
-        return given.model if given.device is None else given.model.to(given.device)
+        if given.device is None:
+            return given.model
+        before = dict(given.model.named_parameters(remove_duplicate=False))
+        model = given.model.to(given.device)
+        # On some devices this makes new parameters, which an optimizer made before does not have.
+        for name, new in [*model.named_parameters(remove_duplicate=False)]:
+            if new is not before[name]:
+                torch.utils.swap_tensors(before[name], new)  # type: ignore[no-untyped-call]
+                module, _, own = name.rpartition(".")
+                setattr(model.get_submodule(module), own, before[name])
+        return model
 
     def wrap_optimizer(
         self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool

@@ -321,7 +321,7 @@ class Pipeline:
             # Nothing, but backward must run through all stages. No number is multiplied by 0:
             # an infinite one (of a mask) would give NaN.
             nothing = (part.flatten()[:0].sum() for part in tensors if part.requires_grad)
-            return sum(nothing, torch.zeros(()))
+            return sum(nothing, torch.zeros((), device=self.device))
         if batch.num_real < batch.size:
             outputs = _take(outputs, batch.size, slice(batch.num_real))
         total = sum(each.num_real for each in self._micro_batches)
