@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from notebook_accel.config.checks import too_old_torch
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["below", "gone", "marked", "of_launches", "runs_of_run"]
+__all__ = ["below", "files_left", "gone", "marked", "of_launches", "runs_of_run"]
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -93,3 +95,10 @@ def _lives_pid(pid: int) -> bool:
         return _lives(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
+
+
+def files_left(folder: str | Path) -> list[str]:
+    """What is in a folder for temporary files, torch's own aside."""
+    # Torch 2.9 makes an empty folder as it is imported.
+    of_torch = ("torchinductor", "tmp") if too_old_torch((2, 11)) else ("torchinductor",)
+    return [name for name in os.listdir(folder) if not name.startswith(of_torch)]

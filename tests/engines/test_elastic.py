@@ -30,6 +30,7 @@ from notebook_accel.launch.template import handle
 from notebook_accel.launch.view import View
 from tests.engines import joined
 from tests.engines.contract import BUSY, EngineContract, _join_group
+from tests.engines.processes import files_left
 from tests.engines.slurm import in_job
 from tests.kernel.notebooks import open_notebook
 from tests.launches import launch, without_gloo
@@ -389,11 +390,6 @@ def files_of_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def left(folder: Path) -> list[str]:
-    """What is there, torch's own cache aside."""
-    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
-
-
 @pytest.mark.parametrize(
     "number",
     [
@@ -418,20 +414,20 @@ def test_a_machine_that_is_lost_ends_the_run(
     other.process.wait(BUSY)
     assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
     assert f"on {socket.gethostname()} (127.0.0.1) was lost" in str(caught.value)
-    eventually(lambda: not left(files_of_other), within=BUSY, what="it keeps nothing")
+    eventually(lambda: not files_left(files_of_other), within=BUSY, what="it keeps nothing")
 
 
 @pytest.mark.long
 def test_an_agent_that_is_killed_leaves_no_file(other: OtherMachine, files_of_other: Path) -> None:
     def train() -> None:
         if os.environ["RANK"] == "1":
-            assert left(Path(os.environ["TMPDIR"])) != []
+            assert files_left(os.environ["TMPDIR"]) != []
             os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
 
     with pytest.raises(WorkerError, match="SIGKILL"):
         on_two(train, other=other)
-    eventually(lambda: not left(files_of_other), within=BUSY, what="it keeps nothing")
+    eventually(lambda: not files_left(files_of_other), within=BUSY, what="it keeps nothing")
 
 
 def test_a_stop_ends_both_sides(other: OtherMachine) -> None:

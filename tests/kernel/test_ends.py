@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.engines.processes import gone
+from tests.engines.processes import files_left, gone
 from tests.kernel.notebooks import open_notebook
 from tests.templates import IMPORT_LITTLE
 from tests.waiting import eventually
@@ -150,9 +150,8 @@ def test_nothing_outlives_the_kernel(
     end(prepared)
     eventually(lambda: gone([kernel]), within=READY, what="the kernel ended")
     prepared.expect(0, but=child, within=GONE)
-    # Nor a file, that of a loader's workers included; torch's own cache is torch's.
-    left = os.listdir(os.environ["TMPDIR"])
-    assert [name for name in left if not name.startswith("torchinductor")] == []
+    # Nor a file, that of a loader's workers included.
+    assert files_left(os.environ["TMPDIR"]) == []
 
 
 def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared: Notebook) -> None:
