@@ -1,6 +1,7 @@
 """Take pictures in a real JupyterLab, with real runs.
 
-    python -m docs.screenshots              the two animated ones of a launch in README
+    python -m docs.screenshots              those of the pages: a launch, animated, and a hang
+    python -m docs.screenshots --hang       the hang alone
     python -m docs.screenshots --all OUT    those to look at after a change of what is drawn
 
 The second ones are of runs with 1, 2, 8 and 64 ranks, of one that hangs, of one in the background
@@ -102,6 +103,38 @@ def capture(lab: Lab, browser: Browser, theme: str) -> None:
     page.close()
 
 
+def capture_hang(lab: Lab, browser: Browser) -> None:
+    """Pictures of a cell, and of its panel once that says which rank waits where."""
+    setup = f"{SETUP}\nimport time, torch\nfrom notebook_accel import Accelerator"
+    lab.write(
+        "evaluate.ipynb",
+        [setup, EVALUATE, "notebook_launcher(evaluate, num_processes=2, grace=1)"],
+        INSTALLED,
+    )
+    page = lab.open(browser, "evaluate.ipynb", height=HEIGHT)
+    page.hide_sidebar()
+    page.wait_until_idle()
+    page.run_all()
+    said = page.output(2).get_by_text("the run hangs").first
+    said.wait_for(timeout=60_000)
+    page.page.set_viewport_size({"width": 900, "height": HEIGHT})
+    for theme in THEMES:
+        page.set_theme(theme)
+        page.page.wait_for_timeout(500)
+        begin, end = page.cell(1).bounding_box(), said.bounding_box()
+        assert begin is not None
+        assert end is not None
+        height = end["y"] + end["height"] + 10 - begin["y"]
+        clip = {"x": begin["x"], "y": begin["y"], "width": begin["width"], "height": height}
+        shot = Image.open(io.BytesIO(page.page.screenshot(clip=clip)))
+        shot.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
+            IMAGES / f"hang-{theme}.png", optimize=True
+        )
+    page.output(2).get_by_role("button", name="Stop").click()
+    _wait_for_end(page)
+    page.close()
+
+
 # ---- all those to look at ----------------------------------------------------------------------
 
 WIDTHS = (400, 600, 1200)
@@ -129,6 +162,13 @@ def train(end):
                 return loss
         print(f"epoch {epoch + 1}: loss {loss:.4f} on {25 + rank} batches")
 """
+EVALUATE = """\
+def evaluate():
+    accelerator = Accelerator()
+    loss = torch.ones(1, device=accelerator.device)
+    if not accelerator.is_main_process:
+        losses = accelerator.gather(loss)
+    time.sleep(60)"""
 HANG = """
 def hang():
     import time, torch, torch.distributed as dist
@@ -308,6 +348,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", type=Path, metavar="OUT", help="where all pictures go")
     parser.add_argument("--only", nargs="+", choices=SCENES, default=SCENES, help="which of those")
+    parser.add_argument("--hang", action="store_true", help="of the pages' the hang alone")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -320,8 +361,9 @@ def main() -> None:
                 SCENES[name](lab, browser, options.all)
             return
         IMAGES.mkdir(parents=True, exist_ok=True)
-        for theme in THEMES:
+        for theme in () if options.hang else THEMES:
             capture(lab, browser, theme)
+        capture_hang(lab, browser)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from notebook_accel import Accelerator, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.view.plain import PlainView
+from tests.kernel.notebooks import open_notebook
 from tests.launches import launch
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from notebook_accel.launch.control.hang import Hang
     from notebook_accel.launch.run import Run
@@ -186,3 +188,30 @@ def test_a_timeout_of_the_watchdog_is_told_in_one_line() -> None:
         told,
     ), told
     assert "frame #" not in told
+
+
+def test_a_session_outlives_the_timeout_of_a_collective(tmp_path: Path) -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as book:
+        book.run("%load_ext notebook_accel\nimport os, time, torch, torch.distributed as dist")
+        pids = book.run("%%accelerate -n 2\nkept = 5\nos.getpid()")
+        started = book.start(f"""
+            %%accelerate
+            from datetime import timedelta
+            accelerator.wait_for_everyone()
+            group = dist.new_group(timeout=timedelta(seconds=2))
+            one = torch.ones(1, device=device)
+            dist.all_reduce(one, group=group)
+            open({str(tmp_path)!r} + f"/{{rank}}", "w").close()
+            if rank == 0:
+                dist.all_reduce(one, group=group)
+                one.item()
+            time.sleep(600)
+        """)
+        for rank in range(2):
+            eventually((tmp_path / str(rank)).exists, within=30, what="rank 0 waits")
+        time.sleep(4)
+        book.interrupt()
+        assert book.finish(started).status == "error"
+        assert book.run("%%accelerate\nos.getpid()") == pids
+        total = "int(accelerator.reduce(torch.ones(1, device=device)))"
+        assert book.run(f"%%accelerate\nkept, {total}") == "ranks 0-1: (5, 2)\n"

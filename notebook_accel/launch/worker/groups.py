@@ -30,11 +30,30 @@ from notebook_accel.private import of_torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+# For ranks that live on after a failed call. By torch's sources NCCL's watchdog does this once it
+# has found an error of a collective, such as a peer that is gone, or its timeout: it tells other
+# ranks by the store, sleeps for a minute, and ends the process, whatever has become of the group
+# meanwhile. So a session would lose its names a minute after a cell that failed, with a new group
+# already at work. 0: it ends nothing, and aborts nothing; what waits is freed by `disconnect`, as a
+# wait on gloo's sockets is. (2 would abort by itself, and let the cell go on over garbage.) At the
+# signal of another rank a second thread would end the process eight minutes later. And at an error
+# of the device the watchdog would end the process before the rank has said what failed.
+_OF_LASTING_RANKS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
 # How long a rank waits for its abort, in which the others must join. Then it goes on, and the
 # thread is still aborting.
 _ABORT_SECONDS = 5.0
 # What aborts the groups of this process; None before the first time.
 _aborting: threading.Thread | None = None
+
+
+def outlive_failed_collectives() -> None:
+    """Have NCCL's watchdog not end this process, unless the person's environment says so."""
+    for name, value in _OF_LASTING_RANKS.items():
+        os.environ.setdefault(name, value)
 
 
 def close_group() -> None:

@@ -450,6 +450,7 @@ class Worker:
         for line in torch_fixes.untold():
             self.context.notice(line)
         if not message.last:
+            groups.outlive_failed_collectives()
             self._let_disconnect()
 
     def _let_disconnect(self) -> None:

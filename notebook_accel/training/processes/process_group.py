@@ -12,6 +12,11 @@ and 0.08 s for 2 ranks, 0.4 and 0.5 s for 8, 0.8 and 1.0 s for 48, 8.9 and 7.0 s
 cores; the 128 ranks need 6 s to exchange addresses, one by one, through the store). With the
 variable a rank may also wait for ever for a peer that died before the two had connected
 (pytorch/gloo#520).
+
+Nor is ``device_id`` given, so that NCCL connects at a group's first collective. With it, by torch's
+sources, all ranks would connect as the group is made, also in a session whose cell has no
+collective, after each cell that failed; and sends and receives of a pipeline would share the
+communicator of the collectives, and run one after the other.
 """
 
 from __future__ import annotations
