@@ -75,6 +75,23 @@ def test_a_session_has_them_and_cells_of_any_kind_run_on(
     assert "libraries: some_lib" in notebook.run("%accelerate status")
 
 
+def test_the_line_of_a_session_says_for_which_import_it_waits(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    slow = "import sys, time\nif 'ipykernel' not in sys.modules:\n    time.sleep(4)\n"
+    library(tmp_path, "slow_lib", slow)
+    notebook.run(f"import sys; sys.path.append({str(tmp_path / 'site-packages')!r})")
+    notebook.run(
+        "%load_ext notebook_accel\n"
+        "from notebook_accel.notebook.session import StartingLine\n"
+        "said, show = [], StartingLine._show\n"
+        "StartingLine._show = lambda line, text: (said.append(text), show(line, text))"
+    )
+    notebook.run("import slow_lib")
+    notebook.run("%%accelerate -n 2\nimport sys\nassert 'slow_lib' in sys.modules")
+    assert "importing slow_lib" in notebook.run("print(said)")
+
+
 def test_an_import_for_its_effect_that_fails_in_ranks_ends_no_call(
     notebook: Notebook, tmp_path: Path
 ) -> None:

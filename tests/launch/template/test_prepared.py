@@ -207,18 +207,33 @@ time.sleep(99)
     eventually(lambda: gone(below), within=SECONDS, what="all processes are gone")
 
 
-def test_with_little_memory_ranks_import_themselves_and_one_line_says_so(
-    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    little = (
-        "from notebook_accel.launch.template import prepared; prepared._LITTLE_MEMORY = 1 << 60; "
-    )
+def _template_with(setting: str, monkeypatch: pytest.MonkeyPatch) -> Template:
+    before = f"from notebook_accel.launch.template import prepared; prepared.{setting}; "
     monkeypatch.setattr(handle, "_BOOT", handle._BOOT)
     import_little()
     monkeypatch.setattr(
-        handle, "_BOOT", handle._BOOT.replace("from notebook", little + "from notebook", 1)
+        handle, "_BOOT", handle._BOOT.replace("from notebook", before + "from notebook", 1)
     )
-    libraries.source = Template(os.environ)
+    return Template(os.environ)
+
+
+def test_an_import_that_hangs_is_left_out(
+    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries.source = _template_with("_IMPORT_SECONDS = 2.0", monkeypatch)
+    libraries.write("hangs", "import time; time.sleep(99)")
+    libraries.write("after_hang")
+    libraries.want("hangs", "after_hang")
+    found = libraries.imported()
+    libraries.source.kill()
+    assert found.left_out == {"hangs": "its import took longer than 2 s"}
+    assert found.libraries == ("after_hang",)
+
+
+def test_with_little_memory_ranks_import_themselves_and_one_line_says_so(
+    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries.source = _template_with("_LITTLE_MEMORY = 1 << 60", monkeypatch)
     libraries.write("large_lib")
     libraries.want("large_lib")
     found = libraries.imported()
