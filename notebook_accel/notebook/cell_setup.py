@@ -43,17 +43,8 @@ _NOT_SET = ("os.environ", "sys.", "os.path", "builtins.display", "logging.root")
 _RUNS_ITS_CELL = ("time", "timeit", "capture", "prun")
 # Nodes of an expression that can be evaluated once more without an effect.
 _PLAIN = (
-    ast.Attribute,
-    ast.Constant,
-    ast.Dict,
-    ast.List,
-    ast.Name,
-    ast.Set,
-    ast.Subscript,
-    ast.Tuple,
-    ast.UnaryOp,
-    ast.expr_context,
-    ast.unaryop,
+    *(ast.Attribute, ast.Constant, ast.Dict, ast.List, ast.Name, ast.Set, ast.Subscript),
+    *(ast.Tuple, ast.UnaryOp, ast.expr_context, ast.unaryop),
 )
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _MAX_LABEL = 80

@@ -61,22 +61,8 @@ T = TypeVar("T")
 
 # Read when a process begins, or loads what the template preloads: a change needs a new template.
 _READ_AT_IMPORT = (
-    "LD_",
-    "GLIBC_",
-    "MALLOC_",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "GOMP_",
-    "OPENBLAS_",
-    "NPY_",
-    "PYTHON",
-    "PYTORCH_",
-    "TORCHDYNAMO_",
-    "TORCHINDUCTOR_",
-    "TORCH_",
-    "TQDM_",
-    "TRITON_",
+    *("LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NPY_"),
+    *("PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TQDM_", "TRITON_"),
 )
 _NEEDS_NO_OTHER = (
     # Set by imports and calls of torch._inductor, scikit-learn, Lightning and Accelerate: what the

@@ -18,23 +18,9 @@ _OF_PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 OF_TEMPLATE = {"torch", "numpy", "tqdm", "psutil", "cloudpickle", "msgspec"}
 # What only a notebook's kernel uses. notebook_accel's own modules are in each template.
 _OF_KERNEL = {
-    "IPython",
-    "comm",
-    "debugpy",
-    "google",
-    "ipykernel",
-    "ipywidgets",
-    "jedi",
-    "jupyter_client",
-    "jupyter_core",
-    "matplotlib_inline",
-    "notebook_accel",
-    "prompt_toolkit",
-    "pydev_ipython",
-    "pydevd",
-    "tornado",
-    "traitlets",
-    "zmq",
+    *("IPython", "comm", "debugpy", "google", "ipykernel", "ipywidgets", "jedi"),
+    *("jupyter_client", "jupyter_core", "matplotlib_inline", "notebook_accel"),
+    *("prompt_toolkit", "pydev_ipython", "pydevd", "tornado", "traitlets", "zmq"),
 }
 
 
