@@ -9,6 +9,7 @@ started it). Anywhere else (plain Python, torchrun, a notebook's kernel) it is a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -18,12 +19,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
+
 from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped
 from notebook_accel.launch import wire
+from notebook_accel.launch.action_messages import Action
+from notebook_accel.launch.transport.scoreboard import STOP
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
@@ -115,6 +121,11 @@ class RankContext:
         before_return: functions that run when the user's function has ended well (it returned, or
             raised ``RunStopped`` or ``SystemExit(0)``), before the rank reports the end of the
             call. The key of each function is the object that registered the function.
+        knobs: the newest value of each knob that was set, by name; it may come before the knob.
+        knobs_made: the knobs (``training.knobs.Knob``) by name.
+        save_here: writes a checkpoint at a common point; None if the user's function does it, once
+            ``should_save`` is True.
+        device_left: context in which what was being trained has left the device.
         kept_error: the exception, kept for a debugger, of the newest call with ``keeps_error``
             (``wire.BeginCall``); None if that call raised no exception, or if there was no such
             call.
@@ -143,6 +154,10 @@ class RankContext:
         self.device_index = local_rank if device is None else device
         self.shared: dict[Any, Any] = {}
         self.before_return: dict[Any, Callable[[], None]] = {}
+        self.knobs: dict[str, wire.KnobValue] = {}
+        self.knobs_made: dict[str, Any] = {}
+        self.save_here: Callable[[], object] | None = None
+        self.device_left: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     @classmethod
     def from_environment(cls) -> RankContext:
@@ -252,6 +267,25 @@ class RankContext:
         """
         wait_for_device()
 
+    @property
+    def num_steps(self) -> int | None:
+        """Number of optimizer steps of this call; None in this base class, which does not count."""
+        return None
+
+    def set_knobs(self, values: Mapping[str, wire.KnobValue]) -> None:
+        """Give knobs new values; those that are made later begin with theirs."""
+        self.knobs |= values
+        for name, value in values.items():
+            if name in self.knobs_made:
+                self.knobs_made[name].take(value)
+
+    def should_save(self) -> bool:
+        """Return whether a save was asked for at this step; always False in this base class.
+
+        All ranks must call it equally often.
+        """
+        return False
+
     def note_training(self, training: Training) -> None:
         """Set which training is saved if the run is stopped; a no-op in this base class."""
 
@@ -306,6 +340,8 @@ class LaunchedContext(RankContext):
         self.send = send
         self._board = board
         self._row = board.row(self.local_rank)
+        self._did = 0
+        self._saves_at: tuple[int, int, int] | None = None
         self._pid = os.getpid()
         self._next_memory = 0.0
         self._grace = 0.0
@@ -338,6 +374,7 @@ class LaunchedContext(RankContext):
             board: a scoreboard that only the child uses.
         """
         self._board, self._row = board, board.row(self.local_rank)
+        self._did = 0
         self._pass = (0, None)
 
     def begin_call(self, number: int, *, has_group: bool, grace: float = 0.0) -> None:
@@ -355,6 +392,8 @@ class LaunchedContext(RankContext):
         self._step_seconds, self._step_began = 0.0, time.monotonic()
         self._pass, self._stepped = (0, None), None
         self._step_times = []
+        self._did, self._saves_at = 0, None
+        self.knobs, self.knobs_made, self.save_here = {}, {}, None
 
     def end_call(self) -> None:
         """End the call: forget its training, and show the progress of the last pass with a step.
@@ -428,9 +467,9 @@ class LaunchedContext(RankContext):
             self._pass = start, total
             row.pass_start = start
             row.total_batches = int(total or 0)
-        if not self._board.stop_asked:
+        if self._board.asked == self._did:
             row.passed_batches = batches
-        elif not row.reads and self._board.leaves(self.local_rank, "batches"):
+        elif self._acts("batches"):
             self._leave()
 
     def note_step_times(self, times: list[int]) -> None:
@@ -448,9 +487,9 @@ class LaunchedContext(RankContext):
         row = self._row
         if not (row.batches or row.reads):
             row.begun = begun = row.begun + 1
-            if not self._board.stop_asked:
+            if self._board.asked == self._did:
                 row.passed_begun = begun
-            elif self._board.leaves(self.local_rank, "begun"):
+            elif self._acts("begun"):
                 self._leave()
         self._is_stepping = True
 
@@ -475,13 +514,17 @@ class LaunchedContext(RankContext):
             found = device_memory() or DeviceMemory()
             row.device_memory, row.device_peak, row.device_limit = found
 
+    @property
+    def num_steps(self) -> int | None:
+        return self._row.steps
+
     def should_stop(self) -> bool:
         row = self._row
         row.reads = reads = row.reads + 1
-        if not self._board.stop_asked:
+        if self._board.asked == self._did:
             row.passed_reads = reads
             return False
-        leaves = self._board.leaves(self.local_rank, "reads")
+        leaves = self._acts("reads")
         if leaves and self._board.interrupts:
             self._leave()
         return leaves
@@ -514,6 +557,38 @@ class LaunchedContext(RankContext):
         if not self._row.is_asynchronous:
             return self.device_is_done()
         return self.device_is_done() and not (self.lost_group or self._is_stepping)
+
+    def should_save(self) -> bool:
+        row, acted = self._row, self._did
+        if self._board.asked == self._did:
+            row.passed_saves = row.saves = row.saves + 1
+        else:
+            row.saves += 1
+            self._acts("saves")
+        if not (row.batches or row.reads or row.begun):
+            # Reads of it are the only points of this function: each is a step of its own.
+            return self._did != acted and self._saves_at is not None
+        return self._saves_at == (row.batches, row.reads, row.begun)
+
+    def _acts(self, counter: str) -> bool:
+        """Do what is asked, if this is the point; return whether that is a stop."""
+        number = self._board.due(self.local_rank, counter)
+        if number is None or number == STOP:
+            return number == STOP
+        self._did = number
+        action = msgspec.msgpack.decode(self._board.content, type=Action)
+        if action.kind == "pause":
+            with self.device_left():
+                self._board.wait_in_pause(self.local_rank, number)
+            return False
+        if action.kind == "set":
+            self.set_knobs(action.values)
+        elif self.save_here is not None:
+            self.save_here()
+        else:
+            self._saves_at = self._row.batches, self._row.reads, self._row.begun
+        self._row.done = number
+        return False
 
 
 def _whole(step: Any) -> int:

@@ -18,18 +18,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.config.checks import as_seconds
-from notebook_accel.errors import LaunchError, NotebookAccelError, RunStopped, WorkerError
+from notebook_accel.errors import (
+    ConfigError,
+    LaunchError,
+    NotebookAccelError,
+    RunStopped,
+    WorkerError,
+)
+from notebook_accel.launch.action_messages import Action
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import RESCUED, Progress
 from notebook_accel.launch.control.stored_results import StoredResults
+from notebook_accel.launch.knobs import checked
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from notebook_accel.launch.control.call import Call
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.state import Failure, RunState
+    from notebook_accel.launch.wire import KnobValue
 
 # How long results are kept; two errors end with these words.
 _KEPT = (
@@ -97,7 +107,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Status: "starting", "running", "stopping", "succeeded", "failed" or "stopped"."""
+        """Such as "starting", "running", "paused", "stopping", "succeeded", "failed", "stopped"."""
         return self.state.status
 
     @property
@@ -400,6 +410,86 @@ class Run:
         except Exception:  # of the user's function, as in concurrent.futures
             _log.exception("a done callback of run %s failed", self.id)
 
+    # ---- at a common step of all ranks -----------------------------------------------------
+
+    def set(self, **values: KnobValue) -> None:
+        """Give knobs new values, on all ranks at the same step; return when they have them.
+
+        A knob that the function has not made yet gets its value when it is made. While the run is
+        paused, the values wait until it goes on.
+
+        Args:
+            **values: the new values by the names of the knobs (``accelerator.knob``).
+
+        Raises:
+            ConfigError: the function trains, and has made no knob of that name; or the value is of
+                another type, or out of range.
+            TimeoutError: the ranks came to no common point within 30 seconds; nothing was changed.
+            RuntimeError: the run has ended, or is being stopped.
+            NotebookAccelError: the run is not this kernel's.
+
+        Example:
+            >>> run.set(lr=1e-4)  # doctest: +SKIP
+        """
+        made = self.state.knobs
+        unknown = [name for name in values if name not in made]
+        if unknown and self.status != "starting" and _trains(self.state):
+            has = ", ".join(made) or "none"
+            raise ConfigError(
+                f"set({', '.join(f'{name}={values[name]!r}' for name in unknown)}): the function "
+                f"has made no such knob; it has {has}. Make it by accelerator.knob(name, default)"
+            )
+        values = {k: checked(made[k], v) if k in made else v for k, v in values.items()}
+        asked = self._call.act(Action(kind="set", values=values))
+        if not unknown and self.status != "paused":
+            self._await(asked)
+
+    def save(self) -> None:
+        """Have ``accelerator.should_save`` be True on all ranks at one step; return when it is.
+
+        If the function has called ``resume_or_start``, the checkpoint is written at that step, and
+        this method returns when it is written.
+
+        Raises:
+            TimeoutError, RuntimeError, NotebookAccelError: as :meth:`set`.
+
+        Example:
+            >>> run.save()  # doctest: +SKIP
+        """
+        self._await(self._call.act(Action(kind="save")))
+
+    def pause(self) -> None:
+        """Have all ranks wait at the same step; return when they do.
+
+        What was prepared leaves the devices meanwhile, so that another run can use them. A pause
+        does not count for the launch's ``timeout``.
+
+        Raises:
+            RuntimeError: the host has no memory for what is on the devices; the training goes on.
+            TimeoutError, NotebookAccelError: as :meth:`set`.
+
+        Example:
+            >>> run.pause()  # doctest: +SKIP
+        """
+        self._await(self._call.act(Action(kind="pause")))
+
+    def go_on(self) -> None:
+        """End a pause: the training goes on, to the bit as if there had been none.
+
+        Raises:
+            NotebookAccelError: the run is not this kernel's.
+
+        Example:
+            >>> run.go_on()  # doctest: +SKIP
+        """
+        self._await(self._call.go_on())
+
+    def _await(self, asked: Future[None]) -> None:
+        try:
+            asked.result()
+        except (RuntimeError, TimeoutError) as error:
+            raise self._about_this(type(error)(f"{error} (run {self.id})")) from None
+
     # ---- what it left ----------------------------------------------------------------------
 
     @property
@@ -558,6 +648,11 @@ class Run:
 
 
 # ---- for launchers and views; methods would stand in `help(Run)`, which is for the person -------
+
+
+def _trains(state: RunState) -> bool:
+    """Whether each rank has come to a batch or step, and so has most likely made its knobs."""
+    return all(rank.batches or rank.steps for rank in state.ranks)
 
 
 def call_of(run: Run) -> Call:

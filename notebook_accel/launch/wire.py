@@ -33,7 +33,11 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 15
+VERSION = 16
+
+
+# What a knob may hold.
+KnobValue = bool | int | float | str
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -312,27 +316,25 @@ class RankFailed(Message, frozen=True, kw_only=True):
     """
 
 
-class StopPointReached(Message, frozen=True, kw_only=True):
-    """From an agent, in answer to ``Stop``: how far its ranks have come in their training loops.
-
-    A *read* is a read of ``should_stop`` by the user's function. From the answers of all agents the
-    kernel chooses a later batch or read, at which all ranks leave (:class:`LeaveAt`);
-    transport/scoreboard.py explains how.
+class KnobMade(Message, frozen=True, kw_only=True):
+    """From rank 0: the function has made a knob, or the knob has a new value.
 
     Attributes:
-        batches: number, counted from 1, of the last batch at which any rank went on with its loop;
-            0 if there was none.
-        reads: number, counted from 1, of the last read at which any rank went on; 0 if there was
-            none.
-        begun: number, counted from 1, of the last optimizer step that any rank has begun without a
-            prepared loader; 0 if there was none.
-        reads_should_stop: whether any rank has read ``should_stop`` in the call.
+        name: of the knob.
+        value: its value now.
+        low, high: the smallest and greatest value; None for no limit.
+        log: whether a slider has a logarithmic scale.
+        choices: the values to choose from; empty if any in the range is good.
     """
 
-    batches: int
-    reads: int
-    begun: int = 0
-    reads_should_stop: bool
+    from_rank: ClassVar[bool] = True
+
+    name: str
+    value: KnobValue
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    choices: tuple[KnobValue, ...] = ()
 
 
 class Metrics(Message, frozen=True, kw_only=True):
@@ -548,23 +550,6 @@ class Stop(Message, frozen=True, kw_only=True):
     """
 
     grace: float | None = None
-
-
-class LeaveAt(Message, frozen=True, kw_only=True):
-    """From the kernel to all agents, after all have answered a ``Stop``: where the ranks leave.
-
-    Batches and reads are counted from 1 in each call.
-
-    Attributes:
-        batches: number of the batch at which each rank leaves when it asks for that batch; None if
-            the ranks leave at a read of ``should_stop`` instead.
-        reads: number of the read at which ``should_stop`` becomes True.
-        begun: number of the optimizer step that ranks without a loader no longer make.
-    """
-
-    batches: int | None
-    reads: int
-    begun: int = 1
 
 
 class CallEnded(Message, frozen=True, kw_only=True):

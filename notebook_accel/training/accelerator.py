@@ -25,6 +25,7 @@ from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.files.weights import save_object
+from notebook_accel.training.knobs import make_knob
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (
     check_rng_types,
@@ -87,8 +88,10 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.hooks import RemovableHandle
 
+    from notebook_accel.launch.wire import KnobValue
     from notebook_accel.training.checkpoint.start import Start
     from notebook_accel.training.collectives.data_group import DataGroup
+    from notebook_accel.training.knobs import Knob
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
     from notebook_accel.training.tracking.base import GeneralTracker
@@ -1217,7 +1220,10 @@ class Accelerator(ProcessInfo):
             ...         optimizer.zero_grad()
             ...     folder = accelerator.save_state()
         """
-        return self._checkpoints.resume(dir)
+        start = self._checkpoints.resume(dir)
+        # From now on `run.save()` needs nothing of the function.
+        current().save_here = self.save_state
+        return start
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` save, and ``load_state`` restore, the state of further objects.
@@ -1390,6 +1396,62 @@ class Accelerator(ProcessInfo):
         when it is True. All ranks must therefore read it equally often.
         """
         return current().should_stop()
+
+    @property
+    def should_save(self) -> bool:
+        """Whether ``run.save()`` or the panel asked for a checkpoint at this step.
+
+        It is True on all ranks at the same step, at each read within that step. All ranks must read
+        it equally often. After ``resume_or_start`` it stays False: the checkpoint is then written
+        without it.
+
+        Example:
+            >>> if accelerator.should_save:
+            ...     folder = accelerator.save_state("now")
+        """
+        return current().should_save()
+
+    def knob(
+        self,
+        name: str,
+        default: KnobValue,
+        *,
+        low: float | None = None,
+        high: float | None = None,
+        log: bool = False,
+        choices: Sequence[KnobValue] | None = None,
+        on_change: Callable[[KnobValue], object] | None = None,
+    ) -> Knob:
+        """Return a value that a person may change while the training goes on.
+
+        The panel shows a slider, a list or a switch for it, and ``run.set(name=value)`` sets it.
+        All ranks take a new value at the same step, where a prepared loader gives its next batch;
+        in a function without one, where it reads ``should_stop`` or ``should_save``. Checkpoints
+        keep it, and each change is a metric ``knob/NAME``. Outside of a launch it is its default.
+
+        Args:
+            name: a knob that was made before under this name is returned.
+            default: a number, a text, True or False: what it is before anybody changes it, and the
+                type that it keeps.
+            low, high: the smallest and greatest value; None for no limit.
+            log: whether the panel's slider is logarithmic; ``low`` must then be above 0.
+            choices: the values to choose from; None for any in the range.
+            on_change: called with the new value on each rank, at the step at which it changes.
+
+        Returns:
+            The knob; ``knob.value`` is its value now.
+
+        Raises:
+            ConfigError: the default does not fit, or the name has another type or range already.
+
+        Example:
+            >>> rate = accelerator.knob("lr", 3e-4, low=1e-6, high=1e-2, log=True)
+            >>> rate.value
+            0.0003
+        """
+        return make_knob(
+            name, default, low=low, high=high, log=log, choices=choices, on_change=on_change
+        )
 
     def progress(
         self, iterable: Iterable[_Item], desc: str | None = None, total: float | None = None

@@ -27,7 +27,6 @@ import os
 import selectors
 import signal
 import time
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -36,13 +35,16 @@ import msgspec
 import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.action_messages import Act, ActAt, Action, GoOn, Hold, PointReached
+from notebook_accel.launch.agent.acting import Acting
 from notebook_accel.launch.agent.ending import STAGES, Ending, Stage, StepClock
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_process import BROKEN, RankProcess, Shared
 from notebook_accel.launch.system import open_files, processes, scratch
+from notebook_accel.launch.system.memory import free_memory
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
+from notebook_accel.launch.transport.scoreboard import STOP, Scoreboard
 from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 
@@ -91,10 +93,7 @@ _ALIVE_SECONDS = 2.0
 # How long a polite stop goes on until a line says what it waits for, if a step takes long.
 _WAIT_NOTICE_SECONDS = 1.0
 _LONG_STEP_SECONDS = 2.0
-_STOP_TICK_SECONDS = 0.002  # while the kernel and all ranks wait for the answer to a stop
-# Once a stop is asked, a rank has so long to show on the board (transport/scoreboard.py) whether it
-# passed its newest point or waits there; one that shows neither counts as having passed.
-_STOP_SECONDS = 1.0
+_ACT_TICK_SECONDS = 0.002  # while the kernel and all ranks wait for the answer to a stop, say
 # Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096
 # Metrics are passed on together, as often as output is (rank_process.py); the first after a pause
@@ -207,7 +206,7 @@ class Agent:
         # Of the call:
         self._call = 0
         self._ending = Ending()
-        self._stop_asked: float | None = None
+        self._acting = Acting(self._board, self._post_of_call)
         self._interrupted_at: float | None = None
         self._clocks: dict[int, StepClock] = {}
         # When a polite stop began, or its point was found; and when it is said what it waits for.
@@ -246,7 +245,7 @@ class Agent:
         # What came together with Launch was read with it: nothing would wake us for that.
         self._from_kernel()
         while any(rank.alive for rank in self.ranks):
-            tick = _TICK_SECONDS if self._stop_asked is None else _STOP_TICK_SECONDS
+            tick = _ACT_TICK_SECONDS if self._acting.is_awaited else _TICK_SECONDS
             for key, _ in self._selector.select(tick):
                 key.data()
             if self.ended:
@@ -281,7 +280,7 @@ class Agent:
         if now >= self._next_metrics and self._metrics:
             self._next_metrics = now + _METRICS_SECONDS
             self._post_metrics()
-        self._answer_stop(now)
+        self._acting.tick(now)
         self._tell_what_stop_waits_for(now)
         if self._call and not self._ending.is_last and not self._in_call():
             # All ranks have left this call: forget its stages, or they would cut a shutdown short.
@@ -300,20 +299,6 @@ class Agent:
             self._post(wire.Alive)
         with contextlib.suppress(OSError):
             self._channel.flush(block=False)
-
-    def _answer_stop(self, now: float) -> None:
-        """Answer the kernel's ``Stop``: send the furthest points that ranks here have passed.
-
-        Does nothing if no ``Stop`` is unanswered, or while it is unknown whether some rank has
-        passed its newest point (a batch, or a read of ``should_stop``) or waits at it. One second
-        after the ``Stop``, the agent takes that point for passed.
-        """
-        if self._stop_asked is None or now < self._stop_asked + FLAG_SECONDS:
-            return
-        point = self._board.passed(patient=now < self._stop_asked + _STOP_SECONDS)
-        if point is not None:
-            self._stop_asked = None
-            self._post(wire.StopPointReached, call=self._call, **asdict(point))
 
     def _note_steps(self, now: float) -> None:
         for rank in self._in_call():
@@ -414,19 +399,38 @@ class Agent:
             self._handle_message_of_call(message)
 
     def _handle_message_of_call(self, message: wire.Message) -> None:
-        if isinstance(message, wire.LeaveAt):
-            self._stopping_since = time.monotonic()
-            point = LeavePoint(batches=message.batches, reads=message.reads, begun=message.begun)
-            self._board.leave_at(point)
+        now = time.monotonic()
+        if isinstance(message, Act):
+            self._act(message, now)
+        elif isinstance(message, ActAt):
+            if message.number == STOP:
+                self._stopping_since = now
+            self._acting.act_at(message)
+        elif isinstance(message, Hold):
+            self._acting.hold(message, now)
+        elif isinstance(message, GoOn):
+            self._acting.go_on()
         elif isinstance(message, wire.RankFailed):
             self._begin_settle_window()
         elif isinstance(message, wire.CallEnded):
             self._board.note_others_ended()
         elif type(message) in STAGES:
-            if isinstance(message, wire.Stop):
-                # Answered in any case: by that the kernel knows that this agent lives.
-                self._stop_asked = time.monotonic()
+            before = self._ending
             self._enter_stage(STAGES[type(message)], grace=getattr(message, "grace", None))
+            if isinstance(message, wire.Stop) and self._ending is before:
+                # Answered in any case: by that the kernel knows that this agent lives.
+                self._post_of_call(PointReached, number=STOP)
+
+    def _act(self, message: Act, now: float) -> None:
+        is_pause = msgspec.msgpack.decode(message.content, type=Action).kind == "pause"
+        refused = ""
+        on_devices = sum(rank.row.device_memory for rank in self._in_call())
+        if is_pause and on_devices > (free := free_memory()):
+            refused = (
+                f"{on_devices / 2**30:.1f} GB on the devices would have to go to the memory of the "
+                f"host, which has {free / 2**30:.1f} GB free: save() and stop(), or free memory"
+            )
+        self._acting.ask(message, is_pause=is_pause, refused=refused, now=now)
 
     def _begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
         """Send a new call to the ranks, all of which have ended the previous call.
@@ -443,8 +447,9 @@ class Agent:
         self._call = message.call
         self._is_shutting_down = self._is_shutting_down or message.last
         self._ending = Ending(grace=message.grace, is_last=self._is_shutting_down)
-        self._stop_asked = self._interrupted_at = None
+        self._interrupted_at = None
         self._board.reset()
+        self._acting = Acting(self._board, self._post_of_call)
         self._clocks = {}
         port = message.master_port or self._ports.master_number
         if self._has_others and self._has_rank_0:
@@ -680,8 +685,8 @@ class Agent:
 
     # ---- what goes out ---------------------------------------------------------------------
 
-    def _ask_stop(self, *, interrupts: bool = False) -> None:
-        self._board.ask_stop(interrupts=interrupts)
+    def _ask_stop(self, now: float, *, interrupts: bool = False) -> None:
+        self._acting.ask_stop(now, interrupts=interrupts)
         self._stopping_since = time.monotonic()
         self._next_wait_notice = self._stopping_since + _WAIT_NOTICE_SECONDS
         for clock in self._clocks.values():
@@ -702,14 +707,13 @@ class Agent:
             return
         if stage >= Stage.ALIGN and self._interrupted_at is None:
             self._interrupted_at = now
-        self._act(stage, now)
+        self._carry_out(stage, now)
 
-    def _act(self, stage: Stage, now: float) -> None:
+    def _carry_out(self, stage: Stage, now: float) -> None:
         if stage == Stage.STOP:
-            self._ask_stop()
+            self._ask_stop(now)
         elif stage == Stage.ALIGN:
-            self._stop_asked = now
-            self._ask_stop(interrupts=True)
+            self._ask_stop(now, interrupts=True)
         elif stage == Stage.INTERRUPT:
             for rank in self._in_call():
                 if not self._is_aligned(rank):
@@ -726,6 +730,9 @@ class Agent:
 
     def _post(self, kind: type[wire.Message], /, **fields: Any) -> None:
         self._channel.post(kind(run=self._launch.run, **fields))
+
+    def _post_of_call(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        self._post(kind, call=self._call, **fields)
 
     def close(self) -> None:
         """Kill the remaining ranks and all descendants, remove scratch files, close the channel."""

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
@@ -59,8 +60,10 @@ from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.action_messages import Action
     from notebook_accel.launch.control.agent_link import LostAgent
     from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
     from notebook_accel.launch.control.pool import RankPool
@@ -75,6 +78,10 @@ _log = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.05
 # Five times a second looks live; a page that redraws more often makes the notebook slow.
 _DRAW_SECONDS = 0.2
+_OUT_OF_REACH = (
+    "the ranks of this run are not this kernel's to ask; those of a launch in this kernel are, "
+    "with any engine but 'inline' and without detach=True"
+)
 # Characters of why the ranks are started again.
 _MAX_REASON = 200
 
@@ -229,6 +236,21 @@ class Call:
     def kill(self) -> None:
         """Kill the ranks now."""
 
+    # ---- at a common point of all ranks --------------------------------------------------------
+
+    def act(self, action: Action) -> Future[None]:
+        """Have all ranks do an action at a common point; the future says when they have.
+
+        Raises:
+            NotebookAccelError: no rank of this call hears it: it runs in this process, or another
+                process has it.
+        """
+        raise NotebookAccelError(f"{action.kind}: {_OUT_OF_REACH}")
+
+    def go_on(self) -> Future[None]:
+        """End a pause; the future says when all ranks train again. Raises as :meth:`act`."""
+        raise NotebookAccelError(f"go_on: {_OUT_OF_REACH}")
+
     # ---- what it leaves ----------------------------------------------------------------------
 
     def stacks(self, rank: int | None = None) -> str:
@@ -316,6 +338,7 @@ class RankCall(Call):
         self._verdict: Verdict | None = None
         self._is_stopped = False
         self._is_time_over = False
+        self._paused_at = 0.0
         self._num_stops = 0
         self._next_draw = 0.0
         self._drawn: RunState | None = None
@@ -359,9 +382,27 @@ class RankCall(Call):
             # Of one that failed and may begin again, there is more to come.
             has_result = self.is_over and (self._start_again is None or self.ended_well)
             self._is_stopped = self._is_stopped or not has_result
-            if self.state.status in ("starting", "running"):
+            if self.state.status in ("starting", "running", "paused"):
                 self.state = replace(self.state, status="stopping")
             return True
+
+    def act(self, action: Action) -> Future[None]:
+        return self._pool.act(action, call=self.number)
+
+    def go_on(self) -> Future[None]:
+        return self._pool.go_on()
+
+    def note_pause(self, is_paused: bool) -> None:
+        """Show that all ranks are paused, or train again; a pause does not count for timeout."""
+        now = time.monotonic()
+        if is_paused:
+            self._paused_at = now
+        elif self._deadline is not None:
+            self._deadline += now - self._paused_at
+        before, after = ("running", "paused") if is_paused else ("paused", "running")
+        with held(), self._state_lock:
+            if self.state.status == before:
+                self.state = replace(self.state, status=after)
 
     # ---- its sending
 
@@ -548,7 +589,7 @@ class RankCall(Call):
         with self._state_lock:
             before = self.state
             state = change(before)
-            if self.state is not before and state.status in ("starting", "running"):
+            if self.state.status == "stopping" and not state.has_ended:
                 # A finalizer has stopped the call meanwhile, in this very thread (`note_stop`).
                 state = replace(state, status="stopping")
             self.state = state
@@ -560,7 +601,8 @@ class RankCall(Call):
         update the view if the state has changed.
         """
         now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline:
+        is_paused = self.state.status == "paused"
+        if self._deadline is not None and now >= self._deadline and not is_paused:
             self._time_out()
         if now < self._next_draw:
             return

@@ -9,8 +9,8 @@ about the running call to that call, and calls its ``tick`` several times a seco
 when all rank processes have ended; those of a lost agent count as ended.
 
 Agents have no connection to each other, so the pool tells them what they must know of each other:
-the MASTER_PORT of the process group, that a rank has failed, at which batch or ``should_stop`` read
-all ranks leave a stopped call (several_agents.py), and that every rank's part of a call has ended.
+the MASTER_PORT of the process group (several_agents.py), that a rank has failed, at which point all
+ranks stop or do another action (actions.py), and that every rank's part of a call has ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ import selectors
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Protocol
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.actions import CommonActions
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
-from notebook_accel.launch.control.several_agents import MessagesForOthers, StopAnswers
+from notebook_accel.launch.control.several_agents import MessagesForOthers
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.system.log_files import open_log
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from notebook_accel.launch.action_messages import Action
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.control.state import RunState
 
@@ -57,6 +60,7 @@ _DEAF_SECONDS = 3.0
 # the end for `_SILENT_SECONDS`; where nobody wants it, the person is told, since it may go on.
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
+_HAS_ENDED = "the run has ended"
 
 
 class RunningCall(Protocol):
@@ -74,6 +78,7 @@ class RunningCall(Protocol):
     def lose(self, ranks: Sequence[int]) -> None: ...
     def tick(self) -> None: ...
     def note_stop(self) -> bool: ...
+    def note_pause(self, is_paused: bool) -> None: ...
     def finish(self, lost: Sequence[LostAgent]) -> None: ...
 
 
@@ -143,7 +148,7 @@ class RankPool:
         # The newest dump of each rank, and when it came.
         self._stacks: dict[int, tuple[float, str]] = {}
         self._for_others = MessagesForOthers()
-        self._stop_answers = StopAnswers()
+        self._actions = self._new_actions()
         self._end_asked: float | None = None  # when the call's end was asked for first
         self._has_announced_end = False  # whether agents were told of the call's end
         self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
@@ -204,6 +209,7 @@ class RankPool:
             if self._has_several:
                 self._for_others.begin_call()
             self._call = call
+            self._actions = self._new_actions()
             call.begin(self._num_calls)
             try:
                 # Where an agent is dead already, the pool's thread will notice and end the call.
@@ -311,6 +317,26 @@ class RankPool:
         """
         self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
 
+    def act(self, action: Action, *, call: int) -> Future[None]:
+        """Have all ranks do an action at a common point; the future says when they have.
+
+        Args:
+            action: what they do.
+            call: number of the call; once it has ended, the future has an error.
+        """
+        with held(), self._lock:
+            actions = self._actions if self._is_in(call) else None
+        # Not under the lock: what asks takes locks of its own, and then sends.
+        if actions is not None:
+            return actions.ask(action)
+        ended: Future[None] = Future()
+        ended.set_exception(RuntimeError(_HAS_ENDED))
+        return ended
+
+    def go_on(self) -> Future[None]:
+        """End the pause of the call; the future says when all ranks train again."""
+        return self._actions.go_on()
+
     def interrupt(self, *, call: int) -> None:
         """Have agents raise KeyboardInterrupt in the ranks that are in the call of this number.
 
@@ -327,9 +353,12 @@ class RankPool:
 
     def _ask_end(self, message: wire.Message) -> None:
         with held(), self._lock:
-            if self._is_in(message.call):
-                self._end_asked = self._end_asked or time.monotonic()
-                self.send(message)
+            if not self._is_in(message.call):
+                return
+            self._end_asked = self._end_asked or time.monotonic()
+            actions = self._actions
+        actions.note_stop()
+        self.send(message)
 
     def shut_down(self) -> None:
         """Let the rank processes end after their current call, and refuse further calls."""
@@ -502,7 +531,7 @@ class RankPool:
         """Act on a message of one agent if it concerns the other agents.
 
         ``PortReserved``: send the queued call to the agents without rank 0. ``RankFailed``: forward
-        it to the others. ``StopPointReached``: store the answer (:meth:`_decide_stop`).
+        it to the others. The rest may be an answer about an action (actions.py).
         """
         if isinstance(message, wire.PortReserved):
             # The call goes to the other agents, which had to wait for the port of its ranks.
@@ -513,22 +542,23 @@ class RankPool:
                             other.post(waiting, fds)
         elif isinstance(message, wire.RankFailed):
             self._send_to([other for other in self._links if other is not link], message)
-        elif isinstance(message, wire.StopPointReached):
-            self._stop_answers.note(link.rank_numbers, message)
-            self._decide_stop(message.call)
+        else:
+            self._actions.take(link.rank_numbers, message)
 
     def _drop_for_others(self) -> None:
         with self._channels():
             self._for_others.drop()
 
-    def _decide_stop(self, call: int) -> None:
-        """Tell all agents where their ranks leave the call, once every agent has answered a stop.
+    def _new_actions(self) -> CommonActions:
+        number, call = self._num_calls, self._call
 
-        That is a batch, or a read of ``should_stop``. Does nothing while an answer is missing.
-        """
-        leave = self._stop_answers.leave_point(link.rank_numbers for link in self._links)
-        if leave is not None:
-            self.send(wire.LeaveAt(run=self.run, call=call, **asdict(leave)))
+        def send(kind: type[wire.Message], /, **fields: Any) -> None:
+            self.send(kind(run=self.run, call=number, **fields))
+
+        def agents() -> Iterator[tuple[int, ...]]:
+            return (link.rank_numbers for link in self._links)
+
+        return CommonActions(send, agents, call.note_pause if call else lambda _: None)
 
     def _lose(self, link: AgentLink, end: AgentEnd) -> None:
         """Drop an agent that is gone: mark its ranks as ended, and end the call on all other ranks.
@@ -548,7 +578,7 @@ class RankPool:
             # Its ranks had ended before, and so it ended in order: no call loses anything. A stop
             # may have waited for its answer alone.
             if self._call is not None and self._links:
-                self._decide_stop(self._call.number)
+                self._actions.look()
             return
         self._lost.append(LostAgent(link.rank_numbers, end))
         self.processes = tuple(
@@ -567,7 +597,7 @@ class RankPool:
             self._drop_for_others()
             self._send_kill()
         self.send(wire.RankFailed(run=self.run, call=call.number))
-        self._decide_stop(call.number)
+        self._actions.look()
 
     # ---- each turn of the thread -----------------------------------------------------------
 
@@ -575,6 +605,7 @@ class RankPool:
         call = self._call
         if call is not None:
             call.tick()
+            self._actions.look()
             if call.is_over and not self._has_announced_end:
                 self._has_announced_end = True
                 self.send(wire.CallEnded(run=self.run, call=call.number))
@@ -611,11 +642,11 @@ class RankPool:
             # With the call ends what was asked about it: no agent owes an answer any more.
             self._kill_asked = None
             self._end_asked = None
-            self._stop_answers.clear()
             if not call.ended_well:
                 # A rank that left its loop early, or was interrupted in a collective, may have
                 # the group in a state that the others do not share.
                 self._group_generation += 1
+        self._actions.end(_HAS_ENDED)
         call.finish(tuple(self._lost))
 
     def _finish(self) -> None:
@@ -627,6 +658,7 @@ class RankPool:
         self._drop_for_others()
         with self._lock:
             call, self._call = self._call, None
+        self._actions.end(_HAS_ENDED)
         self.ended.set()
         if call is not None:
             call.finish(tuple(self._lost))

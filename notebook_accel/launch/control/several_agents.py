@@ -4,12 +4,6 @@ The agent of rank 0 chooses the MASTER_PORT, so the other agents get a call only
 
     BeginCall and later messages --> agent of rank 0 --PortReserved--> kernel
     BeginCall with that port, and the later messages --> the other agents
-
-All ranks must leave a stopped call at the same batch, or at the same read of ``should_stop``. Each
-agent answers a stop with the highest number of a batch and of a read that its ranks have passed;
-the ranks leave at the highest number of all answers + 1:
-
-    Stop --> all agents --StopPointReached--> kernel --LeaveAt--> all agents
 """
 
 from __future__ import annotations
@@ -20,12 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    from notebook_accel.launch.transport.scoreboard import LeavePoint
 
 
 class MessagesForOthers:
@@ -85,42 +76,3 @@ class MessagesForOthers:
 def _close(waiting: Iterable[tuple[wire.Message, tuple[int, ...]]]) -> None:
     for fd in (fd for _, fds in waiting for fd in fds):
         os.close(fd)
-
-
-class StopAnswers:
-    """Collects the agents' answers to a stop: how far the ranks of each agent have come.
-
-    An agent is identified by the tuple of its ranks' numbers.
-    """
-
-    def __init__(self) -> None:
-        self._points: dict[tuple[int, ...], StopPoint] = {}
-
-    def note(self, agent: tuple[int, ...], answer: wire.StopPointReached) -> None:
-        """Store an agent's answer: the furthest batch and ``should_stop`` read of its ranks."""
-        self._points[agent] = StopPoint(
-            batches=answer.batches,
-            reads=answer.reads,
-            begun=answer.begun,
-            reads_should_stop=answer.reads_should_stop,
-        )
-
-    def leave_point(self, agents: Iterable[tuple[int, ...]]) -> LeavePoint | None:
-        """Return the batch (or read of ``should_stop``) at which all ranks leave the call.
-
-        Returns None while the answer of an agent is missing. When a point is returned, the answers
-        are discarded, so that the ranks are told only once.
-
-        Args:
-            agents: the agents that still run, each as the tuple of its ranks' numbers.
-        """
-        points = [self._points.get(agent) for agent in agents]
-        known = [point for point in points if point is not None]
-        if not known or len(known) < len(points):
-            return None
-        self._points.clear()
-        return leave_after(known)
-
-    def clear(self) -> None:
-        """Discard all answers; called when the call has ended."""
-        self._points.clear()

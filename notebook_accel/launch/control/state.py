@@ -259,7 +259,7 @@ class RunState:
         run: id of the run.
         name: name of the called function, or the name that the user gave the run.
         ranks: the state of each rank's part of the call.
-        status: "starting", "running", "stopping", "succeeded", "failed" or "stopped".
+        status: "starting", "running", "paused", "stopping", "succeeded", "failed" or "stopped".
         started, ended: wall time in seconds; ``ended`` is None while the run goes on.
         began: ``time.monotonic()`` of this process when the run started; None if this state was
             read from the folder of a run, since other processes have another clock.
@@ -273,6 +273,7 @@ class RunState:
         notebook: file name of the notebook; "" if unknown.
         has_rescued: whether the run was stopped and its training state was kept.
         detached: whether the run outlives the kernel; its results are then in the run's folder.
+        knobs: the knobs that the function has made, with their newest values, by name.
     """
 
     run: str
@@ -290,6 +291,7 @@ class RunState:
     notebook: str = ""
     has_rescued: bool = False
     detached: bool = False
+    knobs: dict[str, wire.KnobMade] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -402,6 +404,11 @@ def _(message: wire.CallStarted, state: RunState) -> RunState:
         message.rank,
         lambda rank: _changed(rank, status="running", pid=message.process),
     )
+
+
+@apply.register
+def _(message: wire.KnobMade, state: RunState) -> RunState:
+    return _changed(state, knobs={**state.knobs, message.name: message})
 
 
 @apply.register

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Union
 import msgspec
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch import wire
+from notebook_accel.launch import action_messages, wire
 from notebook_accel.launch.text.terminal_text import escaped
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _encoder = msgspec.msgpack.Encoder()
 # The closed union of all messages: it is built once, before anybody could add one.
+assert issubclass(action_messages.Act, wire.Message)  # those are loaded, too
 _decoder: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(
     Union[tuple(wire.Message.__subclasses__())]
 )

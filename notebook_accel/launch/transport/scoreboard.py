@@ -1,36 +1,49 @@
-"""Counters in memory that the agent and its ranks share, and how all ranks stop at one point.
+"""Counters in memory that the agent and its ranks share; how all ranks act at one point.
 
 Each rank writes its own row, the agent of its machine reads all of them. So counting a step costs a
 rank no system call, and the agent sees progress even while a rank holds the GIL.
 
-The scoreboard also coordinates a polite stop: the ranks leave their training loops by themselves.
-If one rank left earlier than another, the other would wait for it in a collective for ever. So all
-ranks of all agents leave at the same *point*. A rank comes to a point whenever a prepared data
-loader gives a batch (counted in "batches"), or the user's function reads ``should_stop`` (counted
-in "reads"). For a rank that has read ``should_stop``, only its reads are points. In a loop without
-a prepared loader, the beginnings of optimizer steps are (counted in "begun"). An interrupt of ranks
-whose devices work asynchronously brings them to one point as well: their devices could not end what
-only some ranks have queued.
+The scoreboard also has all ranks of a run do the same *action* at the same *point* of their
+training: stop, save, pause, or take a knob's new value. If one rank stopped earlier than another,
+the other would wait for it in a collective for ever; if one took a new rate a step later, the two
+would no longer train alike. A rank comes to a point whenever a prepared data loader gives a batch
+(counted in "batches"), or the user's function reads ``should_stop`` ("reads") or ``should_save``
+("saves"), and in a loop without a prepared loader whenever an optimizer step begins ("begun").
+:func:`leave_after` and :func:`meet_after` say which of them count. An interrupt of ranks whose
+devices work asynchronously is a stop as well: their devices could not end what only some ranks have
+queued.
 
-    rank, at each point                       agent                        kernel
+    rank, at each point                       agent                          kernel
     row.batches = n    (it comes)
-    is a stop asked?
+    is there an action that it has not done?
       no: row.passed_batches = n, go on
-      yes: row.waits_batches = n, wait        ask_stop()              <--  Stop
-                                              passed() -> StopPoint   -->  leave_after(all points)
-      n before the point: go on               leave_at(point)         <--  LeaveAt
-      else: leave
+      yes: row.waits_batches = n, wait        ask(number, content)      <--  Act, Stop
+                                              passed() -> Passed        -->  meet_after(all answers)
+      n before the point: go on               act_at(point)             <--  ActAt
+      else: row.did = number, act, row.done = number
+                                              is_done(number)           -->  the next action
+
+An action that meets no point is withdrawn, unless a rank has done it:
+
+                                              hold(), resolved() -> did -->  did no rank do it?
+                                              act_at(NOWHERE), or       <--  ActAt
+                                              act_at(point) once more
 
 Invariants:
 
-- A rank writes ``batches`` BEFORE it reads the flag by which the agent asks for a stop.
-  ``FLAG_SECONDS`` after the agent has set the flag, each row shows one of three states: the rank
+- A rank writes ``batches`` BEFORE it reads the number of the action that is asked.
+  ``FLAG_SECONDS`` after the agent has set the number, each row shows one of three states: the rank
   has passed its newest point; it waits at that point; or it has not written yet which of the two.
   In the third state ``passed`` returns None and the agent asks again, for a second at most; then it
   takes the point for passed. So no rank passes a point unseen.
-- From then on no rank passes a point until ``leave_at`` is called. So the highest passed point
-  stays correct, and no rank on any machine has passed the point after it.
+- From then on no rank passes a point until ``act_at`` is called. So the highest passed point stays
+  correct, and no rank on any machine has passed the point after it.
 - All ranks come to the same points in the same order, so that one point is enough for all.
+- One action at a time: the next one is asked once all ranks have done it, or it was withdrawn. A
+  stop is the last action of a call.
+- Whenever the point becomes unknown (``ask``, ``hold``) a new *round* begins. A rank reads the
+  round BEFORE it reads where to act, and the agent writes them in the other order: a rank that
+  shows the newest round has seen in it that it must wait, and did not go on by an older point.
 """
 
 from __future__ import annotations
@@ -38,13 +51,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from notebook_accel.launch.wire import StepTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 # How long to wait after the flag goes up until all rows are true: a processor may hold back the
 # write of a rank that read the flag just before, for less than a microsecond.
@@ -52,63 +65,101 @@ FLAG_SECONDS = 0.001
 
 # A rank that waits for the point looks so often: the others wait for it in their next collective.
 _POLL_SECONDS = 0.0005
-_COUNTERS = ("batches", "reads", "begun")
-# The head of the board: whether a stop is asked (2: an interrupt), the counts at which ranks leave
-# (0: unknown), and whether the ranks of other agents have ended their part of the call.
-_ASKED, _LEAVE_BATCHES, _LEAVE_READS, _LEAVE_BEGUN, _OTHERS_ENDED, _HEADER = range(6)
+# A rank in a pause looks so often whether it is over.
+_PAUSE_POLL_SECONDS = 0.02
+_COUNTERS = ("batches", "reads", "begun", "saves")
+# The head of the board: the number of the newest action and the length of its content; the counts
+# at which ranks act (0: not known yet); the round; the number of the newest pause that is over;
+# whether the ranks of other agents have ended their part of the call.
+(
+    _ASKED,
+    _LENGTH,
+    _AT_BATCHES,
+    _AT_READS,
+    _AT_BEGUN,
+    _AT_SAVES,
+    _ROUND,
+    _GO_ON,
+    _OTHERS_ENDED,
+    _HEADER,
+) = range(10)
 _NEVER = 2**62
 _STEP_TIMES = ctypes.c_int64 * len(StepTimes.__struct_fields__)
+_NO_POINT = memoryview(bytes(8 * len(_COUNTERS))).cast("q")
+# The number of a stop, which no other action comes after.
+STOP = 2**31
+# The content of a stop in which ranks leave by KeyboardInterrupt.
+BY_INTERRUPT = b"interrupt"
+# Bytes that the content of an action may have.
+MAX_CONTENT = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopPoint:
-    """An agent's answer to a stop request: how far its ranks have come in this call.
+class Passed:
+    """An agent's answer to a request: how far its ranks have come in this call.
 
     Attributes:
-        batches: the highest batch count at which any rank of the agent went on with its loop.
-        reads: the highest count of ``should_stop`` reads at which any rank of the agent went on.
-        begun: the highest count of optimizer steps, without a loader, that any rank has begun.
+        batches, reads, begun, saves: the highest count of batches, reads of ``should_stop``,
+            optimizer steps without a loader, and reads of ``should_save``, at which any rank of the
+            agent went on with its loop.
         reads_should_stop: whether any rank has read ``should_stop`` in this call.
     """
 
     batches: int = 0
     reads: int = 0
     begun: int = 0
+    saves: int = 0
     reads_should_stop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeavePoint:
-    """Where all ranks leave their loops in a polite stop; see the module's docstring.
+class Point:
+    """Where all ranks act: the first batch, read or step with such a number, counted from 1.
 
-    Attributes:
-        batches: number, from 1, of the batch that the loader no longer gives; None if the ranks
-            leave at a read of ``should_stop`` instead.
-        reads: number, from 1, of the read at which ``should_stop`` becomes True.
-        begun: number, from 1, of the optimizer step that is not made in a loop without a loader.
+    None stands for points at which nobody acts.
     """
 
-    batches: int | None
-    reads: int
-    begun: int = 1
+    batches: int | None = None
+    reads: int | None = None
+    begun: int | None = None
+    saves: int | None = None
 
 
-def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
-    """Return where all ranks leave: right after the furthest point that any rank has passed.
+NOWHERE = Point()
+
+
+def leave_after(answers: Iterable[Passed]) -> Point:
+    """Return where all ranks stop: right after the furthest point that any rank has passed.
 
     Called in the kernel. If any rank has read ``should_stop``, all ranks leave at a read of it.
     Then no loop is ended at a batch, not even on a rank that has not read ``should_stop``.
 
     Args:
-        points: the answers of all agents.
+        answers: of all agents.
     """
-    points = tuple(points)
-    reads = 1 + max((point.reads for point in points), default=0)
-    if any(point.reads_should_stop for point in points):
-        return LeavePoint(batches=None, reads=reads)
-    batches = 1 + max((point.batches for point in points), default=0)
-    begun = 1 + max((point.begun for point in points), default=0)
-    return LeavePoint(batches=batches, reads=reads, begun=begun)
+    answers = tuple(answers)
+    point = replace(_right_after(answers), saves=None)
+    reads = any(one.reads_should_stop for one in answers)
+    return replace(point, batches=None, begun=None) if reads else point
+
+
+def meet_after(answers: Iterable[Passed]) -> Point:
+    """Return where all ranks do an action that does not end their loops; as :func:`leave_after`.
+
+    That is a batch, or the first point of any kind in a call that has no batches.
+    """
+    answers = tuple(answers)
+    point = _right_after(answers)
+    return Point(batches=point.batches) if any(one.batches for one in answers) else point
+
+
+def _right_after(answers: Sequence[Passed]) -> Point:
+    return Point(
+        batches=1 + max((one.batches for one in answers), default=0),
+        reads=1 + max((one.reads for one in answers), default=0),
+        begun=1 + max((one.begun for one in answers), default=0),
+        saves=1 + max((one.saves for one in answers), default=0),
+    )
 
 
 class RankRow(ctypes.Structure):
@@ -118,8 +169,9 @@ class RankRow(ctypes.Structure):
     ended, ``call_over``. The rank writes all others.
 
     Attributes:
-        batches, steps, reads: numbers, in this call, of batches that the rank has got or is about
-            to get, of its optimizer steps, and of its reads of ``should_stop``.
+        batches, steps, reads, saves: numbers, in this call, of batches that the rank has got or is
+            about to get, of its optimizer steps, and of its reads of ``should_stop`` and
+            ``should_save``.
         total_batches: length of the current pass through the loader, in batches; 0 if unknown.
         pass_start: value of ``batches`` before the first batch of the current pass.
         device_memory, device_peak, device_limit: bytes in use on the rank's device, as torch counts
@@ -128,11 +180,16 @@ class RankRow(ctypes.Structure):
         call_over: 1 once the rank's part of the call is over. The rank sets it when its function
             has ended, before it sends the result; the agent sets it when the process has ended.
         begun: number of optimizer steps that the rank has begun without a prepared loader.
-        passed_batches, passed_reads, passed_begun: value of that count when the rank last went on
-            with its loop.
-        waits_batches, waits_reads, waits_begun: value of that count when the rank last saw that a
-            stop is asked, and waited to learn where to leave.
+        passed_batches, passed_reads, passed_begun, passed_saves: the count when the rank last went
+            on with its loop at such a point.
+        waits_batches, waits_reads, waits_begun, waits_saves: the count when the rank last saw that
+            an action is asked, and waited to learn where.
+        round: the board's round in which the rank last waited.
+        did, done: number of the last action that the rank has begun, and ended; a pause counts as
+            ended once the rank waits.
+        paused: 1 while the rank waits in a pause.
         left: 1 once a loader or an optimizer has ended the rank's loop because of a stop.
+        left_reads: 1 once the rank waited at a read of ``should_stop`` since the stop was asked.
         is_asynchronous: 1 if collectives of the rank's process groups only queue on its device.
         interrupted_call: number of the call that the agent interrupted last. A rank that begins
             this call only after the signal came sees here that the call is interrupted.
@@ -147,18 +204,26 @@ class RankRow(ctypes.Structure):
     pass_start: int
     steps: int
     reads: int
+    begun: int
+    saves: int
     device_memory: int
     device_peak: int
     device_limit: int
     call_over: int
     passed_batches: int
     passed_reads: int
+    passed_begun: int
+    passed_saves: int
     waits_batches: int
     waits_reads: int
-    begun: int
-    passed_begun: int
     waits_begun: int
+    waits_saves: int
+    round: int
+    did: int
+    done: int
+    paused: int
     left: int
+    left_reads: int
     is_asynchronous: int
     interrupted_call: int
     seen_interrupt: int
@@ -179,11 +244,11 @@ class RankRow(ctypes.Structure):
         Either its loop was ended at a batch or a step, or its function has read ``should_stop``
         since the stop was asked, and decides itself when to return.
         """
-        return bool(self.left or self.waits_reads)
+        return bool(self.left or self.left_reads)
 
 
 class Scoreboard:
-    """Shared memory with a row of counters for each rank of one agent, and the state of a stop.
+    """Shared memory with a row of counters for each rank of one agent, and the asked action.
 
     The agent makes it before it forks its ranks, which inherit the memory.
     """
@@ -197,8 +262,9 @@ class Scoreboard:
         """
         self.num_ranks = num_ranks
         self._has_others = has_others
-        self._memory = mmap.mmap(-1, 8 * _HEADER + num_ranks * ctypes.sizeof(RankRow))
-        self._view = memoryview(self._memory).cast("q")
+        self._content = 8 * _HEADER + num_ranks * ctypes.sizeof(RankRow)
+        self._memory = mmap.mmap(-1, self._content + MAX_CONTENT)
+        self._view = memoryview(self._memory)[: self._content].cast("q")
         self.reset()
 
     def row(self, local_rank: int) -> RankRow:
@@ -220,53 +286,98 @@ class Scoreboard:
         """Record that the ranks of all other agents have ended their part of the call."""
         self._view[_OTHERS_ENDED] = 1
 
-    def ask_stop(self, *, interrupts: bool = False) -> None:
-        """Ask for a stop: each rank waits at its next point, until :meth:`leave_at` is called.
+    def ask(self, number: int, content: bytes = b"") -> None:
+        """Ask for an action: each rank waits at its next point, until :meth:`act_at` is called.
 
-        Called by the agent. The point is a read of ``should_stop`` if the rank has read it, else a
-        batch, or the beginning of an optimizer step if there are no batches.
+        Called by the agent, once the action before is done on all ranks, or was withdrawn.
 
         Args:
-            interrupts: whether the ranks leave by KeyboardInterrupt.
+            number: of the action; higher than those before. ``STOP`` for a stop.
+            content: what the ranks are to do, as bytes that they understand.
         """
-        self._view[_ASKED] = 2 if interrupts else 1
+        # The number last: a rank that reads it must not find what belongs to the action before.
+        self.hold()
+        self._memory[self._content : self._content + len(content)] = content
+        self._view[_LENGTH] = len(content)
+        self._view[_ASKED] = number
 
-    def passed(self, *, patient: bool = True) -> StopPoint | None:
+    def passed(self, *, patient: bool = True) -> Passed | None:
         """Return the furthest points that ranks of this agent have passed; None if not known yet.
 
-        Called by the agent, after :meth:`ask_stop`; it does not wait. Ranks whose part of the call
-        is over do not count.
+        Called by the agent, after :meth:`ask`; it does not wait. For a stop, ranks whose part of
+        the call is over do not count: nobody waits for them. Other actions all ranks do, or none.
 
         Args:
             patient: whether to return None while a rank has come to a point but has not shown yet
                 whether it went on or waits. If False, that rank counts as having gone on: at worst
-                all ranks leave one count later, which is correct too.
+                all ranks act one count later, which is correct too.
         """
-        rows = [row for row in map(self.row, range(self.num_ranks)) if not row.call_over]
-        reads_should_stop = any(row.reads for row in rows)
+        is_stop = self._view[_ASKED] == STOP
+        rows = self._rows_in_call() if is_stop else [*map(self.row, range(self.num_ranks))]
         highest = {}
         for counter in _COUNTERS:
             counts = []
             for row in rows:
-                came, passed = getattr(row, counter), getattr(row, f"passed_{counter}")
-                if came not in (passed, getattr(row, f"waits_{counter}")):
-                    # A rank that reads should_stop waits at none of its batches, and does not note
-                    # that it went on.
-                    if patient and not (reads_should_stop and counter == "batches"):
-                        return None
-                    passed = came
-                counts.append(passed)
+                shown = self._shown(row, counter)
+                if shown is None and patient and not row.call_over:
+                    return None
+                counts.append(getattr(row, counter) if shown is None else shown)
             highest[counter] = max(counts, default=0)
-        return StopPoint(**highest, reads_should_stop=reads_should_stop)
+        return Passed(**highest, reads_should_stop=any(row.reads for row in rows))
 
-    def leave_at(self, point: LeavePoint) -> None:
-        """Tell the ranks where to leave; those that wait go on as far as ``point``.
+    def act_at(self, point: Point) -> None:
+        """Tell the ranks where to act; those that wait go on as far as ``point``.
 
         Called by the agent.
         """
-        self._view[_LEAVE_READS] = point.reads
-        self._view[_LEAVE_BEGUN] = _NEVER if point.batches is None else point.begun
-        self._view[_LEAVE_BATCHES] = _NEVER if point.batches is None else point.batches
+        for index, count in enumerate(astuple(point), _AT_BATCHES):
+            self._view[index] = _NEVER if count is None else count
+
+    def hold(self) -> None:
+        """Take back where to act: ranks wait at their next point again. Called by the agent."""
+        self._view[_AT_BATCHES : _AT_SAVES + 1] = _NO_POINT
+        self._view[_ROUND] += 1
+
+    def resolved(self, number: int) -> bool | None:
+        """Return, after :meth:`hold`, whether a rank has begun the action; None if not known yet.
+
+        Called by the agent; it does not wait.
+        """
+        rows = self._rows_in_call()
+        if any(row.did >= number for row in rows):
+            return True
+        shown = (self._shown(row, counter) for row in rows for counter in _COUNTERS)
+        return None if None in shown else False
+
+    def _shown(self, row: RankRow, counter: str) -> int | None:
+        """Return the count of the newest point that a rank has passed; None if not known yet."""
+        came: int = getattr(row, counter)
+        passed: int = getattr(row, f"passed_{counter}")
+        waits = came == getattr(row, f"waits_{counter}") and row.round == self._view[_ROUND]
+        return passed if waits or came == passed else None
+
+    def num_done(self, number: int) -> int | None:
+        """Return how many ranks have done the action; None while a rank in the call has not.
+
+        Called by the agent.
+        """
+        rows = [self.row(rank) for rank in range(self.num_ranks)]
+        if any(row.done < number and not row.call_over for row in rows):
+            return None
+        return sum(row.done >= number for row in rows)
+
+    def go_on(self, number: int) -> None:
+        """End the pause of this number. Called by the agent."""
+        self._view[_GO_ON] = number
+
+    @property
+    def num_paused(self) -> int:
+        """How many ranks wait in a pause, those aside whose part of the call is over."""
+        return sum(row.paused for row in self._rows_in_call())
+
+    def _rows_in_call(self) -> list[RankRow]:
+        rows = map(self.row, range(self.num_ranks))
+        return [row for row in rows if not row.call_over]
 
     # ---- what a rank does ------------------------------------------------------------------
 
@@ -277,35 +388,60 @@ class Scoreboard:
         return bool(self._view[_OTHERS_ENDED]) and all(row.call_over for row in rows)
 
     @property
-    def stop_asked(self) -> bool:
-        """Whether the agent has asked for a stop, so that a rank must call :meth:`leaves`."""
-        return bool(self._view[_ASKED])
+    def asked(self) -> int:
+        """Number of the newest action. A rank that has not done it calls :meth:`due`."""
+        return self._view[_ASKED]
 
     @property
     def interrupts(self) -> bool:
-        """Whether the ranks leave by KeyboardInterrupt."""
-        return self._view[_ASKED] > 1
+        """Whether the newest action is a stop in which ranks leave by KeyboardInterrupt."""
+        return self.content == BY_INTERRUPT
 
-    def leaves(self, local_rank: int, counter: str) -> bool:
-        """Wait until it is known where the ranks leave; return whether this rank leaves now.
+    @property
+    def content(self) -> bytes:
+        """What the ranks are to do in the newest action."""
+        return self._memory[self._content : self._content + self._view[_LENGTH]]
 
-        A rank calls it after it has counted and then seen ``stop_asked``. If no stop is asked, the
-        rank writes ``passed_batches``, ``passed_reads`` or ``passed_begun`` itself instead.
+    def due(self, local_rank: int, counter: str) -> int | None:
+        """Wait until it is known where the ranks act; return the action's number if it is here.
+
+        A rank calls it after it has counted a point and then seen an action in ``asked`` that it
+        has not done. If there is none, the rank writes ``passed_batches`` (or the like) itself.
 
         Args:
             local_rank: of the calling rank.
-            counter: what the rank has just counted: "batches", "reads" or "begun".
+            counter: what the rank has just counted: "batches", "reads", "begun" or "saves".
         """
-        row, index = self.row(local_rank), _LEAVE_BATCHES + _COUNTERS.index(counter)
+        row, index = self.row(local_rank), _AT_BATCHES + _COUNTERS.index(counter)
         count: int = getattr(row, counter)
+        if counter == "reads" and self._view[_ASKED] == STOP:
+            row.left_reads = 1
         setattr(row, f"waits_{counter}", count)
         # Not for ever: an agent that cannot learn the point interrupts its ranks, and a rank
         # whose agent has died is killed.
-        while not self._view[index]:
+        while True:
+            this_round, at = self._view[_ROUND], self._view[index]
+            if at:
+                break
+            row.round = this_round
             time.sleep(_POLL_SECONDS)
-        if count < self._view[index]:
+        number = self._view[_ASKED]
+        if count < at:
             setattr(row, f"passed_{counter}", count)
-            return False
-        if counter != "reads":
+            return None
+        if number != STOP:
+            row.did = number
+            setattr(row, f"passed_{counter}", count)
+        elif counter != "reads":
             row.left = 1
-        return True
+        return number
+
+    def wait_in_pause(self, local_rank: int, number: int) -> None:
+        """Wait until the pause of this number is over."""
+        row = self.row(local_rank)
+        row.paused, row.done = 1, number
+        try:
+            while self._view[_GO_ON] < number:
+                time.sleep(_PAUSE_POLL_SECONDS)
+        finally:
+            row.paused = 0

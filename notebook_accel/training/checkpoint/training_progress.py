@@ -82,7 +82,7 @@ class TrainingProgress:
             for position in reversed(window.loaders.stack):
                 if position.at_step[1] is None:  # the window began with this pass
                     states |= as_plain_states(position.begin or {})
-        states |= {**self._stands(), SAVE_ID: save_id}
+        states |= {**self._stands(), SAVE_ID: save_id, "knobs": dict(current().knobs)}
         states["loaders"] = [
             {k: v for k, v in self._state_of(loader).items() if k in _OF_RANK}
             for _, loader in self._loader_files()
@@ -179,6 +179,7 @@ class TrainingProgress:
         # ranks that disagree about their window would wait for each other.
         stands = self._states_of_all(folder, options)
         if stands is not None:
+            current().set_knobs(stands.get("knobs", {}))
             self._plan.accumulation.reset()
             self._plan.accumulation.step = stands.get("step", 0)
             start, index, steps = read_progress(stands)

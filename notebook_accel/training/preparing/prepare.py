@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.data.unprepared import watch_loaders
 from notebook_accel.training.models import PreparedModel, strip_forward, uncompiled
 from notebook_accel.training.models.meta_copy import copy_on_meta
+from notebook_accel.training.preparing.off_device import off_device
 from notebook_accel.training.preparing.state_after_stop import parts_of
 from notebook_accel.training.processes.memory import is_out_of_memory, memory_parts
 from notebook_accel.training.settings import environment
@@ -289,7 +291,9 @@ class Preparation:
         self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
         # Should the run be stopped, this is what was being trained.
-        current().note_training(self)
+        context = current()
+        context.note_training(self)
+        context.device_left = partial(off_device, self)
         group = self.plan.strategy.data_group
         if prepared.training and group.size > 1:
             own = weakref.ref(self)

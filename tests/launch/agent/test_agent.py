@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.action_messages import ActAt, PointReached
 from notebook_accel.launch.engines.local import tcp_pair
 from notebook_accel.launch.rank import current
 from tests.engines.processes import gone
@@ -230,8 +231,8 @@ def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent: AgentByHand) -> Non
     agent.call(leave, last=True)
     agent.wait_for(wire.Output)
     agent.say(wire.Stop, grace=0.2)
-    point = agent.wait_for(wire.StopPointReached)
-    agent.say(wire.LeaveAt, batches=None, reads=point.reads + 1)
+    point = agent.wait_for(PointReached)
+    agent.say(ActAt, number=point.number, reads=point.reads + 1)
     assert agent.wait_for(wire.RankEnded).exitcode == 0
 
 

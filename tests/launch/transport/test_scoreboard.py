@@ -14,9 +14,10 @@ import pytest
 
 from notebook_accel.launch.transport.scoreboard import (
     FLAG_SECONDS,
-    LeavePoint,
+    STOP,
+    Passed,
+    Point,
     Scoreboard,
-    StopPoint,
     leave_after,
 )
 
@@ -44,10 +45,10 @@ class Loop:
 
     def leaves(self) -> bool:
         self.comes()
-        if not self.board.stop_asked:
+        if self.board.asked != STOP:
             setattr(self.row, f"passed_{self.counter}", self.count)
             return False
-        return self.board.leaves(self.rank, self.counter)
+        return self.board.due(self.rank, self.counter) == STOP
 
 
 def loops(num_ranks: int, counter: str) -> tuple[Scoreboard, list[Loop]]:
@@ -55,19 +56,19 @@ def loops(num_ranks: int, counter: str) -> tuple[Scoreboard, list[Loop]]:
     return board, [Loop(board, rank, counter) for rank in range(num_ranks)]
 
 
-def stop(*boards: Scoreboard) -> LeavePoint:
+def stop(*boards: Scoreboard) -> Point:
     """What agents and kernel do for a stop."""
     for board in boards:
-        board.ask_stop()
+        board.ask(STOP)
     time.sleep(FLAG_SECONDS)
     points = [answer(board) for board in boards]
     point = leave_after(points)
     for board in boards:
-        board.leave_at(point)
+        board.act_at(point)
     return point
 
 
-def answer(board: Scoreboard) -> StopPoint:
+def answer(board: Scoreboard) -> Passed:
     deadline = time.monotonic() + SOON
     while (point := board.passed()) is None:
         assert time.monotonic() < deadline, "a rank never says whether it went on"
@@ -82,7 +83,7 @@ def test_a_reset_makes_ready_for_the_next_call() -> None:
     assert not one.row.leaving
     assert one.leaves()
     board.reset()
-    assert not board.stop_asked
+    assert board.asked == 0
     assert [loop.count for loop in (one, other)] == [0, 0]
     assert not one.row.leaving
     assert [one.leaves() for _ in range(5)] == [False] * 5
@@ -129,7 +130,7 @@ def test_the_highest_point_of_all_agents_counts() -> None:
     there, (other,) = loops(1, "batches")
     for _ in range(3):
         other.leaves()
-    assert stop(here, there) == LeavePoint(batches=4, reads=1)
+    assert stop(here, there) == Point(batches=4, reads=1, begun=1)
     assert [one.leaves() for _ in range(4)] == [False] * 3 + [True]
     assert other.leaves()
 
@@ -138,7 +139,7 @@ def test_a_function_that_reads_on_any_machine_decides_for_itself() -> None:
     here, (reader,) = loops(1, "reads")
     there, (batches,) = loops(1, "batches")
     reader.leaves()
-    assert stop(here, there) == LeavePoint(batches=None, reads=2)
+    assert stop(here, there) == Point(batches=None, reads=2)
     # It has not come to its first read yet: its peer goes on after its batch.
     assert not batches.leaves()
     late = Loop(there, 0, "reads")
@@ -149,15 +150,15 @@ def test_a_function_that_reads_on_any_machine_decides_for_itself() -> None:
 def test_nobody_leaves_and_nobody_passes_before_the_point_is_known() -> None:
     board, (one, other) = loops(2, "batches")
     other.leaves()
-    board.ask_stop()
+    board.ask(STOP)
     left: list[bool] = []
     waiting = threading.Thread(target=lambda: left.append(one.leaves()), daemon=True)
     waiting.start()
     time.sleep(FLAG_SECONDS)
-    assert answer(board) == StopPoint(batches=1)
+    assert answer(board) == Passed(batches=1)
     waiting.join(0.05)
     assert waiting.is_alive()
-    board.leave_at(LeavePoint(batches=2, reads=1))
+    board.act_at(Point(batches=2, reads=1))
     waiting.join(SOON)
     assert left == [False]
     assert [one.leaves(), other.leaves()] == [True, True]
@@ -167,28 +168,28 @@ def test_a_rank_between_its_two_writes_is_about_to_say() -> None:
     board, (one, other) = loops(2, "reads")
     one.leaves()
     other.comes()
-    board.ask_stop()
+    board.ask(STOP)
     assert board.passed() is None
     # It looked before the flag went up, and goes on.
     other.row.passed_reads = 1
-    assert board.passed() == StopPoint(reads=1, reads_should_stop=True)
+    assert board.passed() == Passed(reads=1, reads_should_stop=True)
     other.comes()
     assert board.passed() is None
     # It looked after that, and waits.
-    other.row.waits_reads = 2
-    assert board.passed() == StopPoint(reads=1, reads_should_stop=True)
+    other.row.waits_reads, other.row.round = 2, 1
+    assert board.passed() == Passed(reads=1, reads_should_stop=True)
 
 
 def test_a_rank_that_never_says_counts_as_if_it_had_gone_on() -> None:
     board, (one, other) = loops(2, "reads")
     other.comes()
-    board.ask_stop()
+    board.ask(STOP)
     assert board.passed() is None
     point = board.passed(patient=False)
-    assert point == StopPoint(reads=1, reads_should_stop=True)
-    board.leave_at(leave_after([point]))
+    assert point == Passed(reads=1, reads_should_stop=True)
+    board.act_at(leave_after([point]))
     # It was only slow, and had not gone on after all.
-    assert not board.leaves(1, "reads")
+    assert board.due(1, "reads") is None
     assert [one.leaves(), one.leaves(), other.leaves()] == [False, True, True]
 
 

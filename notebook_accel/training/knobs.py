@@ -1,0 +1,109 @@
+"""Knobs: values of a training that a person changes while it goes on.
+
+``run.set(lr=1e-4)``, or a control of the panel, changes a knob on all ranks at the same step.
+Outside of a launch a knob is its default.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch import wire
+from notebook_accel.launch.knobs import checked
+from notebook_accel.launch.rank import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Knob:
+    """A value that changes while a training goes on; ``accelerator.knob`` makes it.
+
+    Attributes:
+        name: its name.
+        value: its value now, of the type of the default.
+    """
+
+    def __init__(
+        self, made: wire.KnobMade, on_change: Callable[[wire.KnobValue], object] | None
+    ) -> None:
+        self.name = made.name
+        self.value = made.value
+        self._made = made
+        self._on_change = on_change
+
+    def is_made_by(self, made: wire.KnobMade) -> bool:
+        """Whether it has the type, range and choices of ``made``."""
+        return _range(self._made) == _range(made) and type(self._made.value) is type(made.value)
+
+    def take(self, value: object) -> None:
+        """Take a new value, at a common step of all ranks."""
+        self.value = checked(self._made, value)
+        context = current()
+        if context.rank == 0:
+            if not isinstance(self.value, str):
+                context.metric({f"knob/{self.name}": float(self.value)}, context.num_steps)
+            self.report()
+        if self._on_change is not None:
+            self._on_change(self.value)
+
+    def report(self) -> None:
+        """Tell the notebook of the knob."""
+        fields = ("name", "value", "low", "high", "log", "choices")
+        made = {name: getattr(self._made, name) for name in fields}
+        current().report(wire.KnobMade, **{**made, "value": self.value})
+
+    def __repr__(self) -> str:
+        return f"<Knob {self.name}={self.value!r}>"
+
+
+def _range(made: wire.KnobMade) -> tuple[Any, ...]:
+    return made.low, made.high, made.log, made.choices
+
+
+def make_knob(
+    name: str,
+    default: wire.KnobValue,
+    *,
+    low: float | None,
+    high: float | None,
+    log: bool,
+    choices: Sequence[wire.KnobValue] | None,
+    on_change: Callable[[wire.KnobValue], object] | None,
+) -> Knob:
+    """Return the knob of this name; ``Accelerator.knob`` says more."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"knob({name!r}): its name is a text, such as 'lr'")
+    if type(default) not in (bool, int, float, str):
+        raise ConfigError(
+            f"knob({name!r}, {default!r}): a knob is a number, a text, True or False; for anything "
+            "else take a number or text that stands for it"
+        )
+    if (log and (low is None or low <= 0)) or (low is not None and high is not None and low > high):
+        raise ConfigError(
+            f"knob({name!r}): low={low!r}, high={high!r}, log={log!r}: low is at most high, and "
+            "above 0 for a logarithmic scale"
+        )
+    made = wire.KnobMade(
+        name=name, value=default, low=low, high=high, log=log, choices=tuple(choices or ())
+    )
+    checked(made, default)
+    context = current()
+    known: Knob | None = context.knobs_made.get(name)
+    if known is None:
+        known = context.knobs_made[name] = Knob(made, on_change)
+        if name in context.knobs:  # set before it was made, or loaded from a checkpoint
+            known.value = checked(made, context.knobs[name])
+        if context.rank == 0:
+            known.report()
+    elif not known.is_made_by(msgspec.structs.replace(made, value=known.value)):
+        raise ConfigError(
+            f"knob({name!r}): it was made before with another type, range or choices; take another "
+            "name for another knob"
+        )
+    if on_change is not None:
+        known._on_change = on_change
+    return known

@@ -1,0 +1,64 @@
+"""What was prepared leaves its device while a run is paused, and comes back to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.training.collectives.nested import leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from notebook_accel.training.preparing.prepare import Preparation
+
+
+@contextlib.contextmanager
+def off_device(preparation: Preparation) -> Iterator[None]:
+    """Move weights, gradients, buffers and optimizer states to the host within the block.
+
+    The tensors stay the objects that they are: only the memory behind them is given back. What lies
+    on the host already stays there.
+    """
+    kind = preparation.plan.topology.device.type
+    if kind in ("cpu", "xla"):
+        yield
+        return
+    device = getattr(torch, kind)
+    device.synchronize()
+    copies = []
+    for storage in _storages(preparation, kind):
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        copies.append((storage, storage.nbytes(), view.cpu()))
+        del view
+        storage.resize_(0)
+    device.empty_cache()
+    try:
+        yield
+    finally:
+        while copies:
+            storage, size, copy = copies.pop()
+            storage.resize_(size)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        device.synchronize()
+
+
+def _storages(preparation: Preparation, kind: str) -> list[torch.UntypedStorage]:
+    """Return the memory on the device of all that was prepared, each piece once."""
+    held: list[Any] = []
+    for model in preparation.models:
+        held += [*model.inner.parameters(), *model.inner.buffers()]
+    for one in preparation.optimizers:
+        held += leaves([group["params"] for group in one.optimizer.param_groups])
+        held += leaves(list(one.optimizer.state.values()))
+    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    found = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        if storage.device.type == kind and storage.nbytes():
+            found[storage.data_ptr()] = storage
+    return list(found.values())
