@@ -45,6 +45,7 @@ MAY_IMPORT = {
         "config.mesh",
         "config.setting",
         "launch.group_store",
+        "launch.knobs",
         "launch.rank",
         "launch.wire",
         "private",

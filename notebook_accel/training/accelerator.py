@@ -25,7 +25,6 @@ from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data.skipping import skip_first_batches
 from notebook_accel.training.files.weights import save_object
-from notebook_accel.training.knobs import make_knob
 from notebook_accel.training.precision.float8 import AORecipeKwargs
 from notebook_accel.training.preparing.plan import (
     check_rng_types,
@@ -53,6 +52,7 @@ from notebook_accel.training.settings.notices import notice_once
 from notebook_accel.training.state import AcceleratorState, newest_settings
 from notebook_accel.training.stepping.accumulation import Window
 from notebook_accel.training.stepping.gradient_state import GradientState
+from notebook_accel.training.stepping.knobs import make_knob
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 from notebook_accel.training.stepping.uneven_inputs import join_uneven_inputs
 from notebook_accel.training.tracking.active_trackers import Tracking
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.wire import KnobValue
     from notebook_accel.training.checkpoint.start import Start
     from notebook_accel.training.collectives.data_group import DataGroup
-    from notebook_accel.training.knobs import Knob
+    from notebook_accel.training.stepping.knobs import Knob
     from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
     from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
     from notebook_accel.training.tracking.base import GeneralTracker
