@@ -1433,7 +1433,8 @@ class Accelerator(ProcessInfo):
             name: a knob that was made before under this name is returned.
             default: a number, a text, True or False: what it is before anybody changes it, and the
                 type that it keeps.
-            low, high: the smallest and greatest value; None for no limit.
+            low: the smallest value; None for no limit.
+            high: the greatest value; None for no limit.
             log: whether the panel's slider is logarithmic; ``low`` must then be above 0.
             choices: the values to choose from; None for any in the range.
             on_change: called with the new value on each rank, at the step at which it changes.

@@ -107,7 +107,7 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     has = LaunchConfig(debug=True, grace=3, devices=[0, 1], env={"KEY": "secret"})
-    running = SimpleNamespace(config=has, world_size=2)
+    running = SimpleNamespace(config=has, world_size=2, lost_with_device=())
     monkeypatch.setattr(session, "_session", running)
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
     shell: Any = None

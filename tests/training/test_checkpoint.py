@@ -580,10 +580,10 @@ def test_a_device_takes_its_own_of_the_random_states_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Accelerate writes them on GPUs: a list."""
-    seen: list[str] = []
-    kind = SimpleNamespace(set_rng_state=seen.append)
+    seen: list[tuple[str, int]] = []
+    kind = SimpleNamespace(set_rng_state=lambda state, device: seen.append((state, device.index)))
     monkeypatch.setattr(torch, "get_device_module", lambda device: kind)
     host = get_random_states(torch.device("cpu"))
     for states in (["of 0", "of 1"], ["the only one"], "ours"):
         set_random_states({**host, "torch_cuda_manual_seed": states}, torch.device("cuda:1"))
-    assert seen == ["of 1", "the only one", "ours"]
+    assert seen == [("of 1", 1), ("the only one", 1), ("ours", 1)]

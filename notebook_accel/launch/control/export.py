@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import copy
 import inspect
 import itertools
@@ -309,6 +310,10 @@ def _loaded(name: str, known: Mapping[str, Any]) -> str:
     """Return a line that loads a variable from a file, and says how to save it."""
     value = known.get(name)
     if isinstance(value, (types.FunctionType, type)):
+        with contextlib.suppress(OSError, TypeError):  # it is in a file that no cell is
+            text = inspect.getsource(value)
+            if text.startswith(("@", "def ", "class ", "async def ")):
+                return text.rstrip("\n")
         raise NotebookAccelError(
             f"`{name}`, which the script needs, is not defined in a cell of this notebook: define "
             "it there, launch again, and export that run"
