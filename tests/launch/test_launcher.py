@@ -289,7 +289,7 @@ def test_frames_of_libraries_are_folded_in_the_message_and_whole_in_the_log() ->
     assert re.search(
         r"in train\n.*model\(.*\n( +[~^]+\n)?  \.\.\. 6 frames of torch \.\.\.\n", message
     )
-    assert "RuntimeError: mat1 and mat2" in message
+    assert "mat1 and mat2" in message
     assert "linear.py" not in message
     for whole in (run.logs(0), caught.value.traceback):
         assert "linear.py" in whole

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,9 @@ from notebook_accel.launch.payload.pickling import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+# Not as a part of the path of a file.
+_TORCH = re.compile(rb"(?<![\w/.-])torch\b")
 
 __all__ = [
     "CellSource",
@@ -197,7 +201,7 @@ def pack_call(
         notices=tuple(_notices(pickler)),
         models=_unique(name for each in named for name in each if _is_model(each[name])),
         # A function that goes by reference has nothing of its module in the pickle.
-        uses_torch=b"torch" in body
+        uses_torch=bool(_TORCH.search(body))
         or (not pickler.used and "torch" in getattr(function, "__globals__", ())),
     )
 
