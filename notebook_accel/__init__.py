@@ -22,13 +22,7 @@ _fetch, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name: str) -> Any:
     """Import a public name, ``__version__`` or a submodule when it is looked up (PEP 562).
 
-    Submodules are included so that ``import notebook_accel as accelerate;
-    accelerate.utils.set_seed(0)`` works, as with Accelerate itself. Looking up
-    ``notebook_launcher`` also starts, in a notebook's kernel, the process from which ranks will be
-    forked.
-
-    Raises:
-        AttributeError: the package has no such name.
+    ``notebook_launcher`` also starts the process from which ranks will be forked, in a kernel.
     """
     if name in __all__:
         if name == "notebook_launcher":

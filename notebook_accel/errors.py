@@ -23,10 +23,7 @@ _SHELL = {"IPython", "decorator", "decorator.py"}
 
 
 class _Run(Protocol):
-    """The part of ``launch.run.Run`` (the handle of a run) that errors use.
-
-    ``launch.run`` imports this module, so this module cannot import ``Run`` itself.
-    """
+    """The part of ``launch.run.Run``, which imports this module, that errors use."""
 
     @property
     def id(self) -> str: ...
@@ -73,12 +70,7 @@ class NotebookAccelError(RuntimeError):
         return (_rebuild, (type(self), self.args), self.__getstate__())
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython prints for this error: a short traceback, then the message.
-
-        IPython calls this method by its name. The traceback ends where this package was called, and
-        leaves out IPython's frames, since these do not help the user. For a failed rank, the
-        message contains the rank's own traceback.
-        """
+        """IPython calls this: a traceback up to this package's call, then the message."""
         frames = list(takewhile(_is_outer, traceback.extract_tb(self.__traceback__)))
         frames = [frame for frame in frames if not _SHELL & set(Path(frame.filename).parts)]
         # One frame is the cell itself, right above.
@@ -89,7 +81,6 @@ class NotebookAccelError(RuntimeError):
         return [where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self._shown_message()}{hint}"]
 
     def _shown_message(self) -> str:
-        """Return the message as a notebook shows it; a subclass may shorten it."""
         return str(self)
 
 
@@ -198,12 +189,7 @@ class WorkerError(NotebookAccelError):
         self.signal = signal
 
     def _shown_message(self) -> str:
-        """Return the message, without naming the rank's exception twice.
-
-        The first line of the message ends with the exception ("rank 0 failed: ValueError: ..."). If
-        the traceback in the rest of the message shows the exception as well, the first line becomes
-        "rank 0 failed:".
-        """
+        """Cut the rank's exception from the first line, where the traceback below shows it."""
         head, _, rest = str(self).partition("\n")
         who, _, said = head.partition(" failed: ")
         is_below = said and any(line.endswith(said) for line in self.traceback.splitlines())

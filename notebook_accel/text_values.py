@@ -23,15 +23,7 @@ def shown(value: object) -> str:
 
 
 def parse_flag(name: str, text: str) -> bool:
-    """Return the bool that a text means: True for "true", "1", "yes", "on", "y" and "t".
-
-    Args:
-        name: name of the setting, for the error.
-        text: the text; "false", "0", "no", "off", "n" and "f" mean False. Case does not matter.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
+    """Return True for "true", "1", "yes", "on", "y", "t", False for their opposites."""
     found = value_of(text, bool)
     if not isinstance(found, bool):
         raise ConfigError(f"{name}={shown(text)}: expected true or false")
@@ -39,10 +31,7 @@ def parse_flag(name: str, text: str) -> bool:
 
 
 def value_of(text: str, kind: Any) -> Any:
-    """Convert a text to the type ``kind``; return the text unchanged if that is impossible.
-
-    The caller checks the type of the result, and raises an error that names the setting.
-    """
+    """Return a text that cannot be converted unchanged: the caller checks it."""
     import msgspec
 
     if kind is bool:

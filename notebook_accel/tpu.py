@@ -54,13 +54,7 @@ _ASK_SECONDS = 120.0
 
 
 class Library(NamedTuple):
-    """The installed library by which torch uses TPUs.
-
-    Attributes:
-        name: "torch_xla" or "torch_tpu".
-        version: version of the library.
-        problem: why the library cannot be used, and what to do; "" if it can be used.
-    """
+    """torch_xla or torch_tpu; ``problem`` says why it cannot be used, and what to do, or is ""."""
 
     name: str
     version: str
@@ -68,10 +62,7 @@ class Library(NamedTuple):
 
 
 def library() -> Library | None:
-    """Return the installed TPU library, or None; if both are installed, torch_tpu.
-
-    A torch_xla that was built for another version of torch is returned with a ``problem``.
-    """
+    """Return torch_tpu before torch_xla; one built for another torch has a ``problem``."""
     own = _version("torch_tpu")
     if own is not None:
         return Library("torch_tpu", own)
@@ -93,22 +84,18 @@ def library() -> Library | None:
 
 @cache
 def backends() -> tuple[EntryPoint, ...]:
-    """Return the entry points of the device libraries that ``import torch`` loads.
+    """Return the entry points ``torch.backends`` that ``import torch`` loads.
 
-    They are those of the group ``torch.backends``. The search reads the metadata of every installed
-    package, so its result is cached. The template (the process from which ranks are forked) calls
-    this once, and the ranks inherit the cache.
+    The search reads all packages' metadata: the template calls it once, ranks inherit the cache.
     """
     return tuple(entry_points(group="torch.backends"))
 
 
 def load_backends() -> None:
-    """Load the device libraries that ``import torch`` would have loaded (see :func:`backends`).
+    """Load the device libraries that ``import torch`` would have loaded.
 
-    The template, the process from which ranks are forked, imports torch without them, since it must
-    not touch a device. So each rank, and each child process that lists the devices, calls this.
-    Nothing is loaded if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is "0" or ``ACCELERATE_USE_CPU`` is
-    "true".
+    The template imports torch without them, as it must not touch a device. So each rank, and each
+    child process that lists the devices, calls this.
     """
     is_off = os.environ.get(AUTOLOAD) == "0" or os.environ.get("ACCELERATE_USE_CPU") == "true"
     for entry in () if is_off else backends():
@@ -116,19 +103,9 @@ def load_backends() -> None:
 
 
 def launch_variables(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Ask torch_tpu for the ``TORCH_TPU_*`` variables by which ranks find each other.
+    """Return the ``TORCH_TPU_*`` variables by which ranks on this machine find each other.
 
-    torch_tpu is imported in a child process, since importing it may claim a chip.
-
-    Args:
-        environment: environment of the launch, in which the child runs.
-        num_ranks: number of ranks on this machine.
-
-    Returns:
-        the variables by name, for the environment of the ranks.
-
-    Raises:
-        LaunchError: torch_tpu finds no TPU, or fails.
+    A child process asks torch_tpu, since importing it may claim a chip. LaunchError if it fails.
     """
     asked = [sys.executable, "-c", _ASK_TORCH_TPU, str(num_ranks)]
     try:
@@ -160,10 +137,7 @@ def _version(package: str) -> str | None:
 
 
 def count_chips() -> dict[str, int]:
-    """Count the TPU chips on the PCI bus, by PCI device id (``{"0x0063": 4}``).
-
-    The dictionary is empty if there is no chip, or if the bus cannot be read.
-    """
+    """Count the chips on the PCI bus, by PCI device id (``{"0x0063": 4}``); {} without a bus."""
     chips: dict[str, int] = {}
     with contextlib.suppress(OSError):  # no bus, or no descriptor left, which the launch says
         for vendor in _PCI.glob("*/vendor"):
@@ -175,15 +149,7 @@ def count_chips() -> dict[str, int]:
 
 
 def count_devices(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the platform that torch_xla would use, and its number of devices on this machine.
-
-    Args:
-        environment: environment of the launch; its ``PJRT_DEVICE`` chooses the platform.
-
-    Returns:
-        the platform ("TPU", "CPU" or another value of ``PJRT_DEVICE``; "" if there is none), and
-        the number of devices (0 for any platform other than "TPU" and "CPU").
-    """
+    """Return torch_xla's platform ("TPU", "CPU"... or "") and number of devices, 0 for others."""
     chips = count_chips()
     platform = environment.get("PJRT_DEVICE") or ("TPU" if chips else "")
     if platform == "CPU":
@@ -205,11 +171,7 @@ def summary() -> str:
 
 
 def is_torch_xlas(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether this machine has a TPU that torch_xla can use.
-
-    Args:
-        environment: environment of the launch; None means that of this process.
-    """
+    """Return whether a TPU is here that torch_xla can use; None is this process's environment."""
     found = library()
     if found is None or found.name != "torch_xla" or found.problem:
         return False

@@ -38,11 +38,7 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    Args:
-        arguments: name of the command and its arguments; None takes those of this process.
-    """
+    """Run a command, of this process by default, and return its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     name, *rest = given or ["--help"]
     for stream in (sys.stdout, sys.stderr):

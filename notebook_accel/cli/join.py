@@ -40,10 +40,7 @@ def join(arguments: Sequence[str]) -> int:
 
 
 def _run_again_without(token: str) -> None:
-    """Replace this process by one that has the token in its environment.
-
-    Other users can read the command line of a process, and not its environment.
-    """
+    """Put the token into the environment, which other users cannot read."""
     words = [word for word in sys.orig_argv[1:] if word not in ("--token", token)]
     words = [word for word in words if word != f"--token={token}"]
     os.environ[_TOKEN] = token

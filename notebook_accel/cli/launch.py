@@ -62,11 +62,7 @@ _ELASTIC_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """``notebook-accel launch [options] script.py [arguments of the script]``: run a script.
-
-    Returns:
-        the exit status: 0, or 1 if a rank failed.
-    """
+    """``notebook-accel launch [options] script.py [arguments]``: 1 if a rank failed, else 0."""
     typed, unknown = launch_parser().parse_known_args(arguments)
     if unknown:
         refuse_option(unknown[0])
@@ -81,10 +77,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def launch_parser() -> ArgumentParser:
-    """Return a parser with torchrun's options and an option for each setting of a launch.
-
-    Options of torchrun that a setting, a config file or Slurm can also set have the default None.
-    """
+    """Return torchrun's options and the settings; None where other sources may set an option."""
     from torch.distributed.run import get_args_parser
 
     parser: ArgumentParser = get_args_parser()
@@ -103,23 +96,13 @@ def launch_parser() -> ArgumentParser:
 def run_typed(
     typed: Namespace, config: LaunchConfig, machines: dict[str, Any], notices: Sequence[str]
 ) -> int:
-    """Start the ranks by torchrun and wait for their end.
+    """Start the ranks by torchrun and wait for their end; return 1 if one failed, else 0.
 
-    This process's environment, which the ranks inherit, and ``typed`` are changed.
-
-    Args:
-        typed: the parsed options of :func:`launch_parser`.
-        config: settings of the launch.
-        machines: entries of the config file about machines, by the names of torchrun's options.
-        notices: lines to print for the user first.
-
-    Returns:
-        the exit status: 0, or 1 if a rank failed.
+    It changes ``typed`` and this process's environment, which the ranks inherit.
 
     Raises:
         ConfigError, LaunchError: no rank was started; the message says why.
-        KeyboardInterrupt: an interrupt ended the ranks.
-        SystemExit: another signal ended the ranks.
+        KeyboardInterrupt, SystemExit: a signal ended the ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -148,12 +131,7 @@ def run_typed(
 
 
 def _check_script(typed: Namespace) -> None:
-    """Check that the script, module or program exists, before any rank starts.
-
-    Raises:
-        ConfigError: there is no such script, module or program, or ``--module`` and ``--no-python``
-            were both given.
-    """
+    """Raise ConfigError for a script, module or program that is not there."""
     name = typed.training_script
     if typed.module and typed.no_python:
         raise ConfigError("--module and --no-python exclude each other: leave one out")
@@ -174,18 +152,9 @@ def _check_script(typed: Namespace) -> None:
 
 
 def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchConfig) -> None:
-    """Fill in those of torchrun's options about machines that were not typed.
+    """Fill in torchrun's options from the config file, settings, Slurm and defaults, in this order.
 
-    Each option is taken from the first of these that has it: the config file's entries about
-    machines, the settings, Slurm's variables, and the default.
-
-    Args:
-        typed: the parsed options, changed in place.
-        machines: entries of the config file about machines, by the names of torchrun's options.
-        config: settings of the launch.
-
-    Raises:
-        ConfigError: there are several machines, and no address at which they meet.
+    ConfigError if there are several machines, and no address at which they meet.
     """
     for name, value in machines.items():
         if getattr(typed, name) is None:
@@ -218,20 +187,10 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
 
 
 def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
-    """Set the environment variables of the ranks, and their number on this machine.
-
-    The variables replace those of this process, from which the ranks inherit them.
-
-    Args:
-        typed: the parsed options. ``nproc_per_node`` is set to the number of ranks on this machine.
-        config: settings of the launch.
-
-    Returns:
-        notices for the user.
+    """Set the ranks' variables and, in ``typed``, their number on this machine; return notices.
 
     Raises:
-        ConfigError: there are more ranks than devices, or ``num_processes`` is no multiple of the
-            number of machines.
+        ConfigError: there are more ranks than devices, or machines do not divide their number.
         LaunchError: the port is in use, or too few files can be opened.
     """
     from torch.distributed.run import parse_min_max_nnodes
@@ -311,10 +270,7 @@ def _seed(typed: Namespace, config: LaunchConfig) -> None:
 
 @contextlib.contextmanager
 def _killed_with_this_process() -> Iterator[None]:
-    """Kill all that the ranks have started if this process is killed inside the block.
-
-    A child process watches for it: torchrun's own ranks would go on for good.
-    """
+    """A child watches for this process's end by SIGKILL: torchrun's ranks would go on for good."""
     variable = _MARK, secrets.token_hex(8)
     os.environ[_MARK] = variable[1]
     watched, held = os.pipe()
@@ -338,11 +294,7 @@ def _killed_with_this_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shown(typed: Namespace) -> Iterator[None]:
-    """Inside the block, print the ranks' output with the number of the rank before each line.
-
-    Nothing is changed if this machine has one rank, or if torchrun's ``--tee`` or ``--redirects``
-    was given.
-    """
+    """Label the ranks' output, unless there is one, or ``--tee`` or ``--redirects``."""
     if typed.nproc_per_node == "1" or typed.tee != "0" or typed.redirects != "0":
         yield
         return

@@ -50,7 +50,6 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _required() -> list[str]:
-    """Return the names of the packages that this package requires, without its optional extras."""
     lines = metadata.requires("notebook-accel") or ()
     return [re.split(r"[\s<>=!~;\[(]", line)[0] for line in lines if "extra ==" not in line]
 
@@ -63,11 +62,7 @@ def _version(package: str) -> str:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """``notebook-accel doctor``: print what would prevent or hurt a launch on this machine.
-
-    Returns:
-        the exit status: 1 if something would prevent a launch, else 0.
-    """
+    """``notebook-accel doctor``: return 1 if something would prevent a launch here, else 0."""
     description = "Look for what stops or hurts a launch; the exit status is 1 for what stops one."
     ArgumentParser(prog="notebook-accel doctor", description=description).parse_args(arguments)
     findings = examine()

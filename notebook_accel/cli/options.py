@@ -70,10 +70,7 @@ _SECTIONS = ("dynamo_config", "fp8_config")
 
 
 def spellings(*names: str) -> list[str]:
-    """Return the spellings of an option: each name with "--", with underscores and with dashes.
-
-    Empty names are skipped, and each spelling is returned once.
-    """
+    """Return each name with "--", with underscores and with dashes, once; no empty ones."""
     both = (f"--{text}" for name in names if name for text in (name, name.replace("_", "-")))
     return list(dict.fromkeys(both))
 
@@ -121,23 +118,13 @@ def _add_plugins(parser: ArgumentParser, spelled: _Spelled) -> None:
 
 
 class _Spelled:
-    """Adds options to a parser's groups under the names that are still free.
-
-    Some names are used by torchrun's options or by several settings. argparse would raise an error
-    for the second use.
-    """
+    """Adds options under the names that are still free; argparse refuses a second use."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         self._probe = ArgumentParser(parents=[parser], add_help=False)
 
     def add(self, group: Any, names: Iterable[str], **options: Any) -> None:
-        """Add an option under those of its spellings that are free; add nothing if none is.
-
-        Args:
-            group: argument group of the parser, to which the option is added.
-            names: names of the option; the first is its ``dest`` unless ``options`` has another.
-            options: arguments of ``add_argument``.
-        """
+        """Add an option under its free spellings, if any; the first name is its ``dest``."""
         free = [text for text in spellings(*names) if self._is_free(text)]
         if free:
             if "action" not in options:
@@ -158,14 +145,7 @@ def _help(row: Setting) -> str:
 
 
 def typed_settings(typed: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return the typed settings by name, and lines for the user about options that are not used.
-
-    Args:
-        typed: the parsed options of :func:`add_settings`.
-
-    Raises:
-        ConfigError: an option is not supported, or its value is invalid.
-    """
+    """Return settings by name, and lines about options not used; ConfigError for wrong ones."""
     rows = settings_of(LaunchConfig)
     values = vars(typed)
     as_yaml: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
@@ -204,10 +184,7 @@ def refuse_option(word: str) -> NoReturn:
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name, value) of the typed options whose ``dest`` is ``prefix``, a space and the name.
-
-    The prefix is the name of a plugin, or "section" for YAML entries that ranks read.
-    """
+    """Return those whose ``dest`` is ``prefix``, a space and a name: of a plugin, or "section"."""
     return [
         (name.partition(" ")[2], value)
         for name, value in values.items()
@@ -224,17 +201,10 @@ def _variables(typed: Iterable[str]) -> dict[str, str]:
 
 
 def resolve_options(typed: Namespace) -> tuple[LaunchConfig, dict[str, Any], list[str]]:
-    """Return the settings of a launch from typed options, config files and environment.
+    """Return the settings, the file's entries about machines by torchrun's names, and notices.
 
-    For a setting that is a mapping (``env``, a plugin), typed entries are added to those of the
-    file that ``--config_file`` names, and replace entries of the same name.
-
-    Returns:
-        the settings; the file's entries about machines, by the names of torchrun's options; and
-        lines for the user.
-
-    Raises:
-        ConfigError: a setting is invalid, alone or together with another.
+    Typed entries of a mapping (``env``, a plugin) are added to those of ``--config_file``, and win.
+    ConfigError for a setting that is invalid, alone or together with another.
     """
     given, notices = typed_settings(typed)
     in_file: dict[str, Any] = {}

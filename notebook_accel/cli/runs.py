@@ -1,7 +1,6 @@
 """Commands about the runs of notebooks: ``runs``, ``stop`` and ``logs``.
 
-They read the folder of each run (launch/control/run_folder.py). ``stop`` writes a request into the
-folder; the notebook's kernel that started the run reads the request and stops the run.
+``stop`` writes a request into the run's folder, which the kernel that started it reads.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ def _row(run: Run) -> tuple[str, ...]:
 def stop(arguments: Sequence[str]) -> int:
     """``notebook-accel stop [RUN]``: ask a run to stop, and wait until its kernel has the request.
 
-    Raises:
-        ConfigError: not exactly one unfinished run has an id that ends with RUN; without RUN, not
-            exactly one run is unfinished.
-        LaunchError: the kernel did not take the request within 10 seconds.
+    ConfigError unless RUN ends one unfinished run's id; LaunchError after 10 seconds.
     """
     parser = ArgumentParser(
         prog="notebook-accel stop",
@@ -102,18 +98,9 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def logs(arguments: Sequence[str]) -> int:
-    """``notebook-accel logs [RUN] [-f] [--rank RANK]``: print the ranks' output so far.
+    """``notebook-accel logs [RUN] [-f] [--rank RANK]``: print output so far, or to the end (-f).
 
-    RUN is the id of the run, or its last characters; without RUN, the newest run is taken. With
-    ``-f``, new output is printed until the run is over. With ``--rank``, only the output of that
-    rank is printed.
-
-    Returns:
-        the exit status: 0.
-
-    Raises:
-        ConfigError: not exactly one run has an id that ends with RUN; without RUN, there is no run
-            at all; or the run has no such rank.
+    RUN is the end of an id; without it, the newest run. ConfigError for no such run or rank.
     """
     parser = ArgumentParser(
         prog="notebook-accel logs", description="Print what the ranks of a run printed."
@@ -146,11 +133,7 @@ def logs(arguments: Sequence[str]) -> int:
 
 
 def _print_new(folder: RunFolder, rank: int, start: int, label: str) -> int:
-    """Print the complete lines of a rank's log from byte ``start`` on, with ``label`` before each.
-
-    Returns:
-        the position after the last complete line, in bytes: the next ``start``.
-    """
+    """Print complete lines from byte ``start`` on; return the next ``start``."""
     folder.check()
     with contextlib.suppress(FileNotFoundError), open_to_read(folder.path, rank) as file:
         file.seek(start)
@@ -173,11 +156,7 @@ def _goes_on(run: Run) -> bool:
 
 
 def _chosen(text: str | None, found: Sequence[Run]) -> Run:
-    """Return the only run in ``found`` whose id ends with ``text``; None fits every run.
-
-    Raises:
-        ConfigError: no run fits, or several do.
-    """
+    """Return the only run whose id ends with ``text`` (None: any); else ConfigError."""
     fitting = [run for run in found if text is None or run.id.endswith(text)]
     if len(fitting) == 1:
         return fitting[0]

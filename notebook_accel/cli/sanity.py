@@ -27,11 +27,7 @@ _TOLERANCE = 0.05
 
 
 def test(arguments: Sequence[str]) -> int:
-    """``notebook-accel test``, with the options of ``launch``: run the checks and print a verdict.
-
-    Returns:
-        the exit status: 0 if all checks passed, else 1.
-    """
+    """``notebook-accel test``, with ``launch``'s options: 0 if all checks passed, else 1."""
     from notebook_accel.cli.launch import launch_parser, run_typed
     from notebook_accel.cli.options import resolve_options
     from notebook_accel.config.engines import ENGINES
@@ -52,7 +48,6 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
-    """Run the checks by the engine in ``config``, as from a notebook; return the exit status."""
     from notebook_accel.launch.launcher import launch
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.view.plain import PlainView
@@ -66,13 +61,7 @@ def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
 
 
 def check_training() -> bool:
-    """Run all checks on this rank; all ranks must call it (collective).
-
-    Rank 0 prints a line for each check.
-
-    Returns:
-        whether all checks passed on all ranks.
-    """
+    """Run all checks (collective); rank 0 prints a line for each. True if they passed on all."""
     from notebook_accel import Accelerator, DataLoaderConfiguration
 
     # Batches are those of one process, divided.
@@ -90,10 +79,7 @@ def check_training() -> bool:
 
 
 def _from_all(value: Any) -> list[Any]:
-    """Return each rank's ``value``, in order of the ranks; all ranks must call it (collective).
-
-    ``accelerator.gather`` would return only one value for ranks that share their samples.
-    """
+    """As ``gather`` (collective), which returns one value for ranks that share their samples."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -184,7 +170,6 @@ _CHECKS: dict[str, Callable[[Accelerator], tuple[bool, str]]] = {
 
 
 def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    """Return a new model, its optimizer, and a loader of batches to be divided among the ranks."""
     import torch
     from torch import nn
 
@@ -208,10 +193,7 @@ def _parts(accelerator: Accelerator) -> tuple[Any, Any, Any]:
 def _steps(
     accelerator: Accelerator, model: Any, optimizer: Any, loader: Any
 ) -> Iterator[torch.Tensor]:
-    """Train for one epoch, and yield this rank's loss of each step (collective).
-
-    All ranks must iterate to the end.
-    """
+    """Train for one epoch, to the end on all ranks; yield this rank's loss of each step."""
     from torch.nn.functional import mse_loss
 
     for inputs, targets in loader:
@@ -221,7 +203,6 @@ def _steps(
 
 
 def _losses_of_one_process(model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """Train for one epoch by torch alone, on the CPU of this rank; return each step's loss."""
     from torch.nn.functional import mse_loss
 
     losses = []

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 
 def config(arguments: Sequence[str]) -> int:
-    """``notebook-accel config [default | convert]``: write a config file of settings.
+    """``notebook-accel config``: ask for the settings in the terminal, and save them.
 
-    Without an argument, the command asks for the settings in the terminal. ``default`` writes the
-    defaults, unless the file exists. ``convert`` takes the settings from a file of ``accelerate
-    config``.
+    ``default`` writes the defaults, if there is no file; ``convert`` takes Accelerate's file.
     """
     parser = ArgumentParser(
         prog="notebook-accel config",
@@ -59,11 +57,7 @@ def config(arguments: Sequence[str]) -> int:
 
 
 def _converted(source: str | None) -> LaunchConfig:
-    """Return the settings of an Accelerate config file, and print which entries are not used.
-
-    Args:
-        source: the file; None takes the default file of ``accelerate config``.
-    """
+    """Take ``source``, or Accelerate's default file; print which entries are not used."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{cache}/huggingface")
     found, notices = settings_in_file(source or f"{home}/accelerate/default_config.yaml")
@@ -88,19 +82,13 @@ def _asked(path: Path) -> LaunchConfig:
 
 
 def _ask_all(rows: Mapping[str, Setting], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for each setting in ``rows``; return the values by name, without those that are None.
-
-    ``before`` has the earlier values by name; an empty answer keeps the earlier value.
-    """
+    """Return the values by name, without Nones; an empty answer keeps the value ``before``."""
     found = {name: _ask(name, row, before.get(name)) for name, row in rows.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _ask(name: str, row: Setting, before: Any) -> Any:
-    """Ask for one setting until the answer is valid, and return its value.
-
-    An empty answer returns ``before``, or the setting's default if ``before`` is None.
-    """
+    """Ask until the answer is valid; an empty one is ``before``, or else the default."""
     about = row.about.replace("``", "`")
     if row.texts:
         about += f" ({', '.join(row.texts)})"
@@ -115,11 +103,7 @@ def _ask(name: str, row: Setting, before: Any) -> Any:
 
 
 def _answer(label: str, about: str, default: Any) -> str:
-    """Ask one question in the terminal; return the answer, "" if the user only pressed Enter.
-
-    Raises:
-        ConfigError: standard input has ended, so nobody can answer.
-    """
+    """Return "" if the user only pressed Enter; ConfigError if standard input has ended."""
     try:
         return input(f"{label}: {about}\n  [{default}] ").strip()
     except (EOFError, RuntimeError):  # the second: it was closed from the start

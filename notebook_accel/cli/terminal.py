@@ -82,14 +82,8 @@ class _RichDisplay(_Display):
 class RankOutput:
     """Replaces ``sys.stdout`` or ``sys.stderr`` while torchrun runs, and prints lines of ranks.
 
-    torchrun's threads for ``--tee`` write the ranks' output to this object, in pieces that begin
-    with ``LABEL``. A piece is a line, or the next part of a line that has not ended. Text without
-    the label is torchrun's own, and is written to ``stream``.
-
-    Args:
-        stream: the replaced stream.
-        display: prints the lines and bars.
-        lock: shared by the objects for stdout and stderr, so that their lines do not mix.
+    torchrun's threads write pieces that begin with ``LABEL``: a line, or more of an open one.
+    Text without it goes to ``stream``. Both objects share ``lock``, so that lines do not mix.
     """
 
     def __init__(self, stream: TextIO, display: _Display, lock: threading.Lock) -> None:
@@ -111,7 +105,7 @@ class RankOutput:
         self._stream.flush()
 
     def close_lines(self) -> None:
-        """Print the ranks' last lines that lack a line end; called at the end of the run."""
+        """Called at the end of the run."""
         with self._lock:
             for rank, text in self._open.items():
                 if text:
@@ -127,7 +121,7 @@ class RankOutput:
             self._show_bar(rank, whole)
 
     def _show_bar(self, rank: int, text: str) -> re.Match[str] | None:
-        """Show the progress bar with which a line begins, if it does; return where it stands."""
+        """Return where the bar stands in the line that it begins; None for no bar."""
         found = _BAR.search(text)
         if found:
             self._display.bar(rank, plain_text(text[: found.end()]))
@@ -153,10 +147,7 @@ class RankOutput:
 
 @contextlib.contextmanager
 def ranks_in_terminal() -> Iterator[None]:
-    """Inside the block, label the ranks' output, which torchrun writes to stdout and stderr.
-
-    In a terminal, if Rich is installed, the ranks' progress bars are kept below the lines.
-    """
+    """Inside the block, label the ranks' output, which torchrun writes to stdout and stderr."""
     lock, out, err = threading.Lock(), sys.stdout, sys.stderr
     display = _Display()
     with contextlib.ExitStack() as undo:

@@ -45,13 +45,7 @@ def merge_weights(arguments: Sequence[str]) -> int:
 
 
 def estimate_memory(arguments: Sequence[str]) -> int:
-    """``notebook-accel estimate-memory MODEL``: run Accelerate's command, return its exit status.
-
-    It prints an estimate of the memory that the model needs.
-
-    Raises:
-        ConfigError: Accelerate is not installed.
-    """
+    """``notebook-accel estimate-memory MODEL``: run Accelerate's command, if that is installed."""
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(
             "Accelerate does it, and is not installed: pip install 'notebook-accel[accelerate]'"

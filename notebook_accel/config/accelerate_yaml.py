@@ -50,18 +50,7 @@ def is_accelerates(data: Mapping[str, Any]) -> bool:
 def settings_from(
     data: Mapping[str, Any], settings: Mapping[str, Setting]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Convert the contents of Accelerate's YAML file to settings of this package.
-
-    Args:
-        data: contents of the file.
-        settings: the settings of a launch, by name.
-
-    Returns:
-        the settings by name, and lines for the user about entries that are not used.
-
-    Raises:
-        ConfigError: the file asks for something that this package lacks, or an entry is invalid.
-    """
+    """Return settings, and lines about entries not used; ConfigError for what we lack."""
     _check_possible(data)
     found = {
         name: data[row.yaml]
@@ -93,11 +82,7 @@ def settings_from(
 
 
 def _count_for_each_machine(found: dict[str, Any]) -> None:
-    """Replace ``num_processes`` in ``found``, the total of all machines, by the number per machine.
-
-    With one machine, the main machine's address is removed from ``found`` instead: nothing needs
-    it.
-    """
+    """Replace the total of all machines; with one machine, drop the main machine's address."""
     num_nodes, total = as_count("num_machines", found.get("num_nodes", 1)), "num_processes"
     if num_nodes == 1:
         found.pop("master_addr", None)
@@ -126,7 +111,6 @@ def _check_possible(data: Mapping[str, Any]) -> None:
 
 
 def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Return environment variables for torch.compile and fp8, and the entries that are not used."""
     compiling = _section(data, "dynamo_config")
     if compiling.get("dynamo_backend") in _NOTHING:
         compiling = {}
@@ -143,10 +127,7 @@ def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
 
 
 def _section(data: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the entries of a section, with the section's prefix added to names that lack it.
-
-    In ``dynamo_config``, ``backend`` and ``dynamo_backend`` both become ``dynamo_backend``.
-    """
+    """``backend`` and ``dynamo_backend`` in ``dynamo_config`` both become ``dynamo_backend``."""
     given = data.get(section) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{section}: {shown(given)}: expected names with values below it")

@@ -1,7 +1,4 @@
-"""Checks of a single setting's value; each error says what was expected.
-
-Each function's ``name`` is the name by which the error calls the setting.
-"""
+"""Checks of single values: a ConfigError calls it ``name`` and says what was expected."""
 
 from __future__ import annotations
 
@@ -41,11 +38,7 @@ def too_old_torch(needed: tuple[int, int] = _OLDEST_TORCH) -> str:
 
 
 def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """Return ``value`` as an int; numpy's integers are accepted, bools are not.
-
-    Raises:
-        ConfigError: ``value`` is no whole number from ``least`` to ``most`` (None: no upper limit).
-    """
+    """Return a whole number from ``least`` to ``most``, also numpy's; no bools."""
     number = as_index(value)
     if number is None or number < least or (most is not None and number > most):
         last = "or more" if most is None else f"to {most}"
@@ -54,22 +47,14 @@ def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) 
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """Return ``value``, which must be True or False.
-
-    Raises:
-        ConfigError: ``value`` is neither.
-    """
+    """Return ``value``, which must be True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)}: expected True or False")
     return value
 
 
 def as_positive(name: str, value: Any) -> float:
-    """Return ``value``, a number above 0: an int unchanged, any other number as a float.
-
-    Raises:
-        ConfigError: ``value`` is no number above 0.
-    """
+    """An int stays one, any other number becomes a float."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not value > 0:
         raise ConfigError(f"{name}={shown(value)}: expected a number above 0")
@@ -77,22 +62,14 @@ def as_positive(name: str, value: Any) -> float:
 
 
 def as_text(name: str, value: Any) -> str:
-    """Return ``value`` as a plain str; for a member of a str enum, return its text.
-
-    Raises:
-        ConfigError: ``value`` is no str.
-    """
+    """Return a plain str, also of a member of a str enum."""
     if not isinstance(value, str):
         raise ConfigError(f"{name}={shown(value)}: expected text")
     return str.__str__(value)
 
 
 def as_address(name: str, value: Any) -> str:
-    """Return ``value``, a host name or an IPv4 address, without surrounding spaces.
-
-    Raises:
-        ConfigError: ``value`` is no str, or has a character that is in neither kind of address.
-    """
+    """Return a host name or an IPv4 address, without surrounding spaces."""
     address = as_text(name, value).strip()
     if not re.fullmatch(r"[A-Za-z0-9._-]+", address):
         raise ConfigError(f"{name}={shown(value)}: expected a host name or an IPv4 address")
@@ -100,7 +77,7 @@ def as_address(name: str, value: Any) -> str:
 
 
 def as_index(value: Any) -> int | None:
-    """Return an integer, of Python or numpy, as an int; None for a bool and any other value."""
+    """Return an integer, also numpy's; None for a bool and any other value."""
     if isinstance(value, bool):
         return None
     try:
@@ -110,12 +87,7 @@ def as_index(value: Any) -> int | None:
 
 
 def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """Return ``value``, a number of seconds, as a float.
-
-    Raises:
-        ConfigError: ``value`` is negative, NaN, a bool or no number, or it is 0 although
-            ``above_zero`` is True.
-    """
+    """Return seconds from 0 on (``above_zero``: more), neither NaN nor a bool."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value < 0 or (above_zero and not value):
         expected = "a number of seconds above 0" if above_zero else "seconds, 0 or more"
@@ -124,11 +96,7 @@ def as_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
 
 
 def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Return ``value``, which must be one of ``choices``, as a plain str.
-
-    Raises:
-        ConfigError: ``value`` is none of ``choices``.
-    """
+    """Return ``value``, which must be one of ``choices``, as a plain str."""
     if not isinstance(value, str) or value not in choices:
         named = ", ".join(map(repr, choices))
         raise ConfigError(f"{name}={shown(value)}: expected one of {named}")
@@ -136,15 +104,7 @@ def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def as_env(name: str, value: Any) -> dict[str, str]:
-    """Return a mapping of environment variables as a dict of plain strings.
-
-    Errors never show the variables' values: those may be secrets, and a notebook is saved with its
-    errors.
-
-    Raises:
-        ConfigError: ``value`` is no mapping, or one of its names or texts cannot be in an
-            environment; the message is about the first of these.
-    """
+    """Return environment variables; errors show no values, which may be secrets."""
     expected = "expected a mapping of names to texts, such as env={'N': '4'}"
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a {type(value).__name__}: {expected}")
@@ -169,16 +129,7 @@ def as_env(name: str, value: Any) -> dict[str, str]:
 
 
 def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
-    """Return the indices of accelerators as a tuple, or "cpu".
-
-    Args:
-        name: name of the setting in errors.
-        value: a list of indices, text with commas ("0,2"), or "cpu".
-
-    Raises:
-        ConfigError: ``value`` is none of these, or has no index, a negative index or the same index
-            twice.
-    """
+    """Return accelerators from a list or "0,2", each once; or "cpu"."""
     if isinstance(value, str) and value == "cpu":
         return "cpu"
     devices = _as_indices(value)
@@ -190,7 +141,7 @@ def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
 
 
 def _as_indices(value: Any) -> tuple[int, ...]:
-    """Return the integers in a list or comma-separated text; () if any entry is no integer."""
+    """Return () if any entry is no integer."""
     try:
         parts = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
     except (TypeError, ValueError):
@@ -200,16 +151,7 @@ def _as_indices(value: Any) -> tuple[int, ...]:
 
 
 def check_enough(wanted: int, available: int, why: str) -> None:
-    """Check that there is an accelerator for each rank.
-
-    Args:
-        wanted: number of ranks.
-        available: number of accelerators.
-        why: text for the error that says what limits the number of accelerators: "devices=[0, 1]".
-
-    Raises:
-        ConfigError: ``wanted`` is more than ``available``.
-    """
+    """Raise ConfigError for too few accelerators; ``why`` is the cause: "devices=[0, 1]"."""
     if wanted > available:
         raise ConfigError(
             f"num_processes={wanted}, but {why}: one accelerator a rank. Ask for "

@@ -19,11 +19,7 @@ _DEVICES = ("none", "cpu", "nvme")
 
 
 def _option(stem: str, kind: type, about: str, **row: Any) -> Any:
-    """Return a field with two environment variables, for a setting of DeepSpeed.
-
-    ``NOTEBOOK_ACCEL_<stem>`` wins over ``ACCELERATE_<stem>``. The other arguments are attributes of
-    :class:`Setting`.
-    """
+    """Return a field whose ``NOTEBOOK_ACCEL_<stem>`` wins over ``ACCELERATE_<stem>``."""
     variables = {"variable": f"ACCELERATE_{stem}", "own": f"NOTEBOOK_ACCEL_{stem}"}
     return setting(kind=kind, about=about, **variables, **row)
 

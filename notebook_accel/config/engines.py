@@ -16,11 +16,9 @@ class EngineKind:
     Attributes:
         about: where its ranks run, in a few words for the user.
         path: module below ``launch.engines``, a colon, and the engine's class.
-        obeys: which of the settings ``num_nodes`` and ``max_restarts`` the engine supports; a
-            launch that sets an unsupported one is refused.
-        max_ranks: the largest number of ranks; None for any number.
-        runs_scripts: whether ``notebook-accel launch``, which starts a script by torchrun, accepts
-            this engine.
+        obeys: which of ``num_nodes`` and ``max_restarts`` it supports; others are refused.
+        max_ranks: None for any number.
+        runs_scripts: whether ``notebook-accel launch``, by torchrun, accepts it.
     """
 
     about: str

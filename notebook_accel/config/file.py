@@ -19,11 +19,7 @@ _MOST_BYTES = 1_000_000_000
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return the path with "~" or "~user" at its beginning replaced by the home folder.
-
-    Raises:
-        ConfigError: the home folder of "~" or "~user" is unknown.
-    """
+    """Replace "~" or "~user" by a home folder; ConfigError if that is unknown."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -31,11 +27,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replace a file's content atomically, or make the file; an existing file keeps its mode.
-
-    Raises:
-        OSError: the file cannot be written; an existing file is then unchanged.
-    """
+    """Replace atomically or make; a file keeps its mode, and after OSError its content."""
     mode: int | None = None
     with contextlib.suppress(FileNotFoundError), file.open("r+b") as old:
         # What may not be written raises here, and so is not replaced either.
@@ -52,11 +44,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def not_too_large(file: IO[bytes]) -> IO[bytes]:
-    """Return the open ``file`` if it has at most 1 GB, so that it can be read into memory.
-
-    Raises:
-        OSError: the file is larger; it is left open.
-    """
+    """Return a file of at most 1 GB, to be read into memory; OSError leaves a larger one open."""
     size = os.fstat(file.fileno()).st_size
     if size > _MOST_BYTES:
         raise OSError(
@@ -67,11 +55,7 @@ def not_too_large(file: IO[bytes]) -> IO[bytes]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, without checking names and values; {} for an empty file.
-
-    Raises:
-        ConfigError: the file is missing, cannot be read, or contains no mapping.
-    """
+    """Return the file's unchecked mapping, {} if empty; ConfigError if it cannot be read as one."""
     if os.path.exists(path) and not os.path.isfile(path):
         # Reading a FIFO or a terminal would wait for its writer for ever.
         raise ConfigError("it is no regular file")

@@ -33,7 +33,6 @@ _BACKENDS = {"nccl": False, "gloo": True}
 
 
 def _options(name: str) -> Any:
-    """Return the field of a kind of parallelism; the value is a mapping of options."""
     plugin = PLUGINS[name]
     return setting(
         about=f"Fields of ``{plugin.plugin_class}``, for every ``Accelerator`` that is not given "
@@ -187,7 +186,6 @@ class LaunchConfig:
 
     @property
     def _asked_of_engine(self) -> list[str]:
-        """Names of the settings that only some engines support and that differ from the default."""
         some = dict.fromkeys(name for kind in ENGINES.values() for name in kind.obeys)
         return [name for name in some if getattr(self, name) != getattr(LaunchConfig, name)]
 
@@ -308,16 +306,10 @@ def shares_devices(config: LaunchConfig) -> bool:
 def settings_in_file(
     path: str | os.PathLike[str], taken_out: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the checked settings of a YAML file, and lines for the user about unused entries.
+    """Return the checked settings, and lines about unused entries; ConfigError as ``load``.
 
-    Args:
-        path: the file, in this package's format or Accelerate's.
-        taken_out: a dictionary whose keys are entries of Accelerate's file that the caller handles.
-            They are left out of the settings; their values, None for absent entries, are stored in
-            this dictionary. A file in this package's format leaves it unchanged.
-
-    Raises:
-        ConfigError: the file is missing, or has an invalid setting.
+    ``taken_out`` has, as keys, entries of Accelerate's file that the caller handles: it gets their
+    values, None for absent ones.
     """
     name = f"config file {os.fspath(path)!r}"
     not_used: list[str] = []
@@ -335,11 +327,7 @@ def settings_in_file(
 
 
 def check_names(data: Mapping[Any, Any]) -> None:
-    """Check that all keys are names of settings.
-
-    Raises:
-        ConfigError: some keys are not; the message names the first five.
-    """
+    """Raise ConfigError if keys are no settings, with the first five."""
     known = [field.name for field in fields(LaunchConfig)]
     unknown = [name for name in data if name not in known]
     if unknown:

@@ -2,10 +2,8 @@
 
     LaunchConfig(fsdp={...}) --check--> environment variables --> the plugin in a rank
 
-In a rank, an ``Accelerator`` to which no plugin is given makes the plugin from these variables. The
-variables have the names that Hugging Face Accelerate gives them, so that its YAML files and its
-launcher work here. The options are declared in config/fsdp.py, deepspeed.py and mesh.py, as fields
-of base classes of the plugins.
+An ``Accelerator`` without a plugin makes it from these variables, which have Accelerate's names.
+The options are declared in fsdp.py, deepspeed.py and mesh.py, in base classes of the plugins.
 """
 
 from __future__ import annotations
@@ -30,17 +28,13 @@ class Plugin:
     """A kind of parallelism (FSDP, DeepSpeed, a mesh) that settings can choose.
 
     Attributes:
-        title: name of this kind, shown to the user.
-        about: what this kind does, in a sentence.
-        plugin_class: name of the public class whose instance can be passed to an Accelerator.
-        options_class: base class of the public class; it declares the options.
+        title, about: for the user.
+        plugin_class: the public class, whose base ``options_class`` declares the options.
         switch: environment variable that turns this kind on.
-        section: name of this kind's section in Accelerate's YAML.
-        without_effect: entries of that section that are accepted and change nothing.
-        read_by_ranks: entries of that section that are no options here. They become environment
-            variables of the same names, which the ranks read and check.
-        composes: whether this kind can be combined with others that also have ``composes``.
-        needs_options: whether turning this kind on without an option changes nothing.
+        section: its name in Accelerate's YAML.
+        without_effect, read_by_ranks: entries that change nothing; that ranks read.
+        composes: goes with others that also compose.
+        needs_options: turning it on without an option changes nothing.
     """
 
     title: str
@@ -56,19 +50,10 @@ class Plugin:
 
     @property
     def options(self) -> Mapping[str, Setting]:
-        """The options that settings, YAML and variables can set, by name."""
         return settings_of(self.options_class)
 
     def check(self, name: str, given: object) -> dict[str, Any] | None:
-        """Check the options, and return them as a new dictionary without those that are None.
-
-        Args:
-            name: name of the setting in errors: "fsdp".
-            given: the options by name; None, which leaves this parallelism off, is returned as is.
-
-        Raises:
-            ConfigError: an option is unknown, or its value is invalid.
-        """
+        """Return options without Nones, None (off) as it is; ConfigError says ``name``."""
         if given is None:
             return None
         if not isinstance(given, Mapping):
@@ -90,11 +75,7 @@ class Plugin:
         }
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Return the variables from which a rank's Accelerator makes the plugin.
-
-        Args:
-            given: the options by name, as :meth:`check` returns them.
-        """
+        """From checked options; a rank's Accelerator makes the plugin from them."""
         texts = {
             option.variable: str(given[name]).lower() if option.kind is bool else str(given[name])
             for name, option in self.options.items()
@@ -103,11 +84,7 @@ class Plugin:
         return {self.switch: "true", **texts}
 
     def asked_by(self, environment: Mapping[str, str]) -> bool | None:
-        """Return whether an environment turns the plugin on (True), off (False), or neither (None).
-
-        Raises:
-            ConfigError: the text of :attr:`switch` means neither true nor false.
-        """
+        """Return True for on, False for off, None for neither; ConfigError for another text."""
         text = environment.get(self.switch, "").strip()
         return parse_flag(self.switch, text) if text else None
 
@@ -121,10 +98,7 @@ class Plugin:
         return {name: value for name, value in given.items() if name not in set_there}
 
     def from_accelerate(self, section: object) -> dict[str, Any]:
-        """Return the options that a section of Accelerate's YAML sets, by our names.
-
-        Entries that are empty, "auto" or without effect are left out, as are those that only ranks
-        read.
+        """Return options by our names, without empty ones, "auto" and what only ranks read.
 
         Raises:
             ConfigError: the section is no mapping, or has an entry that is not supported.
@@ -155,7 +129,6 @@ class Plugin:
         return found
 
     def variables_of_accelerate(self, section: Mapping[str, Any]) -> dict[str, str]:
-        """Return the environment variables for a section's entries in :attr:`read_by_ranks`."""
         found = {name.upper(): section.get(name) for name in self.read_by_ranks}
         return {name: str(value) for name, value in found.items() if value}
 

@@ -41,28 +41,22 @@ class Setting:
     """All facts about one setting, which :func:`setting` stores in a field's metadata.
 
     Attributes:
-        name: name of the field.
-        kind: type of the value; text from YAML, variables and the form is converted to this type.
-        default: default of the field.
-        about: what the setting does, in one or two sentences without the final full stop.
-        check: function called as ``check(name, value)``, with the name for errors; returns the
-            value in its plain form, or raises ConfigError. None checks the type ``kind``. With
-            ``choices``, ``check`` is not used.
+        kind: type to which text from YAML, variables and the form is converted.
+        about: what it does, in one or two sentences without the final full stop.
+        check: ``check(name, value)`` returns the plain value, or raises ConfigError; None checks
+            ``kind``. Not used with ``choices``.
         choices: the allowed texts, or a function that returns them; empty allows any value.
-        label: label in the form; "" shows the name.
+        label: in the form; "" shows the name.
         unset: what it means to leave the setting at its default.
-        variable: environment variable of Accelerate's launcher; "" if there is none.
-        own: this package's environment variable; None for ``NOTEBOOK_ACCEL_<NAME>``, "" for none.
-        yaml: name of its entry in the YAML of ``accelerate config``. "" means that there is none;
-            an option of a plugin then has the entry of the option's own name.
+        variable: of Accelerate's launcher; "" if there is none.
+        own: our variable; None for ``NOTEBOOK_ACCEL_<NAME>``, "" for none.
+        yaml: entry of ``accelerate config``; "" for none (a plugin's option: its own name).
         is_for_ranks: whether ranks read the setting from their environment.
-        is_first: whether the form shows the setting before the user unfolds the form.
-        numbers: numbers that Accelerate's YAML may have in place of the texts in ``choices``, in
-            the same order.
-        or_choice_of: name of another setting. If Accelerate's YAML gives this setting a text that
-            is one of the other's choices, the other is set instead.
-        entry: dotted name of the entry in DeepSpeed's configuration; "" if there is none.
-        fallback: for a plugin's option, the value if neither the field nor a variable sets it.
+        is_first: whether the form shows it before it is unfolded.
+        numbers: what Accelerate's YAML may have in place of ``choices``, in the same order.
+        or_choice_of: the setting that takes a text of Accelerate's YAML that is its choice.
+        entry: dotted entry of DeepSpeed's configuration; "" if there is none.
+        fallback: a plugin's option's value if neither the field nor a variable sets it.
     """
 
     name: str = ""
@@ -84,11 +78,7 @@ class Setting:
     fallback: Any = None
 
     def checked(self, name: str, value: Any) -> Any:
-        """Check a value and return it in its plain form; None is valid if it is the default.
-
-        Raises:
-            ConfigError: the value is invalid; the message calls the setting ``name``.
-        """
+        """Return a value in its plain form, the default as it is; ConfigError calls it ``name``."""
         if value is None and self.default is None:
             return None
         if self.texts:
@@ -98,15 +88,11 @@ class Setting:
 
     @property
     def texts(self) -> Sequence[str]:
-        """The allowed texts; empty if any value is allowed."""
+        """Empty if any value is allowed."""
         return self.choices() if callable(self.choices) else self.choices
 
     def from_text(self, text: Any) -> Any:
-        """Convert text from YAML, a variable or the form to this setting's type.
-
-        An int may stand for a flag or a choice, as in YAML. Text that cannot be converted, and
-        other values that are no text, are returned unchanged: :meth:`checked` refuses invalid ones.
-        """
+        """Convert text, or an int for a flag or choice; :meth:`checked` refuses the rest."""
         choices = self.texts
         if type(text) is int and (choices or self.kind is bool):
             text = str(text)
@@ -118,7 +104,7 @@ class Setting:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of this setting's environment variables: this package's, then Accelerate's."""
+        """This package's, then Accelerate's."""
         own = f"NOTEBOOK_ACCEL_{self.name.upper()}" if self.own is None else self.own
         return tuple(filter(None, (own, self.variable)))
 
@@ -127,11 +113,7 @@ class Setting:
         return next((name for name in self.variables if environment.get(name, "").strip()), None)
 
     def from_environment(self) -> Any:
-        """Return the value from this process's environment; :attr:`fallback` if no variable is set.
-
-        Raises:
-            ConfigError: the variable's text is invalid.
-        """
+        """Return :attr:`fallback` if no variable is set; ConfigError for an invalid text."""
         variable = self.variable_set(os.environ)
         if variable is None:
             return self.fallback
@@ -139,20 +121,13 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """What the setting does and what its default means, for ``help()``."""
         unset = f" {self.default}: {self.unset}." if self.unset else ""
         variable = f" Variable {self.variable}." if self.variable else ""
         return f"{self.about}.{unset}{variable}"
 
 
 def setting(default: Any = None, **row: Any) -> Any:
-    """Return a dataclass field that is a setting.
-
-    Args:
-        default: default of the field.
-        row: attributes of :class:`Setting`, and ``shows``: False leaves the value out of the
-            dataclass's ``repr``.
-    """
+    """Return a field by attributes of :class:`Setting`; ``shows=False``: not in the repr."""
     shows = row.pop("shows", True)
     metadata = {_ROW: Setting(default=default, **row)}
     return field(default=default, repr=shows, metadata=metadata)
@@ -160,10 +135,7 @@ def setting(default: Any = None, **row: Any) -> Any:
 
 @functools.cache
 def settings_of(kind: Any) -> Mapping[str, Setting]:
-    """Return the settings of a dataclass by name, in the order of its fields.
-
-    Fields that were not made by :func:`setting` are left out.
-    """
+    """Return settings by name, in order; fields not made by :func:`setting` are left out."""
     rows = {one.name: one.metadata[_ROW] for one in fields(kind) if _ROW in one.metadata}
     # Types that only a type checker can import are given in the row.
     hints = get_type_hints(kind) if any(row.kind is None for row in rows.values()) else {}
@@ -173,10 +145,7 @@ def settings_of(kind: Any) -> Mapping[str, Setting]:
 
 
 def documented(kind: _Class) -> _Class:
-    """Append the settings of a class to its docstring, for ``help()`` (a class decorator).
-
-    Each setting is listed with its type, default and meaning.
-    """
+    """Append the settings of a class to its docstring, with types and defaults, for ``help()``."""
     rows = [
         f"{one.name}: {one.type} = {one.default!r}\n"
         + textwrap.indent(textwrap.fill(one.metadata[_ROW].text, 90), "    ")

@@ -2,15 +2,10 @@
 
     argument > config= > NOTEBOOK_ACCEL_* > ACCELERATE_* > default config file > default
 
-:func:`resolve` takes each setting from the first of these places that sets it. Arguments, a mapping
-and a YAML file set all that they mention, even to the default value. A ``LaunchConfig`` sets only
-what differs from the defaults, since it does not know what its caller wrote.
-
-``fsdp``, ``deepspeed`` and ``parallelism`` are mappings of options. For these, the environment and
-the default config file are compared option by option: each option has its own variable, one of
-Accelerate's launcher (config/plugins.py), and the file's value counts only if that variable is not
-set. ``env`` is the file's mapping of environment variables; the same holds for those of its
-variables that begin with one of ``_PREFIXES``.
+:func:`resolve` takes each setting from the first place that sets it. A ``LaunchConfig`` sets only
+what differs from the defaults, since it does not know what its caller wrote; the others set all
+that they mention. Options of a plugin, and variables of ``env`` that begin with one of
+``_PREFIXES``, are compared one by one: the file's counts if its variable is not set.
 """
 
 from __future__ import annotations
@@ -41,11 +36,7 @@ _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
 
 def default_config_path() -> Path:
-    """Return the path of the default config file, which every launch reads if it exists.
-
-    Raises:
-        ConfigError: this user has no home folder.
-    """
+    """Every launch reads it if it exists; ConfigError if this user has no home folder."""
     try:
         return Path(platformdirs.user_config_dir("notebook-accel")) / "config.yaml"
     except RuntimeError as error:
@@ -89,11 +80,6 @@ def resolve(
 ) -> tuple[LaunchConfig, list[str]]:
     """Return the settings of a launch, and lines for the user ("settings of ... are used").
 
-    Args:
-        arguments: arguments of the call, by the names of the settings; None means not given.
-        config: sets what the arguments do not; it wins over the environment and the default config
-            file.
-
     Raises:
         ConfigError: a setting is invalid, or a name is no setting.
     """
@@ -122,11 +108,7 @@ def resolve(
 
 
 def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each setting from the first source that sets it.
-
-    If a source chooses an engine with a limited number of ranks, a larger ``num_processes`` of a
-    later source is ignored.
-    """
+    """A source's engine with a limited number of ranks beats a larger number of a later one."""
     found: dict[str, Any] = {}
     for source in sources:
         name, wanted = found.get("engine"), source.get("num_processes")
@@ -141,13 +123,7 @@ def given_settings(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings of a call, without the environment and the default config file.
-
-    ``arguments`` and ``config`` mean the same as for :func:`resolve`.
-
-    Raises:
-        ConfigError: a name is no setting, or the config file cannot be used.
-    """
+    """As :func:`resolve`, without the environment and the default config file."""
     return _given(arguments, config)[0]
 
 
@@ -155,7 +131,6 @@ def _given(
     arguments: Mapping[str, Any],
     config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of a call, and lines for the user about unused entries of its file."""
     given: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, LaunchConfig):
@@ -180,7 +155,6 @@ def _given(
 def _from_environment(
     environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings that the environment sets, except those that the call gives."""
     found: dict[str, Any] = {}
     for name, row in settings_of(LaunchConfig).items():
         variable = None if name in (*_NO_VARIABLE, *given) else row.variable_set(environment)
@@ -194,16 +168,8 @@ def _left_open(
 ) -> dict[str, Any]:
     """Return the default config file's settings, without the parts that the environment sets.
 
-    Options of plugins, and variables in ``env`` that begin with a prefix in ``_PREFIXES``, are
-    removed if the environment sets them; ``devices="cpu"`` is removed if ``ACCELERATE_USE_CPU`` is
-    false. A plugin is set to None if the environment turns it off, or if it cannot be combined with
-    a plugin that the environment or the call asks for. Settings with a variable of their own are
-    kept: the caller lets the variables win.
-
-    Args:
-        saved: settings of the default config file.
-        environment: the environment variables.
-        given: settings of the call.
+    A plugin becomes None if the environment turns it off, or the call or environment excludes it.
+    Settings with a variable of their own are kept: the caller lets the variables win.
     """
     found = dict(saved)
     refuses_cpu = value_of(environment.get("ACCELERATE_USE_CPU", ""), bool) is False

@@ -49,7 +49,7 @@ _CODES: dict[int, dict[str, str | None]] = {
 
 
 def ansi_to_markup(text: str) -> Markup:
-    """Return ``text`` as escaped HTML: ANSI styles become spans, other sequences are dropped."""
+    """ANSI styles become spans; other sequences are dropped."""
     if "\x1b" not in text:
         return escape(text)
     parts: list[Markup] = []
@@ -65,11 +65,7 @@ def ansi_to_markup(text: str) -> Markup:
 
 
 def _change(style: dict[str, str | None], codes: Sequence[int]) -> None:
-    """Update ``style``, the CSS properties in force, by the codes of one escape sequence.
-
-    Unknown codes change nothing. The codes 38 and 48 (colours beyond the 16) end the sequence: all
-    codes after them are ignored.
-    """
+    """Update the CSS properties in force; the codes 38 and 48 (more colours) end the sequence."""
     for code in codes:
         if code == 0:
             style.clear()

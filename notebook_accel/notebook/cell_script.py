@@ -46,16 +46,9 @@ def script_of_cells(
     """Return the text of a script that does what the cells do, one after the other.
 
     Args:
-        cells: source of each cell by its execution number, without its ``%%accelerate`` line. The
-            highest number is the cell with ``--write``.
-        namespace: the notebook's variables.
-        sources: texts of the notebook's own cells, newest first, in which the source of functions
-            and classes is found.
+        cells: by execution number; the highest is the cell with ``--write``.
+        sources: the notebook's own cells, newest first, for functions and classes.
         transform: turns IPython's syntax into Python.
-        world_size: the number of processes that the script's first lines propose.
-        mixed_precision: the session's precision, for the script's ``Accelerator``; None for its
-            default.
-        file: the script's file name, for its first lines and for errors.
 
     Raises:
         ConfigError: a cell has code that a script cannot have.
@@ -90,16 +83,7 @@ def script_of_cells(
 
 
 def _provided(needed: Collection[str], mixed_precision: str | None) -> str:
-    """Return the lines that define the names which a session provides to its cells.
-
-    Args:
-        needed: which of ``accelerator``, ``rank``, ``world_size``, ``device`` and ``display`` the
-            cells use; the lines define no others.
-        mixed_precision: argument of the ``Accelerator``; None leaves it out.
-
-    Returns:
-        The lines as one text; "" if no name is needed.
-    """
+    """Return the lines that define those names of a session that are needed; "" for none."""
     lines = [line for name, line in _MADE_BY.items() if name in needed]
     if lines or "accelerator" in needed:
         given = f"mixed_precision={mixed_precision!r}" if mixed_precision else ""
@@ -111,19 +95,7 @@ def _provided(needed: Collection[str], mixed_precision: str | None) -> str:
 
 
 def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
-    """Return a cell's source without IPython magics and without ``from __future__`` imports.
-
-    The script has the future imports at its head, where Python requires them. A source that cannot
-    be parsed is returned unchanged: compiling the script reports the error.
-
-    Args:
-        number: execution number of the cell, for errors.
-        text: its source.
-        transform: turns IPython's syntax into Python.
-
-    Raises:
-        ConfigError: a magic runs code or gives a value, so that it cannot be left out.
-    """
+    """Drop magics and future imports; ConfigError for a magic that runs code or gives a value."""
     text = without_watcher(text)
     code = transform(text)
     try:
@@ -149,11 +121,7 @@ def _plain(number: int, text: str, transform: Callable[[str], str]) -> str:
 
 
 def _shown_at_the_end(text: str) -> str:
-    """Return a cell's source with its last expression put into ``print(...)``.
-
-    A notebook shows the value of that expression by itself, a script does not. An expression that
-    ends with ``;`` or calls ``print`` or ``display`` stays as it is.
-    """
+    """Return a cell's source with its last expression put into ``print(...)``."""
     body = ast.parse(text).body
     last = body[-1] if body else None
     if not isinstance(last, ast.Expr) or last.col_offset or text.rstrip().endswith(";"):

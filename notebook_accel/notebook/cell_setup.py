@@ -62,10 +62,7 @@ class SetUp:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A statement: an assignment to ``path`` below a name, or a call of what is there.
-
-    Of ``from MODULE import *`` the name is "", and the module is in ``path``.
-    """
+    """An assignment to ``path`` below a name, or a call; ``from X import *`` has the name ""."""
 
     label: str
     root: str
@@ -145,10 +142,7 @@ def _repeated(shell: InteractiveShell, lost: list[str]) -> Iterator[tuple[Any, .
 
 
 def _root(value: Any) -> tuple[str, Path] | None:
-    """Return the module of a library's module, class or function, and the path to it from there.
-
-    None for anything else, and for what the notebook's cells define.
-    """
+    """Return the module and the path from it; None for anything else, and what the cells define."""
     if isinstance(value, types.ModuleType):
         name, path = value.__name__, ""
     elif isinstance(value, _NAMED):
@@ -165,7 +159,7 @@ def _qualified(value: Any) -> str:
 
 
 def _arguments(node: ast.Call, namespace: dict[str, Any]) -> tuple[list[Any], Any] | None:
-    """Return the arguments of a call; None where evaluating them again could have an effect."""
+    """Return None where evaluating them again could have an effect."""
     parts = [*node.args, *(keyword.value for keyword in node.keywords)]
     if any(keyword.arg is None for keyword in node.keywords):
         return None
@@ -255,19 +249,7 @@ EVERYWHERE: dict[str, tuple[str, CellSource]] = {}
 
 
 def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) -> Any:
-    """Run a cell in the notebook, and at the start of all ranks from now on.
-
-    A cell that is run again takes the place of its earlier text.
-
-    Args:
-        shell: the notebook's shell.
-        line: the rest of the magic's line.
-        cell: the text of the cell, without that line.
-        label: what tracebacks call the cell, as "Cell In[3]".
-
-    Returns:
-        The value of the cell's last expression; None if there is none.
-    """
+    """Run a cell here and at the start of all ranks; run again, it replaces its earlier text."""
     text = f"%%everywhere {line}\n{cell}"
     source = CellSource(shell.compile.cache(text), label, text)
     untyped: Any = shell
@@ -283,7 +265,6 @@ def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) ->
 
 
 def _for_ranks(code: str) -> str:
-    """Return code without the lines of magics and shell commands, which are the notebook's."""
     lines = code.splitlines()
     for node in ast.parse(code).body:
         if "get_ipython()" in ast.unparse(node):
@@ -293,7 +274,7 @@ def _for_ranks(code: str) -> str:
 
 
 def _cell_id(shell: InteractiveShell) -> str:
-    """Return the id that the page has given the running cell; "" if it gives none."""
+    """The id that the page gave the running cell; "" for none."""
     kernel: Any = getattr(shell, "kernel", None)
     request = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
     return str(request.get("metadata", {}).get("cellId", ""))

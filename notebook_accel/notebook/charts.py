@@ -58,9 +58,7 @@ _LEFT, _LABEL_CHARACTER = 54, 6.7
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     """Reduce a curve to at most ``limit`` points, so that no peak is lost.
 
-    The curve is cut into stretches of equally many steps. Each stretch keeps its lowest point, its
-    highest point and its first point whose value is not finite. The first and the last point of the
-    curve are kept too.
+    Each of equally long stretches keeps its lowest, its highest and its first not finite point.
     """
     if len(points) <= limit:
         return list(points)
@@ -86,14 +84,7 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """A curve as the path of an SVG box, with its range of steps and its labels.
-
-    Attributes:
-        path: SVG path of the curve, in units of the box; "" where no value is finite.
-        first, last: the lowest and the highest step.
-        labels: texts of the value axis by their position: "top" and "bottom", or "middle" alone
-            where all values are equal. Empty where no value is finite.
-    """
+    """A curve's path in units of its box, its range of steps, and labels by their position."""
 
     path: str
     first: float
@@ -102,16 +93,11 @@ class _Drawn:
 
     @property
     def left(self) -> int:
-        """Pixels of the room that the labels take beside the box."""
         longest = max(map(len, self.labels.values()), default=0)
         return max(_LEFT, round(longest * _LABEL_CHARACTER) + 8)
 
     def box(self, **attributes: str | float) -> Markup:
-        """Return the curve as an ``<svg>`` element, which stretches while its line keeps its width.
-
-        Args:
-            attributes: more attributes of the element, such as its width.
-        """
+        """Return an ``<svg>`` that stretches with the page while its line keeps its width."""
         line = element("path", d=self.path, stroke=_BLUE, vector_effect="non-scaling-stroke")
         return element(
             "svg",
@@ -127,13 +113,7 @@ class _Drawn:
 
 
 def _draw(points: Sequence[Point], limit: int = _MAX_POINTS, *, is_log: bool = False) -> _Drawn:
-    """Draw a curve as an SVG path, with a gap where a value is not finite.
-
-    Args:
-        points: (step, value) pairs in the order of their steps; at least one.
-        limit: the most points that the path has; ``thin_out`` picks them.
-        is_log: use a logarithmic scale; all finite values must be above zero.
-    """
+    """Draw points, at least one, in order of steps; what is not finite makes a gap."""
     scale = math.log10 if is_log else float
     ys = [y for _, y in points if math.isfinite(y)]
     first, last = min(points)[0], max(points)[0]
@@ -160,7 +140,6 @@ def _draw(points: Sequence[Point], limit: int = _MAX_POINTS, *, is_log: bool = F
 
 
 def _labels(low: float, high: float) -> tuple[str, str]:
-    """Return ``low`` and ``high`` as text, with as many digits as tell them apart."""
     digits = 4 if max(abs(low), abs(high)) >= 1000 else 3
     texts = wording.number(low, digits), wording.number(high, digits)
     while texts[0] == texts[1] and low != high and digits < 17:
@@ -182,12 +161,7 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def saved_chart(points: Sequence[Point], *, alt: str) -> Markup:
-    """Return a chart for saved notebooks: an ``<img>`` of the axis labels beside one of the curve.
-
-    Args:
-        points: (step, value) pairs of the curve, in the order of their steps.
-        alt: a text in place of the image, for screen readers.
-    """
+    """Return a chart for saved notebooks: an ``<img>`` of the labels beside one of the curve."""
     drawn = _draw(points)
     heights = {
         "top": _TOP * _BOX / _HEIGHT,
@@ -249,14 +223,11 @@ def render_charts(
     smoothing: float = 0.0,
     num_places: int = 0,
 ) -> Markup:
-    """Return the live panel's charts as HTML, side by side as far as there is room.
+    """Return the live panel's charts as HTML; log scale for curves above zero alone.
 
     Args:
-        shown: the curves, by the names of their metrics.
-        is_log: use a logarithmic scale for each curve whose values are all above zero.
-        smoothing: weight of the exponential moving mean, from 0 (values as logged) to below 1.
-        num_places: the least number of places for charts. Empty places fill up the last page,
-            so that all pages are equally high.
+        smoothing: weight of the exponential moving mean, from 0 to below 1.
+        num_places: the least number of places, so that all pages are equally high.
     """
     limit = min(_MAX_POINTS, _MAX_LIVE_POINTS // max(1, len(shown)))
     num_stripes = min(_STRIPES, _MAX_STRIPES // max(1, len(shown)))
@@ -313,14 +284,7 @@ def _card(
 
 
 def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
-    """Return the points with their values replaced by an exponential moving mean.
-
-    It is bias-corrected as in TensorBoard. Values that are not finite stay as they are.
-
-    Args:
-        points: (step, value) pairs in the order of their steps.
-        weight: weight of the mean so far, from 0 to below 1; 0 returns the points unchanged.
-    """
+    """Return an exponential moving mean, bias-corrected; values that are not finite stay."""
     if not weight:
         return points
     mean, rest, result = 0.0, 1.0, []
@@ -336,11 +300,7 @@ def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
 
 
 def _stripes(points: Sequence[Point], drawn: _Drawn, number: int) -> list[Markup]:
-    """Return ``number`` invisible stripes side by side over a chart, which show a value on hover.
-
-    Each has the point nearest to its middle as text. The tooltips of HTML (``title``) would vanish
-    each time the chart is drawn anew, once a second.
-    """
+    """Return invisible stripes that show a value on hover: a ``title`` vanishes at each drawing."""
     stripes = []
     for index in range(number):
         middle = drawn.first + (drawn.last - drawn.first) * (index + 0.5) / number
@@ -351,7 +311,6 @@ def _stripes(points: Sequence[Point], drawn: _Drawn, number: int) -> list[Markup
 
 
 def _nearest(points: Sequence[Point], x: float) -> Point:
-    """Return the point whose step is nearest to ``x``; ``points`` are in the order of steps."""
     after = bisect_right(points, x, key=_STEP)
     around = points[max(0, after - 1) : after + 1]
     return min(reversed(around), key=lambda point: abs(point[0] - x))

@@ -1,9 +1,8 @@
 """How a click on a widget reaches a kernel that is blocked by a running cell.
 
-The browser page sends a click as a message on the kernel's shell channel, which handles nothing
-else while a cell runs. The way around that differs between versions of ipykernel. Each way is one
-small class here, and the first one in :data:`CLICK_WAYS` that works in the kernel is taken. Users
-of these classes need not know the version.
+The page sends a click on the kernel's shell channel, which handles nothing else while a cell runs.
+The way around that differs between versions of ipykernel: the first of :data:`CLICK_WAYS` that
+works in the kernel is taken.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ _CONTROL_TARGET = "jupyter.widget.control"
 class BlockedShell:
     """Answers certain messages of pages (ipykernel 7) while a cell blocks the kernel's main shell.
 
-    A kernel has one at most. Between ``start`` and ``stop`` it takes the place of the kernel's own
-    receiver of shell messages, and runs in the thread of the shell channel.
+    A kernel has one at most. It takes the place of the kernel's receiver of messages, and runs
+    in the thread of the shell channel.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -65,19 +64,11 @@ class BlockedShell:
         self._control_comms: set[str] = set()
 
     def let_through(self, comm: Any) -> None:
-        """Between ``start`` and ``stop``, also answer messages of ``comm``, a widget's channel.
-
-        The messages are handled in the thread of the shell channel.
-        """
+        """Also answer messages of ``comm``, a widget's, in the thread of the shell channel."""
         self._clickable.add(comm)
 
     def start(self, waiting: object) -> None:
-        """Answer messages of pages from now on, until every caller has called ``stop``.
-
-        Args:
-            waiting: identifies the caller, since several may wait for runs at a time. Each caller
-                passes its object to ``stop`` later. A second ``start`` with it does nothing.
-        """
+        """Answer messages of pages until every caller has called ``stop`` with its own object."""
         with self._lock:
             if waiting in self._waiting:
                 return
@@ -87,7 +78,6 @@ class BlockedShell:
             self._waiting.add(waiting)
 
     def stop(self, waiting: object) -> None:
-        """Forget the caller ``waiting``; after the last one, ipykernel handles messages again."""
         with self._lock:
             if waiting not in self._waiting:
                 return
@@ -96,10 +86,7 @@ class BlockedShell:
                 self._receive_by(self._kernel.shell_channel_thread_main)
 
     def _receive_by(self, receiver: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Make ``receiver`` handle the shell channel's messages.
-
-        The change is made in the thread that owns the channel, soon after this method returns.
-        """
+        """Make ``receiver`` handle the channel's messages, soon, in the thread that owns it."""
         self._thread.io_loop.add_callback(self._kernel.shell_stream.on_recv, receiver, copy=False)
 
     async def _receive(self, message: Any) -> None:
@@ -125,11 +112,7 @@ class BlockedShell:
         of_ipykernel.publish_status(kernel, "busy", self._cell)
 
     def _is_to_answer(self, message: Any) -> bool:
-        """Return whether to answer a message now, though a cell blocks the main shell.
-
-        The message is not deserialised, only its frames are read: deserialising would record its
-        signature, and the kernel would then refuse it as a duplicate.
-        """
+        """Read the frames only: once deserialised, the kernel refuses a message as a duplicate."""
         session = self._kernel.session
         try:
             _, frames = session.feed_identities(message, copy=False)
@@ -156,17 +139,15 @@ class BlockedShell:
 
 
 def _asks_for_state(content: Any) -> bool:
-    """Return whether the content of a comm message asks a widget for its state."""
     data = content.get("data")
     return isinstance(data, dict) and data.get("method") == "request_state"
 
 
 @contextlib.contextmanager
 def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
-    """Make messages that the kernel sends from this context, in the block, replies to ``request``.
+    """Make what the kernel sends in the block replies to ``request``.
 
-    Only a context variable is set for that. The kernel's ``set_parent`` would also make ``request``
-    the parent of output from every thread that the user started.
+    The kernel's ``set_parent`` would also take the output of every thread that the user started.
     """
     parent: Any = of_ipykernel.parent_variable(kernel)
     before = parent.set(request)
@@ -178,10 +159,7 @@ def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
 
 @functools.cache
 def blocked_shell_of(kernel: Any) -> BlockedShell | None:
-    """Return the kernel's ``BlockedShell``, made by the first call.
-
-    Returns None where this version of ipykernel lacks the private parts that the class needs.
-    """
+    """Return the kernel's ``BlockedShell``; None where ipykernel lacks what it needs."""
     has_parts = (
         hasattr(kernel, "shell_channel_thread_main")
         and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
@@ -209,42 +187,26 @@ class ClicksAfterTheCell:
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:  # noqa: ARG003
-        """Return whether this way works in ``kernel``; None stands for no kernel."""
         return True
 
     def let_through(self, widget: Any) -> None:
-        """Let clicks on ``widget`` through while a cell runs, if this way can.
-
-        Called before the widget is shown.
-        """
+        """Called before the widget is shown."""
 
     def keep_order(self, widgets: Iterable[Any]) -> None:
-        """Have messages to ``widgets`` handled in the order in which the page sends them.
-
-        For a form, where a click on Save must be handled after the text that was typed before it.
-        Called before a page shows the widgets.
-        """
+        """Have a form's messages handled in order; called before a page shows the widgets."""
 
     def pump(self) -> None:
-        """Handle the clicks that have come.
-
-        A cell's thread calls this repeatedly while it waits for a run.
-        """
+        """Handle the clicks that have come; called often by the cell's thread while it waits."""
 
     def stop_pumping(self) -> None:
-        """Undo what ``pump`` set up: the cell's thread no longer waits for the run.
-
-        It may also be called if ``pump`` was never called.
-        """
+        """Undo what ``pump`` set up; it may also be called if ``pump`` never was."""
 
 
 class ClicksBySubshell(ClicksAfterTheCell):
     """ipykernel 7: the page sends clicks to a subshell, a thread beside the one that runs cells.
 
-    Since 7.4 the kernel passes each message of a widget on to the thread that last used the widget,
-    unless an attribute of its comm allows any subshell (``let_any_subshell_answer``). Some pages
-    know no subshells and send clicks to the main shell. :class:`BlockedShell` answers such clicks,
-    but only while the cell waits for a run.
+    Since 7.4 the kernel passes messages on to the thread that last used the widget, unless its comm
+    allows any subshell. Pages without subshells click in the main shell: :class:`BlockedShell`.
     """
 
     advice = ""
@@ -280,10 +242,8 @@ class ClicksBySubshell(ClicksAfterTheCell):
 class ClicksByPump(ClicksAfterTheCell):
     """ipykernel 6: the thread of a cell that waits for a run handles messages of widgets itself.
 
-    It takes those messages out of the shell's queue and leaves all others in their order, so that
-    no queued cell starts early. A reloaded page asks for the kernel's info, for the list of comms,
-    and for the state of the widgets by a comm of its own; these messages are answered as well.
-    While a cell computes instead of waiting, clicks are handled only after the cell.
+    It takes them out of the shell's queue and leaves all others in order. What a reloaded page asks
+    for is answered as well. While a cell computes instead of waiting, clicks wait for its end.
     """
 
     advice = ""
@@ -336,11 +296,7 @@ class ClicksByPump(ClicksAfterTheCell):
 
 
 class ClicksInColab(ClicksByPump):
-    """Google Colab (ipykernel 6): as :class:`ClicksByPump`, with one more limit.
-
-    Colab's pages draw nothing that is sent while no cell runs (issue 3373 of
-    googlecolab/colabtools).
-    """
+    """Colab (ipykernel 6), whose pages draw nothing while no cell runs (colabtools issue 3373)."""
 
     draws_between_cells = False
 
@@ -360,34 +316,25 @@ CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (
 
 
 def find_kernel() -> Any | None:
-    """Return the kernel in which this code runs; None in a terminal or in plain Python."""
+    """Return None in a terminal or in plain Python."""
     return getattr(get_ipython(), "kernel", None)
 
 
 def clicks_for(kernel: Any) -> ClicksAfterTheCell:
-    """Return an instance of the first class in :data:`CLICK_WAYS` that works in ``kernel``.
-
-    Args:
-        kernel: as :func:`find_kernel` returns it; None for no kernel.
-    """
+    """Return an instance of the first class in :data:`CLICK_WAYS` that works; None is no kernel."""
     return next(way for way in CLICK_WAYS if way.works_in(kernel))(kernel)
 
 
 def draws_updates(kernel: Any) -> bool:
     """Return whether the client that runs this cell draws updates of displays; True for None.
 
-    Jupyter's client for Python does not: jupyter console, qtconsole, and execution by the server.
-    No message says so, but its requests end with the number of its process and a count.
+    Jupyter's client for Python does not: its requests end with its process's number and a count.
     """
     header: Mapping[str, Any] = kernel.get_parent("shell").get("header", {}) if kernel else {}
     return not re.search(r"_\d+_\d+$", header.get("msg_id", ""))
 
 
 def can_answer(kernel: Any) -> bool:
-    """Return whether a person can answer ``input()`` in ``kernel``; True for None (a terminal).
-
-    The page says so with each cell that it sends. Programs that execute notebooks (nbclient,
-    papermill) say no.
-    """
+    """Return whether a person can answer ``input()``, as the page says; True for no kernel."""
     content: Mapping[str, Any] = kernel.get_parent("shell").get("content", {}) if kernel else {}
     return bool(content.get("allow_stdin", True))

@@ -46,19 +46,11 @@ class Dashboard(View):
 
     A run begins as one line and gets a panel of widgets once it has lasted for half a second (a
     cell: one second). Two threads draw it under one lock: a thread of the view, and the cell's
-    thread while the cell waits for the run. A click draws nothing itself: the next drawing shows
-    its effect.
-
-    Attributes:
-        panel: the panel of widgets; None until it is made.
+    thread while the cell waits for the run. A click draws nothing itself.
 
     Args:
-        clicks: gets clicks through to the kernel while a cell runs.
-        waits: whether the cell waits for the run. If False, the displays of ranks (figures and the
-            like) are shown in the panel and below the summary, since nothing can be added to the
-            output of a cell that has ended.
-        is_cell: whether the run is a ``%%accelerate`` cell. If it ends before the panel is made,
-            one line and the ranks' output are shown instead of a summary.
+        waits: if False, ranks' displays go into the panel: an ended cell gets no more output.
+        is_cell: a ``%%accelerate`` cell; too short for a panel, it gets one line, no summary.
         slot: where the panel is shown; None for the output of the cell that opens the view.
     """
 
@@ -138,7 +130,6 @@ class Dashboard(View):
             self._begin_drawing()
 
     def _begin_drawing(self) -> None:
-        """Show one line about the run, and start the thread that draws the panel."""
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True
         line = render_slim(self._state, now=self._state.now())
@@ -249,11 +240,7 @@ class Dashboard(View):
                 self._slot.send_again()
 
     def draw(self) -> None:
-        """Draw the panel if the state has changed since the last drawing, or after a second.
-
-        If the run has no panel yet, make it once the run has lasted long enough. Any thread may
-        call this often: it draws at most five times a second.
-        """
+        """Draw what changed, at most five times a second; any thread may call this often."""
         with self._lock:
             now = time.monotonic()
             wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
@@ -274,10 +261,7 @@ class Dashboard(View):
             self._drawn_at = time.monotonic()
 
     def _show_new_displays(self) -> None:
-        """Show new displays of ranks as outputs of the cell, if the cell waits for the run.
-
-        Only the thread of the waiting cell may call this.
-        """
+        """Only the thread of the waiting cell may call this."""
         if self._waits and self._run is not None:
             self._displays.show_new(self._run.state)
 

@@ -43,26 +43,14 @@ _held: HeldLaunch | None = None
 
 @dataclass(frozen=True)
 class HeldLaunch:
-    """The ranks of a failed launch, which are kept alive for ``%accelerate debug``.
-
-    Attributes:
-        session: the ranks, which still answer calls.
-        name: name of the run.
-        rank_at_fault: the rank whose error ended the launch; None where the launch
-            ended for another reason.
-    """
+    """The ranks of a failed launch, kept for ``%accelerate debug``; no rank may be at fault."""
 
     session: Session
     name: str
     rank_at_fault: int | None
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """Send a command to the debuggers of all ranks, and wait for the answers.
-
-        Returns:
-            One answer for each rank, in the order of ranks; None from a rank that has no error, and
-            from all other ranks if the command is for one rank.
-        """
+        """Return an answer a rank; None from one without an error, and from those not asked."""
         return self.session.ask(request)
 
 
@@ -81,16 +69,7 @@ def end_held_launch() -> bool:
 
 
 def launch_for_debugger(request: LaunchRequest) -> Run:
-    """Launch a run and wait for its end; if a rank raised and a person can debug, hold the ranks.
-
-    In all else it does the same as :func:`notebook_accel.launch.launcher.launch`.
-
-    Returns:
-        The run, which has ended.
-
-    Raises:
-        ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as ``launch`` does.
-    """
+    """As :func:`notebook_accel.launch.launcher.launch`, but hold the ranks if one raised."""
     _load_magics()
     request = replace(request, view=GuardedView(request.view), keeps_error=True)
     try:
@@ -111,11 +90,7 @@ def launch_for_debugger(request: LaunchRequest) -> Run:
 
 
 def _hold_or_end(session: Session) -> bool:
-    """Hold the ranks of an ended launch if a rank raised and a person can debug; else end them.
-
-    Returns:
-        True if the ranks are held.
-    """
+    """Return True if the ranks are held: one raised, and a person can debug."""
     global _held
     run = session.newest_call
     failure = None if run is None else run.state.failure
@@ -135,7 +110,6 @@ def _hold_or_end(session: Session) -> bool:
 
 
 def _load_magics() -> None:
-    """Register ``%accelerate``, so that ``%accelerate debug`` works."""
     shell: Any = get_ipython()
     shell.extension_manager.load_extension("notebook_accel")
 
@@ -143,14 +117,10 @@ def _load_magics() -> None:
 def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) -> None:
     """Read pdb commands from the user and run them in a rank that has an error, until they quit.
 
-    Args:
-        failed_call: the session of ``%%accelerate`` cells, or the held launch, that has the ranks.
-        rank: the rank to look into; None for the rank at fault, or else the first one with an
-            error.
+    ``rank=None`` is the rank at fault, or else the first one with an error.
 
     Raises:
-        NotebookAccelError: no rank has an error, ``rank`` has none, or nobody can answer
-            ``input()`` here.
+        NotebookAccelError: no such rank has an error, or nobody can answer ``input()`` here.
     """
     answers = failed_call.ask_debuggers(DebugCall())
     failed = [number for number, answer in enumerate(answers) if answer is not None]

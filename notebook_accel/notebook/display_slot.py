@@ -26,11 +26,7 @@ def widget_view(widget: Any, text: str) -> dict[str, Any]:
 
 
 def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
-    """Start a daemon thread that may change widgets and slots, and return it.
-
-    The thread runs ``act`` in a copy of the caller's context. The context alone tells ipykernel 7.0
-    to which cell or click the messages of a thread belong.
-    """
+    """Start a daemon thread in a copy of the context, by which ipykernel 7.0 knows its cell."""
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(act,), name=name, daemon=True)
     thread.start()
@@ -38,13 +34,7 @@ def start_thread(act: Callable[[], None], *, name: str) -> threading.Thread:
 
 
 class DisplaySlot:
-    """A place in a cell's output whose contents can be replaced, made by ``show`` or ``place``.
-
-    Contents are MIME bundles: mappings from a MIME type to data, as Jupyter's messages have them.
-
-    Attributes:
-        is_placed: whether the slot stands in the output of a cell already.
-    """
+    """A place in a cell's output whose contents, MIME bundles, any thread can replace."""
 
     def __init__(self) -> None:
         self._id = f"notebook-accel-{uuid.uuid4().hex}"
@@ -55,15 +45,9 @@ class DisplaySlot:
         self._lock = threading.RLock()
 
     def show(self, bundle: Mapping[str, Any], *, is_to_place: bool = True) -> None:
-        """Replace the contents of the slot by ``bundle``.
+        """Replace the contents; the first call, if it places the slot, is the cell's thread's.
 
-        If this call places the slot, it must come from the thread of the running cell. Later calls
-        may come from any thread.
-
-        Args:
-            bundle: the new contents.
-            is_to_place: whether to add the slot to the output of the running cell if it is in no
-                output yet. If False, it then only keeps ``bundle`` until :meth:`place` is called.
+        With ``is_to_place=False``, a slot in no output keeps ``bundle`` until :meth:`place`.
         """
         with self._lock:
             self._bundle = bundle
@@ -73,7 +57,7 @@ class DisplaySlot:
                 self.place()
 
     def clear(self) -> None:
-        """Show nothing in the slot; place it first, as :meth:`show` does, if it is in no output."""
+        """Show nothing; a slot in no output is placed first, as :meth:`show` does."""
         self.show(_NOTHING)
 
     def forget(self) -> None:
@@ -81,21 +65,14 @@ class DisplaySlot:
         self._bundle = _NOTHING
 
     def place(self) -> None:
-        """Add the slot to the output of the running cell, even if other cells have it already.
-
-        All these cells show the same contents, now and later. Only the running cell's thread may
-        call this.
-        """
+        """Add the slot to the running cell's output too; only that cell's thread may."""
         with self._lock:
             self.is_placed = True
             self._cell = getattr(_publisher(), "parent_header", {})
             display(dict(self._bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
 
     def place_anew(self) -> None:
-        """Move the slot to the end of the running cell's output, as a display of its own.
-
-        For frontends that draw a display once, and none of its updates.
-        """
+        """Move the slot to the output's end, for frontends that draw no updates of displays."""
         with self._lock:
             bundle = self._bundle
             self.clear()
@@ -104,10 +81,7 @@ class DisplaySlot:
             self.place()
 
     def show_in_next_page(self, bundle: Mapping[str, Any]) -> None:
-        """Display ``bundle`` in the next cell that is run from another page than the slot's cell.
-
-        A page that is reloaded gets nothing of the cells that it ran before.
-        """
+        """Display it in the next cell run from another page: a reloaded one lacks old outputs."""
         shell: Any = get_ipython()
 
         def after_cell(_: Any) -> None:
@@ -119,7 +93,6 @@ class DisplaySlot:
             shell.events.register("post_run_cell", after_cell)
 
     def send_again(self) -> None:
-        """Send the current contents once more, for pages that may have missed the last message."""
         with self._lock:
             replace = partial(update_display, dict(self._bundle), raw=True, display_id=self._id)
             # nbclient drops what belongs to a cell that has ended. In a context of its own the
@@ -132,10 +105,7 @@ class DisplaySlot:
             self._send_as_answer_to_cell()
 
     def _send_as_answer_to_cell(self) -> None:
-        """Send the contents as an answer to the cell that has the slot, if others came later.
-
-        VS Code sends hidden requests between cells, and draws nothing that answers those.
-        """
+        """Answer the slot's cell: VS Code draws nothing that answers its own hidden requests."""
         publisher = _publisher()
         try:
             newest = contextvars.Context().run(getattr, publisher, "parent_header", {})
@@ -149,5 +119,4 @@ class DisplaySlot:
 
 
 def _publisher() -> Any:
-    """Return what sends displays to the pages of this kernel; None outside of IPython."""
     return getattr(get_ipython(), "display_pub", None)

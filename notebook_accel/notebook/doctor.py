@@ -33,11 +33,7 @@ _CELL = (
 
 
 class Diagnosis:
-    """The findings of ``%accelerate doctor``: a table in a notebook, lines in a terminal.
-
-    Attributes:
-        findings: one for each subject that was examined, with its level and its remedy.
-    """
+    """The findings of ``%accelerate doctor``: a table in a notebook, lines in a terminal."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = list(findings)
@@ -86,11 +82,7 @@ _EXTENSION = "labextensions/@jupyter-widgets/jupyterlab-manager/package.json"
 
 
 def _widgets() -> list[Finding]:
-    """Return a finding on widgets: whether the Jupyter server has the extension that draws them.
-
-    Returns:
-        The finding in a list; an empty list where this code runs in no kernel.
-    """
+    """Return a finding on the server's extension that draws widgets; none outside of a kernel."""
     if find_kernel() is None:
         return []
     found = f"ipywidgets {importlib.metadata.version('ipywidgets')}"
@@ -110,15 +102,7 @@ def _widgets() -> list[Finding]:
 
 
 def _folders_of_server(python: str) -> list[Path]:
-    """Return the folders in which a Jupyter server looks for its extensions.
-
-    Args:
-        python: path of the Python that runs the server.
-
-    Returns:
-        The folder of the server's own environment first, then the folders that all environments
-        share.
-    """
+    """Return where a server looks for extensions: its own environment, then shared folders."""
     paths: Any = importlib.import_module("jupyter_core.paths")  # it comes with ipykernel
     everywhere = (
         Path(folder) for folder in paths.jupyter_path() if not folder.startswith(sys.prefix)
@@ -127,11 +111,7 @@ def _folders_of_server(python: str) -> list[Path]:
 
 
 def _server_python() -> str | None:
-    """Return the path of the Python that runs the Jupyter server of this kernel.
-
-    The server is looked for among the parents of this process. The result is None if no parent is
-    a Jupyter server, or if this process may not look at one of them.
-    """
+    """Return the Python of this kernel's Jupyter server; None if no parent is one, or is hidden."""
     try:
         for process in psutil.Process().parents():
             command = process.cmdline()

@@ -45,11 +45,7 @@ _HARMLESS_MAGICS = ("matplotlib", "load_ext", "reload_ext", "autoreload", "confi
 
 @functools.cache
 def follow_imports(shell: Any) -> None:
-    """Have the template follow what this notebook imports, and has imported.
-
-    Args:
-        shell: the notebook's IPython shell.
-    """
+    """Have the template follow what this notebook imports, and has imported."""
     follower = _Follower(shell)
     shell.events.register("pre_run_cell", follower.before_cell)
     shell.events.register("post_run_cell", follower.after_cell)
@@ -82,7 +78,6 @@ class _Follower:
             _log.debug("the imports of a cell were not found", exc_info=True)
 
     def look_at_cells(self) -> None:
-        """Send the names of modules that were imported below the libraries of the cells."""
         # Source with magics as calls; the first entry is no cell.
         cells = self._shell.user_ns["In"]
         found = {i.root for code in cells[self._num_cells :] for i in _imports(code, is_deep=True)}
@@ -108,13 +103,12 @@ class _Follower:
 
 
 def _is_own(root: str) -> bool:
-    """Whether a module or package is the notebook's own, or installed in editable mode."""
+    """Whether a module is the notebook's own, or installed in editable mode."""
     path = file_of(sys.modules.get(root))
     return bool(path) and not is_library_file(path) and root != "notebook_accel"
 
 
 def _used_by(name: str) -> set[str]:
-    """Return the top-level packages of what a module of the notebook's own uses."""
     values = vars(sys.modules[name]).values()
     used = [v for v in values if isinstance(v, (ModuleType, FunctionType, type))]
     return {(getattr(v, "__module__", None) or v.__name__).partition(".")[0] for v in used}
@@ -126,7 +120,6 @@ def imports_at_start(code: str) -> list[ImportItem]:
 
 
 def _imports(code: str, *, is_deep: bool = False) -> Iterator[ImportItem]:
-    """Yield a cell's imports: those at its start, or with ``is_deep`` all of them."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -151,7 +144,6 @@ def _imports(code: str, *, is_deep: bool = False) -> Iterator[ImportItem]:
 
 
 def _below(node: Any) -> Iterator[ast.stmt]:
-    """Yield all statements of a block, those within other statements included."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(node, name, ()):
             yield statement

@@ -43,9 +43,7 @@ def _with_given_arguments(
 ) -> Callable[P, Run]:
     """Decorate ``launcher`` to get, as its first argument, the arguments that the caller wrote.
 
-    They come as a mapping by name. A written argument wins over ``config=`` even where it equals
-    the default (``debug=False``), while an argument that is left out does not; a plain function
-    cannot tell the two apart. Callers see the signature of ``launcher`` without the mapping.
+    A written argument wins over ``config=`` even where it equals the default.
     """
     parameters = list(inspect.signature(launcher).parameters.values())[1:]
     signature = inspect.Signature(parameters, return_annotation="Run")
@@ -247,20 +245,10 @@ def launch_below(
     config: LaunchConfig,
     slot: DisplaySlot,
 ) -> Run:
-    """Launch a run from a click on a widget, and show it in a slot that a cell has made.
-
-    Apart from the slot, it is like :func:`notebook_launcher` with ``block=False``. A click has no
-    output of its own in which the panel could appear.
-
-    Args:
-        function: what each rank calls.
-        args, kwargs: the function's arguments.
-        config: the settings of the launch.
-        slot: where the run's panel is shown.
+    """As :func:`notebook_launcher` with ``block=False``, shown in a slot: a click has no output.
 
     Raises:
-        ConfigError, LaunchError: as :func:`notebook_launcher`. ConfigError also for an engine that
-            runs the function in the notebook (:func:`check_leaves_notebook_free`).
+        ConfigError, LaunchError: as a launch; also by :func:`check_leaves_notebook_free`.
     """
     end_held_launch()
     chosen, notices = resolve({}, config)
@@ -281,13 +269,7 @@ def launch_below(
 
 
 def check_leaves_notebook_free(config: LaunchConfig) -> None:
-    """Refuse an engine, such as "inline", that runs the function in the notebook's own process.
-
-    For launches by a click, which has no cell in which the function could run.
-
-    Raises:
-        ConfigError: the engine of ``config`` runs the function in the notebook's process.
-    """
+    """Refuse, by ConfigError, an engine that runs in the notebook: a click has no cell for it."""
     if "block" in engine_for(config).unused:
         raise ConfigError(
             f"engine={config.engine!r} runs the function in the cell that launches it, and a click "
@@ -299,7 +281,6 @@ def check_leaves_notebook_free(config: LaunchConfig) -> None:
 
 
 def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given arguments of ``notebook_launcher`` that differ from their defaults."""
     parameters = inspect.signature(notebook_launcher).parameters
     return {
         name: value for name, value in given.items() if _differs(value, parameters[name].default)
@@ -307,14 +288,7 @@ def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given arguments that are fields of ``LaunchConfig``, in the forms of its fields.
-
-    ``rdzv_endpoint`` is split into ``master_addr`` and ``use_port``, numbers given as text become
-    ints, and "FP16" becomes "fp16".
-
-    Raises:
-        ConfigError: ``rdzv_endpoint`` is no ``HOST:PORT``.
-    """
+    """Return the given fields of ``LaunchConfig``, converted; ConfigError for a bad endpoint."""
     settings = {name: given[name] for name in _SETTINGS if name in given}
     for name in ("num_nodes", "use_port"):  # Accelerate's own default is the text "29500"
         if name in settings:
@@ -338,15 +312,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 def _join_as_node(given: Mapping[str, Any]) -> None:
-    """Join this machine to the launch of the notebook on machine 0; return when the run has ended.
-
-    Args:
-        given: the arguments of ``notebook_launcher`` that the caller wrote.
-
-    Raises:
-        ConfigError: the arguments do not say which launch to join, or as which machine.
-        LaunchError: the notebook of machine 0 cannot be reached or refuses this machine.
-    """
+    """Join the launch of machine 0; return when the run has ended."""
     node_rank = as_count("node_rank", given["node_rank"], least=0)
     num_nodes = as_count("num_nodes", _as_number(given.get("num_nodes", 1)))
     endpoint = given.get("rdzv_endpoint") or ":".join(
@@ -390,15 +356,7 @@ def _notebook_shell() -> Any:
 
 
 def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
-    """Return a notice for the user that lists the settings which the chosen engine ignores.
-
-    Args:
-        given: arguments of the call that differ from their defaults.
-        config: the settings of the launch.
-
-    Returns:
-        The notice in a list; an empty list if the engine uses all settings.
-    """
+    """Return a notice that lists the settings which the chosen engine ignores, if any."""
     chosen = engine_for(config)
     names = [name for name in {**given, **config.to_dict()} if name in chosen.unused]
     if not names:

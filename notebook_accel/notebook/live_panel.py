@@ -54,11 +54,8 @@ if TYPE_CHECKING:
 class PanelWidgets:
     """Makes and closes the widgets of one panel; all of one class share a layout and a style.
 
-    A layout and a style for each widget would be two more messages to make it, two to close it, and
-    two more models for a reloaded page: half of all that such a page loads before it shows the
-    panel. The longer that takes, the more often ipywidgets 8 gives up ("model not found"), since it
-    looks for the models for two seconds only. So widgets of one kind differ by their CSS classes,
-    never by layout or style.
+    Own ones would double what a reloaded page loads before it shows the panel; ipywidgets 8 looks
+    for models for two seconds only ("model not found"). Widgets differ by their CSS classes alone.
     """
 
     def __init__(self) -> None:
@@ -69,14 +66,7 @@ class PanelWidgets:
     def make(
         self, kind: Callable[..., Any], *content: Any, classes: str = "", **traits: Any
     ) -> Any:
-        """Make a widget, to be closed by :meth:`close`.
-
-        Args:
-            kind: class of the widget.
-            content: its positional arguments.
-            classes: its CSS classes, separated by spaces.
-            traits: its keyword arguments. A ``layout`` among them replaces the shared one.
-        """
+        """Make a widget for :meth:`close`; a ``layout`` in ``traits`` replaces the shared one."""
         if kind in self._styles:
             traits["style"] = self._styles[kind]
         widget = kind(*content, **{"layout": self._layout, **traits})
@@ -88,10 +78,7 @@ class PanelWidgets:
         return widget
 
     def close(self) -> None:
-        """Close all widgets that were made, with their layouts and styles.
-
-        A page that connects asks for the state of each widget that is not closed.
-        """
+        """Close all widgets: a connecting page asks for the state of each that is open."""
         # What is shared comes last: what uses it is still shown until it is closed itself.
         looks = [self._layout, *self._styles.values(), *(each.layout for each in self._made)]
         for widget in (*self._made, *looks):
@@ -147,12 +134,7 @@ class _Box(ipywidgets.VBox):  # type: ignore[misc]
 class PanelBox:
     """The widget in which a run is shown from before it begins until after it has ended.
 
-    A page that is reloaded forgets the slots of cells, but asks for widgets. So what comes after,
-    the panel and the summary, must stand in a widget that the page has.
-
-    Attributes:
-        box: the widget.
-        body: the part of it that has a line before the run begins, and the summary in the end.
+    A reloaded page forgets the slots of cells, but asks for widgets.
     """
 
     def __init__(self, slot: DisplaySlot) -> None:
@@ -162,24 +144,14 @@ class PanelBox:
         self.box = self._widgets.make(_Box, [self.body])
 
     def show(self, text: str) -> None:
-        """Display the box in its slot.
-
-        Args:
-            text: stands in the saved notebook in place of the widgets, until the summary replaces
-                it.
-        """
+        """Display the box; ``text`` stands in the saved notebook until the summary replaces it."""
         self._slot.show(widget_view(self.box, text))
 
     def close(self) -> None:
         self._widgets.close()
 
     def finish(self, snapshot: Snapshot, run: str) -> None:
-        """Show the summary of a run, also in a page that was reloaded meanwhile.
-
-        Args:
-            snapshot: the summary.
-            run: id of the run.
-        """
+        """Show the summary, also in a page that was reloaded meanwhile."""
         # First of all, and by one message: what follows would be seen as a panel that jumps.
         self._slot.show(snapshot.bundle)
         # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
@@ -205,7 +177,6 @@ class PanelBox:
                 oldest.close()
 
     def send_again(self) -> None:
-        """Send the summary once more, for a page that missed the message."""
         self.body.send_state()
         # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
         self._slot.send_again()
@@ -214,18 +185,8 @@ class PanelBox:
 class LivePanel:
     """The widgets that show one run while it goes on.
 
-    A click, which may come from another thread, draws nothing itself: it acts on the run or leaves
-    a note, and the next :meth:`draw` shows its effect.
-
-    Attributes:
-        asked_stacks: a title, and (ranks, stack) pairs, that the newest click on Stacks has
-            fetched; None before the first click.
-
-    Args:
-        run: the run to show.
-        lasting: the widget that the panel fills.
-        clicks: gets clicks through to the kernel while a cell runs.
-        stop: called when Stop is clicked.
+    A click, which may come from another thread, acts on the run or leaves a note for the next
+    :meth:`draw`. ``asked_stacks`` is a title and (ranks, stack) pairs; None before a click.
     """
 
     def __init__(
@@ -293,7 +254,6 @@ class LivePanel:
         )
 
     def show(self, text: str) -> None:
-        """Display the panel, drawn before; ``text`` is as :meth:`PanelBox.show` takes it."""
         self.box.add_class("na-panel")
         self.box.children = self._parts
         self._lasting.show(text)
@@ -304,19 +264,10 @@ class LivePanel:
         return self._log.chosen
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last ``read`` to the log; do not draw them."""
         self._log.read(state)
 
     def draw(self, state: RunState, details: Details) -> bool:
-        """Update the widgets; return True if a part of the log is still to be sent.
-
-        Only changes are sent to the page. In a long run each drawing sends two messages, for the
-        ranks and for a block of the log, and once a second two more, for the title and the charts.
-
-        Args:
-            state: the run's state.
-            details: the facts that the panel shows in addition to the state.
-        """
+        """Send what changed to the page; return True if a part of the log is still to be sent."""
         now = time.monotonic()
         # The rate in the title changes all the time, and is a message of its own.
         if state.status != self._titled or now >= self._titled_at + _TITLE_SECONDS:
@@ -332,11 +283,7 @@ class LivePanel:
         return self._log.draw(state)
 
     def draw_displays(self, state: RunState) -> None:
-        """Update the displays (figures and the like) of the first rank that runs the call.
-
-        Called only for a run in the background. The displays of any other run are outputs of the
-        cell that launched it.
-        """
+        """For a run in the background; any other run's displays are outputs of its cell."""
         displays = first_asked(state).displays
         now = time.monotonic()
         if displays is self._drawn_displays or now < self._displays_due:
@@ -358,7 +305,6 @@ class LivePanel:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
     def _draw_note(self, state: RunState) -> None:
-        """Below the ranks, show the log folder or stacks after a click, or stacks of a new hang."""
         if self._is_folder_asked:
             self._is_folder_asked = False
             path = copyable("code", str(self._run.log_dir))
@@ -376,7 +322,6 @@ class LivePanel:
         self._note.value = str(element("div", fold, class_="na na-stacks"))
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Replace the live panel by the summary of the run, and close its widgets."""
         self._lasting.finish(snapshot, self._run.id)
         self._widgets.close()
 
@@ -404,14 +349,7 @@ class LivePanel:
         self._is_folder_asked = True
 
     def _saved_log(self, rank: int | None) -> Markup:
-        """Return a link that holds the output of a rank as a file; of a long output, only its end.
-
-        Args:
-            rank: whose output; None for all ranks.
-
-        Returns:
-            The link as HTML, or a message if the log files were deleted.
-        """
+        """Return a link with the output as a file (the end of a long one), or why there is none."""
         who = "all ranks" if rank is None else f"rank {rank}"
         ranks = range(self._run.world_size) if rank is None else [rank]
         parts = [self._run.state.ranks[number] for number in ranks]
@@ -436,10 +374,7 @@ class LivePanel:
 
 
 def _alike(stacks: str) -> list[tuple[str, str]]:
-    """Split the text of ``run.stacks()`` into (ranks, stack) pairs, one for each different stack.
-
-    Ranks are named as in "ranks 0-3". A text without stacks becomes one pair, of "all ranks".
-    """
+    """Split the text of ``run.stacks()`` into (ranks, stack) pairs, equal stacks once."""
     _, *parts = re.split(r"^rank (\d+)\n", stacks, flags=re.MULTILINE)
     ranks: dict[str, list[int]] = {}
     for rank, text in zip(parts[::2], parts[1::2], strict=True):

@@ -2,17 +2,13 @@
 
     state --> LogWindow.read --> blocks --> LogWindow.next_block --> one widget per block
 
-A block that is full never changes again. So a selection in the page stays, a reader who scrolled up
-stays there, and a message holds new lines only. When lines come faster than they can be sent,
-the newest block and older unsent blocks take turns; an ellipsis marks lines that were skipped.
+A full block never changes again: selections and a reader who scrolled up stay. When lines come
+faster than they can be sent, the newest block and older unsent ones take turns; an ellipsis marks
+lines that were skipped.
 
-The log uses only core widgets and CSS. The box lays its content out from the bottom up
-(``column-reverse``), so that a page follows the newest line until the reader scrolls up; then the
-browser keeps the visible lines in place. The button "newest" makes a new box, which starts at the
-bottom again.
-
-Widgets of old blocks are reused for new ones. The ``order`` property in CSS puts each block into
-its place, so that no widget is ever removed from the box and the page redraws no other one.
+The box lays its content out from the bottom up (``column-reverse``), so that a page follows the
+newest line until the reader scrolls up. "newest" makes a new box, which starts at the bottom.
+Widgets of old blocks are reused: CSS ``order`` puts each into its place, none is ever removed.
 """
 
 from __future__ import annotations
@@ -61,16 +57,10 @@ _COLOUR_BYTES = 50
 
 @dataclass
 class LogBlock:
-    """A block of consecutive log lines.
+    """Lines as (rank, second, text); rank None is the window itself, second None unknown.
 
-    Attributes:
-        number: counts the blocks of a window, from 0.
-        lines: (rank, second, text) of each line: the rank that printed it, and the wall-clock
-            second in which it came. The rank is None for a message of the window itself, such as
-            the number of skipped lines; the second is None where it is unknown.
-        num_bytes: estimated size of the block as HTML in a message.
-        is_sent: whether the page has the block with all its lines.
-        follows_gap: whether the page lacks the block before this one.
+    ``num_bytes`` estimates its HTML in a message; ``follows_gap``: the page lacks the block
+    before this one.
     """
 
     number: int
@@ -85,15 +75,9 @@ class LogBlock:
 
 
 class LogWindow:
-    """The last :data:`MAX_LINES` lines of some ranks as blocks, in the order of reading them.
+    """The last :data:`MAX_LINES` lines of some ranks as blocks, and which of them the page has.
 
-    It also keeps track of which blocks the page has. It holds no widgets.
-
-    Args:
-        ranks: the ranks whose lines are shown. If there are several, each line is labelled with its
-            rank.
-        words: text to search for, regardless of case; only lines that contain it are shown. ""
-            for all lines.
+    ``words`` are searched for regardless of case; "" for all lines.
     """
 
     def __init__(self, ranks: Sequence[int], words: str = "") -> None:
@@ -110,7 +94,6 @@ class LogWindow:
         self._open_lines: dict[int, _Timed] = {}
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last ``read``; drop surplus old blocks."""
         news = {
             number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
         }
@@ -145,26 +128,19 @@ class LogWindow:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks whose lines are shown."""
         return tuple(self._readers)
 
     @property
     def num_found(self) -> int:
-        """Number of lines read so far that contain ``words``, including lines dropped since."""
+        """Lines so far that contain ``words``, including lines dropped since."""
         return self._num_found + len(self._open_lines)
 
     @property
     def first_number(self) -> int:
-        """The number of the oldest block in the window; the page should not show older ones."""
         return self._num_blocks - len(self._blocks)
 
     def next_block(self, *, older: bool = False) -> LogBlock | None:
-        """Return the block to send next, and mark it as sent; None if all blocks were sent.
-
-        Args:
-            older: skip the window's newest block if other blocks are unsent too. By default the
-                newest unsent block is returned.
-        """
+        """Return the newest unsent block, now sent, or None; ``older`` skips the newest block."""
         unsent = [index for index, block in enumerate(self._blocks) if not block.is_sent]
         if not unsent:
             return None
@@ -184,10 +160,7 @@ class LogWindow:
             block.is_sent = False
 
     def render(self, block: LogBlock) -> Markup:
-        """Return the lines of a block as HTML.
-
-        The newest block ends with the unfinished lines of the ranks.
-        """
+        """The newest block ends with the unfinished lines of the ranks."""
         lines = list(block.lines)
         if block is self._blocks[-1]:
             lines += [(rank, second, text) for rank, (second, text) in self._open_lines.items()]
@@ -245,14 +218,7 @@ class LogWindow:
 
 
 def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
-    """Return a rank's newest finished lines as (second, text) pairs.
-
-    The second is the wall-clock time at which the line came; None where that is unknown.
-
-    Args:
-        lines: the newest finished lines.
-        rank: the state of the rank, which has these times.
-    """
+    """Return finished lines as (wall-clock second, text) pairs; None where the time is unknown."""
     first = rank.num_lines - len(lines)
     seconds: list[int | None] = []
     for (start, second), (end, _) in pairwise([*rank.times, (rank.num_lines, 0)]):
@@ -263,22 +229,18 @@ def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
 
 
 def _open_line(rank: RankState) -> _Timed:
-    """Return the unfinished line of a rank as a (second, text) pair.
-
-    The second is the wall-clock time at which the line began; None where that is unknown.
-    """
+    """Return the unfinished line as (second at which it began, text)."""
     seconds = (second for start, second in reversed(rank.times) if start <= rank.num_lines)
     return next(seconds, None), rank.tail[-1]
 
 
 def _markup_bytes(line: str) -> int:
-    """Return an estimate of the bytes that a line takes as HTML in a message."""
     num_special = sum(map(line.count, "<>&'\""))
     return len(line.encode(errors="replace")) + 4 * num_special + _COLOUR_BYTES * line.count("\x1b")
 
 
 def _cut(line: str) -> str:
-    """Return ``line``; if it has more than ``_LINE_BYTES``, cut it and drop its colours."""
+    """Return at most ``_LINE_BYTES``; a line that is cut loses its colours."""
     if len(line) * _COLOUR_BYTES <= _LINE_BYTES or _markup_bytes(line) <= _LINE_BYTES:
         return line
     return shorten(plain_text(line), _LINE_BYTES)
@@ -290,15 +252,7 @@ _ALL_RANKS = -1
 
 
 class LogView:
-    """The widgets of a panel's log: choice of ranks, search field, buttons and lines.
-
-    Args:
-        state: the run's state.
-        clicks: gets clicks through to the kernel while a cell runs.
-        widgets: makes the widgets of the panel.
-        saved: called with a rank, or None for all ranks, after a click on Save; returns HTML with a
-            link to the output, or with a message.
-    """
+    """The widgets of a panel's log; ``saved`` makes a link to the output of a rank, or all."""
 
     def __init__(
         self,
@@ -362,11 +316,9 @@ class LogView:
 
     @property
     def chosen(self) -> int | None:
-        """The rank whose output is shown; None for all ranks."""
         return None if self._filter.value == _ALL_RANKS else self._filter.value
 
     def read(self, state: RunState) -> None:
-        """Add the lines that ranks printed since the last ``read``; do not draw them."""
         self._all_ranks.read(state)
         if self._window is not self._all_ranks:
             self._window.read(state)
@@ -409,7 +361,6 @@ class LogView:
         self._is_follow_asked = True
 
     def _say_what_was_found(self) -> None:
-        """Set the title to the number of lines that the search found; "output" without a search."""
         found, words = self._window.num_found, self._window.words
         hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
         self._title.value = hits if words else "output"
@@ -447,11 +398,7 @@ class LogView:
         del self._shown[index]
 
     def _add_widgets(self, number: int) -> None:
-        """Add ``number`` widgets for blocks to the box.
-
-        All are added at once, since each change of the box sends its whole list of widgets to the
-        page.
-        """
+        """Add all at once: each change of the box sends its whole list of widgets to the page."""
         added = [self._widgets.make(ipywidgets.HTML) for _ in range(number)]
         self._blocks.children = [*self._blocks.children, *added]
 

@@ -52,12 +52,7 @@ if TYPE_CHECKING:
 
 
 def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) -> None:
-    """Have Tab complete lines that begin with ``%accelerate`` or ``%%accelerate``.
-
-    Args:
-        shell: the notebook's IPython shell.
-        names: returns the names of variables to offer: those of the notebook and of its session.
-    """
+    """Have Tab complete lines of the magics, with variables of the notebook and its session."""
 
     def offer(_shell: Any, event: Any) -> Sequence[str]:
         words = event.text_until_cursor.removesuffix(event.symbol).replace("=", " ").split()
@@ -79,11 +74,7 @@ def complete_magic(shell: InteractiveShell, names: Callable[[], Iterable[str]]) 
 
 
 def _silence_jedi(completer: Any) -> None:
-    """Keep IPython from adding Jedi's completions to those of this package in lines of the magic.
-
-    Jedi reads such a line as Python: after ``--`` it would offer ``--abs``. With an IPython before
-    8.6 this function does nothing.
-    """
+    """Keep Jedi, which reads the line as Python, from adding completions (IPython 8.6 on)."""
     try:
         from IPython.core.completer import context_matcher
     except ImportError:  # before IPython 8.6
@@ -101,10 +92,7 @@ def _silence_jedi(completer: Any) -> None:
 
 
 def _options(parser: ArgumentParser) -> list[str]:
-    """Return the long options of a parser for Tab to offer, such as ``--num-processes``.
-
-    Aliases with an underscore are left out.
-    """
+    """Return the long options that Tab offers, without aliases with an underscore."""
     # Each option begins a line of the help, and its text comes after two spaces or below.
     lines = [line.strip() for line in parser.format_help().splitlines() if line.startswith("  -")]
     spelled = (word for line in lines for word in re.findall(r"--[\w-]+", line.partition("  ")[0]))
@@ -135,12 +123,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 class CellSyntaxError(Exception):
-    """A ``%%accelerate`` cell is not Python; raised before it is sent to the ranks.
-
-    Its ``__cause__`` is the ``SyntaxError``. This class is no subclass of ``SyntaxError``, since
-    IPython would then also list the frames of the magic. As it is, IPython shows only the lines
-    that ``_render_traceback_`` returns.
-    """
+    """A cell is not Python. No ``SyntaxError``: IPython would list the frames of the magic."""
 
     def __init__(self, error: SyntaxError, lines: list[str]) -> None:
         super().__init__(str(error))
@@ -251,14 +234,7 @@ class AccelerateMagics(Magics):
 
     @contextmanager
     def _ranks_for(self, options: Any) -> Iterator[NotebookSession]:
-        """Yield the session that runs the cell: the kernel's own, started if there is none.
-
-        With ``--fresh``, yield a new session instead, and end it at the end of the block. The
-        kernel's own session is then neither used nor changed.
-
-        Args:
-            options: the parsed options of ``%%accelerate``.
-        """
+        """Yield the kernel's session, started if needed; with ``--fresh`` one for the block."""
         if not options.fresh:
             yield session.session_for(self._notebook, _given(options), options.config)
             return
@@ -272,14 +248,6 @@ class AccelerateMagics(Magics):
             running.end()
 
     def _write(self, cell: str, number: int, path: str, running: NotebookSession) -> None:
-        """Write the cells that all ranks have run to their end, and then ``cell``, as one script.
-
-        Args:
-            cell: source of the cell, without its magic's line.
-            number: execution number of the cell.
-            path: file to write.
-            running: the session that runs the cell.
-        """
         shell: Any = self.shell
         target = Path(path).expanduser()
         running.await_calls()
@@ -297,10 +265,7 @@ class AccelerateMagics(Magics):
         print(f"wrote {target}{others and f', without {others}'}")  # noqa: T201
 
     def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
-        """Return the source of the cell with its magic's line, and the cell's execution number.
-
-        Blank lines above the magic are left out. Tracebacks quote this source.
-        """
+        """Return the whole cell, as tracebacks quote it, and its execution number."""
         shell: Any = self.shell
         # IPython 9 counts a cell before it runs it, older ones after.
         number = len(shell.user_ns["In"]) - 1
@@ -461,22 +426,16 @@ _OPTIONS_OF = {
 
 
 def _session_names() -> frozenset[str]:
-    """Return the names of the session's variables; an empty set where there is no session."""
     running = session.current_session()
     return frozenset() if running is None else running.names
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """Return the options ``num_processes`` and ``mixed_precision`` by name; None where left out."""
     return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
 
 
 def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
-    """Return the launch settings of parsed options, completed by other sources, and notices.
-
-    Settings that the options leave open come from the ``--config`` file, environment variables and
-    the default config file. The notices are lines for the user about these sources.
-    """
+    """Return the settings, completed by file, environment and defaults, and notices about these."""
     return resolve(_given(options), options.config)
 
 
@@ -492,16 +451,7 @@ def _check_fresh(options: Any) -> None:
 
 
 def _check_syntax(shell: Any, text: str, filename: str) -> None:
-    """Check the syntax of a cell before it is sent to the ranks.
-
-    Args:
-        shell: the notebook's IPython shell.
-        text: source of the cell, with IPython's syntax turned into Python.
-        filename: file name of the cell, for the error.
-
-    Raises:
-        CellSyntaxError: the cell is not valid Python.
-    """
+    """Raise CellSyntaxError before a cell is sent to the ranks."""
     try:
         compile("\n" + text, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
@@ -510,13 +460,7 @@ def _check_syntax(shell: Any, text: str, filename: str) -> None:
 
 
 def _split(line: str) -> list[str]:
-    """Return the words of a line, split and unquoted as by a shell.
-
-    IPython's own parser of magic lines keeps the quotes.
-
-    Raises:
-        UsageError: a quote is not closed.
-    """
+    """Split and unquote as a shell does, unlike IPython; UsageError for an open quote."""
     try:
         return shlex.split(line)
     except ValueError as error:  # a quote without its end
@@ -524,13 +468,7 @@ def _split(line: str) -> list[str]:
 
 
 def _parse_names(text: str | None) -> tuple[str, ...]:
-    """Return the names in a text such as ``a,b`` or ``a b``; an empty tuple for None.
-
-    The names are in Unicode's NFKC form, to which Python itself normalises identifiers.
-
-    Raises:
-        UsageError: a word is no Python identifier.
-    """
+    """Return names of ``a,b`` or ``a b`` in NFKC, as Python's; UsageError for no identifier."""
     names = tuple(unicodedata.normalize("NFKC", text or "").replace(",", " ").split())
     for name in names:
         if not name.isidentifier():
@@ -539,11 +477,7 @@ def _parse_names(text: str | None) -> tuple[str, ...]:
 
 
 def _some_names(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the names in the arguments of a command, such as ``a,b`` or ``a b``.
-
-    Raises:
-        UsageError: no name is given, or a word is no Python identifier.
-    """
+    """As ``_parse_names``, of all arguments; UsageError for none."""
     names = _parse_names(",".join(arguments))
     if not names:
         raise UsageError("no variable is named; expected some such as model,loss")
@@ -551,11 +485,7 @@ def _some_names(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_ranks(text: str | None) -> frozenset[int] | None:
-    """Return the ranks in a text such as ``0,2-3``; None, for all ranks, if ``text`` is None.
-
-    Raises:
-        UsageError: the text names no ranks.
-    """
+    """Return the ranks in ``0,2-3``; None is all. UsageError if the text names none."""
     if text is None:
         return None
     ranks: set[int] = set()

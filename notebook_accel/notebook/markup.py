@@ -36,17 +36,14 @@ _VOID_TAGS = frozenset({"br", "col", "img", "input"})
 
 
 def escape(text: str) -> Markup:
-    """Return ``text`` as HTML, without terminal colours and control characters.
-
-    A text that is ``Markup`` already is returned unchanged.
-    """
+    """Escape without terminal colours and control characters; ``Markup`` is returned unchanged."""
     if isinstance(text, Markup):
         return text
     return markupsafe.escape(plain_text(text))
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """Concatenate the parts into one ``Markup``; parts that are plain text are escaped."""
+    """Escape the parts that are plain text."""
     # Markup's own join would escape each part once more.
     return Markup("".join(map(escape, parts)))
 
@@ -54,9 +51,7 @@ def join(parts: Iterable[str]) -> Markup:
 def element(tag: str, /, *children: str, **attributes: str | float | bool | None) -> Markup:
     """Return one HTML element with its attributes and children; plain text in both is escaped.
 
-    Attributes are named as in HTML, with ``_`` for ``-`` and a trailing ``_`` where Python reserves
-    the word: ``aria_label``, ``class_``. An attribute that is None or False is left out, one that
-    is True is written without a value.
+    ``aria_label``, ``class_`` are HTML's names; None or False leaves one out, True has no value.
     """
     start = f"<{tag}"
     for name, value in attributes.items():
@@ -72,30 +67,20 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
 
 
 def copyable(tag: str, text: str) -> Markup:
-    """Return an element with ``text``, followed by a button that copies the text to the clipboard.
-
-    Only for the values of live widgets: in a saved notebook the button's script does not run.
-
-    Args:
-        tag: name of the element around the text.
-        text: what is shown and copied.
-    """
+    """Return ``text`` beside a copy button, whose script does not run in a saved notebook."""
     button = element("button", "Copy", class_="na-copy", type="button", onclick=_COPY)
     return join([element(tag, text), " ", button])
 
 
 def copy_button(code: str, style: str) -> Markup:
-    """Return a button that copies ``code``, for a summary.
-
-    It has no text between tags, which sanitisers that drop the button would keep.
-    """
+    """Return a button without text between tags: sanitisers that drop the button would keep it."""
     return element(
         "input", type="button", value="Copy", onclick=_COPY_CODE, data_code=code, style=style
     )
 
 
 def shorten(text: str, max_bytes: int) -> str:
-    """Return ``text``, cut to about ``max_bytes`` bytes of HTML; an ellipsis marks a cut."""
+    """Cut to about ``max_bytes`` bytes of HTML; an ellipsis marks a cut."""
     # Most texts are far shorter, and thousands a second come here.
     if len(text) * 5 <= max_bytes:
         return text
@@ -114,9 +99,5 @@ def message_bytes(markup: str) -> int:
 
 @lru_cache
 def style_element(name: str = "panel") -> Markup:
-    """Return the style sheet ``NAME.css`` of this folder as a ``<style>`` element.
-
-    Args:
-        name: "panel" or "picker".
-    """
+    """Return ``NAME.css`` of this folder."""
     return Markup(f"<style>{Path(__file__).with_name(f'{name}.css').read_text()}</style>")

@@ -27,12 +27,7 @@ _SMOOTHING = (
 
 
 class MetricsView:
-    """The part of a live panel that shows the charts of the metrics, one page of them at a time.
-
-    Args:
-        clicks: gets clicks through to the kernel while a cell runs.
-        widgets: makes the widgets of the panel.
-    """
+    """The part of a live panel that shows the charts of the metrics, one page of them at a time."""
 
     def __init__(self, clicks: ClicksAfterTheCell, widgets: PanelWidgets) -> None:
         self._page = 0
@@ -75,14 +70,7 @@ class MetricsView:
             clicks.let_through(widget)
 
     def draw(self, curves: LiveCurves, *, now: float) -> None:
-        """Update the charts if the curves have changed or a control was clicked.
-
-        After a click the charts change at once, otherwise at most once a second.
-
-        Args:
-            curves: the curves of all metrics.
-            now: time in seconds, of a monotonic clock.
-        """
+        """Draw at once after a click, else at most once a second; ``now`` is monotonic."""
         is_log, smoothing = self._scale.value, self._smoothing.value
         chosen = (self._group.value, self._page, is_log, smoothing)
         key = (*chosen, curves.version)
@@ -137,11 +125,7 @@ class MetricsView:
 
 
 def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group names of metrics by the prefix before their first slash.
-
-    Returns:
-        A mapping from each prefix to its names. The key "" has all names, with and without prefix.
-    """
+    """Group by the prefix before the first slash; the key "" has all names."""
     groups: dict[str, list[str]] = {"": list(names)}
     for name in names:
         prefix, slash, _ = name.partition("/")

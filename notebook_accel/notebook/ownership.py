@@ -31,14 +31,7 @@ _IPYTHONS = ("exit", "get_ipython", "open", "quit")
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Variables of the notebook that are sent to the ranks with a call.
-
-    Attributes:
-        values: the notebook's objects, by name.
-        fills: those of the names that some ranks have assigned and other ranks lack. A rank that
-            has such a name keeps its own value.
-        lines: messages for the user about large objects.
-    """
+    """Variables sent with a call; a rank that has a name of ``fills`` keeps its own value."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     fills: frozenset[str] = frozenset()
@@ -49,13 +42,9 @@ class Push:
 class _AgreedName:
     """The notebook's object under a name at the newest push, pull, or assignment by the session.
 
-    A comparison with the present object shows whether the notebook has changed the variable since.
-
     Attributes:
-        key: ``id`` of that object; None where the notebook had no such variable.
-        digest: hash of its pickled content when it was pushed; None after a pull or an assignment
-            by the session.
-        is_pulled: whether that object is a copy that was pulled from the session.
+        key: its ``id``; None where the notebook had no such variable.
+        digest: hash of its pickle when pushed; None after a pull or the session's assignment.
     """
 
     key: int | None
@@ -66,13 +55,7 @@ class _AgreedName:
 class Ownership:
     """Records which side assigned each variable last: the notebook or its session.
 
-    A ``NotebookSession`` has an ``Ownership``, tells it of each assignment, push and pull
-    (``note_*``), and asks it what to push with the next call (``plan_push``).
-
-    Args:
-        namespace: the notebook's variables.
-        hidden: variables that IPython does not list as the user's: its own, and those that
-            startup files, ``%pylab`` and the like have set.
+    ``hidden`` are variables that IPython does not list as the user's, as those of startup files.
     """
 
     def __init__(self, namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> None:
@@ -93,20 +76,12 @@ class Ownership:
         self._agreed_in_cell: set[str] = set()
 
     def note_call(self) -> None:
-        """Record that a call is sent to the ranks.
-
-        A variable that the notebook assigns after this stays the notebook's, even if the call
-        assigns it.
-        """
+        """What the notebook assigns after this stays its own, even if the call assigns it."""
         self._num_calls += 1
         self._keys_at_call = self._keys()
 
     def note_assigned(self, names: Iterable[str]) -> None:
-        """Record the names that a cell run in the notebook, not on the ranks, has assigned.
-
-        Called when the cell ends. A name that was pushed or pulled after the cell had assigned it
-        is skipped.
-        """
+        """Called at a cell's end; a name pushed or pulled after the cell assigned it is skipped."""
         for name in names:
             agreed = self._known.get(name) if name in self._agreed_in_cell else None
             # It was pushed or pulled after the cell had assigned it: what the ranks have made of
@@ -116,7 +91,7 @@ class Ownership:
         self._agreed_in_cell.clear()
 
     def note_session_assigned(self, names: Iterable[str]) -> None:
-        """Record the names that the newest call has assigned on the ranks; called after its end."""
+        """Called after the newest call's end."""
         for name in names:
             # One that the notebook has assigned since that call was sent is the notebook's.
             if self._anew.get(name) != self._num_calls:
@@ -124,42 +99,29 @@ class Ownership:
                 self._anew.pop(name, None)
 
     def note_uses(self, uses: Sequence[Mapping[str, frozenset[str]]]) -> None:
-        """Record which globals the functions, classes and objects of the session use.
-
-        Args:
-            uses: one mapping per rank, from a name to the globals that the code of its value uses.
-        """
+        """Record per rank which globals the code behind each name uses."""
         for name in {name for one in uses for name in one}:
             self._uses[name] = frozenset[str]().union(*(one.get(name, ()) for one in uses))
 
     def note_pulled(self, name: str) -> None:
-        """Record that the notebook's variable ``name`` was copied from the session."""
         self._agree(name, _AgreedName(self._key(name), None, is_pulled=True))
 
     def push_again(self, names: Iterable[str]) -> None:
-        """Mark names whose push did not reach all ranks, so that the next use pushes them again."""
+        """Mark names whose push did not reach all ranks."""
         for name in names:
             self._anew[name] = self._num_calls
 
     def keep_only(self, names: Sequence[frozenset[str]]) -> None:
-        """Forget names that no rank has any more, and record which names only some ranks have.
-
-        Args:
-            names: one set per rank: all names that the rank has now.
-        """
+        """Forget names that no rank has, and note which only some have; one set per rank."""
         kept = frozenset[str]().union(*names)
         self._known = {name: known for name, known in self._known.items() if name in kept}
         self._uses = {name: used for name, used in self._uses.items() if name in kept}
         self._in_parts = kept.difference(frozenset.intersection(*names))
 
     def plan_push(self, used: Iterable[str], forced: Iterable[str] = ()) -> Push:
-        """Return the variables of the notebook to push before a cell runs on the ranks.
-
-        These are variables that the cell uses, directly or through functions and classes, and that
-        the notebook has assigned or changed since the ranks got them.
+        """Return what a cell uses, also indirectly, and the notebook changed since ranks got it.
 
         Args:
-            used: names that the cell uses.
             forced: names to push even if the session assigned them last.
 
         Raises:
@@ -204,7 +166,6 @@ class Ownership:
         )
 
     def note_pushed(self, push: Push) -> None:
-        """Record that the variables of ``push`` were sent to the ranks."""
         for name, value in push.values.items():
             if name in push.fills:
                 continue

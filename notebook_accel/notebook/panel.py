@@ -60,13 +60,10 @@ class Details:
 
     Attributes:
         now: wall time in seconds.
-        throughputs: batches or steps per second of each rank, by its number; None where not known
-            yet. Shown for ranks that draw no progress bar.
-        of_run: mean items per second of one rank, and their unit, such as "step"; None if not known
-            yet.
-        last_hang: the text about the newest hang, also after the hang is over; "" if there was
-            none.
-        picked: the rank whose output is shown in the log; None for all ranks.
+        throughputs: batches or steps per second of each rank; None where not known yet.
+        of_run: mean items per second of one rank, and their unit, such as "step".
+        last_hang: the newest hang's text, also after it is over; "" if there was none.
+        picked: the rank whose output is in the log; None for all.
         stopping: seconds since the run was asked to stop; None before.
         grace: seconds that ranks have after Stop until they are interrupted.
     """
@@ -81,11 +78,7 @@ class Details:
 
 
 def render_panel(state: RunState, details: Details) -> Markup:
-    """Return the rows of the ranks, notices and warnings as HTML.
-
-    Notices and warnings appear while the run goes on. They stand below the rows, and a warning of
-    a hang stays after the hang, since nobody can use a panel that jumps under the mouse.
-    """
+    """Return ranks, notices and warnings; that of a hang stays: no panel jumps under the mouse."""
     parts = _ranks(state, details), _steps(state), _notices(state), _warnings(state, details)
     return element("div", *parts, class_="na")
 
@@ -116,11 +109,7 @@ def render_title(state: RunState, details: Details) -> Markup:
 
 
 def render_alert(state: RunState) -> Markup:
-    """Return an alert for screen readers as HTML, if the run stops or hangs; "" otherwise.
-
-    It is an element of its own, which changes only when its text does. The rest of the panel is
-    redrawn each second for its clock, and a screen reader would read all of it aloud each time.
-    """
+    """Return what screen readers read, apart from what is redrawn each second; "" for none."""
     if state.status == "stopping":
         text = f"{state.name}: waiting for the ranks to leave"
     elif state.hang is not None:
@@ -131,7 +120,7 @@ def render_alert(state: RunState) -> Markup:
 
 
 def stacks_of_hang(hang: Hang) -> list[tuple[str, str]]:
-    """Return the stacks of a hang as (ranks, stack) pairs; ranks as a text such as "ranks 0-3"."""
+    """Return (ranks, stack) pairs; ranks as a text such as "ranks 0-3"."""
     return [(wording.rank_list(ranks), text) for ranks, text in hang.stacks]
 
 
@@ -143,15 +132,7 @@ def fold_of_stacks(
     max_bytes: int = 30_000,
     style: str | None = None,
 ) -> Markup:
-    """Return stacks as HTML in a ``<details>`` element, which a click folds and unfolds.
-
-    Args:
-        title: the line that stays visible when the stacks are folded.
-        stacks: (ranks, stack) pairs; ranks as a text such as "rank 2" or "ranks 0-3".
-        is_open: whether the stacks are unfolded at first.
-        max_bytes: about how many bytes are shown in all; each stack is cut to an equal share.
-        style: inline CSS of the stacks; None for none.
-    """
+    """Return (ranks, stack) pairs in ``<details>``, each cut to its share of the bytes."""
     share = max(500, max_bytes // max(1, min(len(stacks), _MAX_STACKS)))
     parts = [
         element(
@@ -167,12 +148,7 @@ def fold_of_stacks(
 
 
 def render_steps(state: RunState, **styles: str) -> Markup:
-    """Return where the time of the ranks' steps goes as an HTML table; "" if that is unknown.
-
-    Args:
-        state: the run's state.
-        styles: inline CSS of "table", "tr", "th" and "td".
-    """
+    """Return where the time of steps goes; "" if unknown. ``styles`` is CSS of "table", "tr"..."""
     rows: list[Markup] = []
     for cells in step_table(state):
         tag = "td" if rows else "th"
@@ -258,14 +234,7 @@ def _ranks(state: RunState, details: Details) -> Markup:
 def _row(
     state: RunState, rank: RankState, line: ProgressLine, inner: Sequence[ProgressLine]
 ) -> Markup:
-    """Return the table row of a rank.
-
-    Args:
-        state: the run's state.
-        rank: the state of the rank.
-        line: the rank's outermost progress bar, or its steps where it has none.
-        inner: progress bars nested in that one; each is drawn as a thin bar below it.
-    """
+    """``line`` is the outermost bar or the steps; each of ``inner`` is a thin bar below it."""
     status = live_condition(rank, state)
     kind_of_label = ""
     if not rank.bars and rank.steps:
@@ -324,11 +293,7 @@ def _memory(num_bytes: int | None) -> str:
 
 
 def _inner_row(rank: RankState, line: ProgressLine | None) -> Markup:
-    """Return a table row for a nested progress bar; None gives a blank row of the same height.
-
-    The blank row keeps the place of a bar that has ended. Each column has a cell, since a narrow
-    page hides some columns by the CSS classes of their cells.
-    """
+    """None gives a blank row of the same height; each column has a cell, which CSS may hide."""
     bar: dict[str, str] = {}
     if line is not None:
         bar = {"bar": _bar(rank, line, "na-thin "), "count": line.count, "rate": line.rate}
@@ -359,20 +324,14 @@ def _bar(rank: RankState, line: ProgressLine, kind: str) -> Markup:
 
 
 def _step_of(rank: RankState) -> str:
-    """Return the rank's number of optimizer steps, or else the highest step that it has logged.
-
-    As text; "" if it has neither.
-    """
+    """Return the optimizer steps, or else the highest step logged; "" for neither."""
     logged = (step for step, _ in rank.metrics.values() if step is not None)
     step = rank.steps or max(logged, default=0)
     return wording.count(step) if step else ""
 
 
 def _taken(rank: RankState) -> str | None:
-    """Return a tooltip on the memory of the rank's device and process; None if one is unknown.
-
-    The tooltip also names the CPU use of the rank, if known.
-    """
+    """Return a tooltip on memory and CPU; None if a memory is unknown."""
     if rank.device_memory is None or rank.memory is None:
         return None
     used = f"device {wording.memory(rank.device_memory)}"
@@ -389,7 +348,7 @@ def _steps(state: RunState) -> Markup:
 
 
 def _heat_cell(rank: RankState, state: RunState) -> Markup:
-    """Return a rank's cell in the heat row: its colour is the status, its fill the progress."""
+    """The colour is the status, the fill the progress."""
     fraction = progress_lines(rank)[0].fraction
     status = live_condition(rank, state)
     far = "" if fraction is None else f" {fraction:.0%}"
@@ -403,7 +362,6 @@ def _heat_cell(rank: RankState, state: RunState) -> Markup:
 
 
 def _class_of(status: str) -> str:
-    """Return the CSS class that colours a status, such as ``na-lost-peer`` for "lost peer"."""
     return f"na-{status.replace(' ', '-')}"
 
 
@@ -411,16 +369,12 @@ def _class_of(status: str) -> str:
 
 
 def _warnings(state: RunState, details: Details) -> Markup:
-    """Return the warnings as HTML: about a hang, and about ranks that still run after Stop."""
     lines = [line for line in (_hang(state, details), _stopping(details)) if line]
     return element("div", *lines, class_="na-warnings") if lines else Markup("")
 
 
 def _hang(state: RunState, details: Details) -> Markup:
-    """Return a sentence as HTML about the current hang, or else about the last one that is over.
-
-    "" if the run has not hung yet.
-    """
+    """Return a sentence on the current hang, or the last one that is over; "" for none."""
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
         return element("div", shorten(hang_line(state), 800), class_=kind)
@@ -431,10 +385,7 @@ def _hang(state: RunState, details: Details) -> Markup:
 
 
 def _stopping(details: Details) -> Markup:
-    """Return the warning about ranks that still run after Stop as HTML.
-
-    "" if Stop was not clicked, and in the first seconds after it.
-    """
+    """Return "" if Stop was not clicked, and in the first seconds after it."""
     if details.stopping is None or details.stopping < _STOP_SECONDS:
         return Markup("")
     line = (

@@ -61,16 +61,7 @@ _OPEN = ""
 
 
 class Row:
-    """One setting in the form: a label, an input widget and a note beside it.
-
-    Args:
-        name: name of the setting, as error messages write it: "seed", "fsdp['min_num_params']".
-        label: the text before the input.
-        about: one sentence on what the setting does.
-        widget: the input widget.
-        read: converts the widget's value to the setting; None for a setting that is left open.
-        write: converts the setting to the widget's value.
-    """
+    """One setting in the form; ``read`` converts the widget's value to it, ``write`` back."""
 
     def __init__(
         self,
@@ -99,7 +90,6 @@ class Row:
 
     @property
     def value(self) -> Any:
-        """The value that the row's widget gives to the setting; None if it is left open."""
         return self._read(self.widget.value)
 
     @value.setter
@@ -107,21 +97,13 @@ class Row:
         self.widget.value = self._write(value)
 
     def say(self, text: str | None, kind: str = "na-wrong") -> None:
-        """Show a message beside the input; None shows the description of the setting again.
-
-        Args:
-            text: the message.
-            kind: CSS class of the message: "na-wrong" for an error, "na-warn" for a warning.
-        """
+        """Show a message (CSS class ``kind``) beside the input; None: the description again."""
         kind, role = ("na-about", None) if text is None else (kind, "alert")
         self._note.value = str(element("span", text or self._about, class_=kind, role=role))
 
 
 def setting_rows() -> dict[str, Row]:
-    """Return a row for each setting of ``LaunchConfig`` and for each option of a plugin, by name.
-
-    Names are those in error messages: "seed", "fsdp['min_num_params']".
-    """
+    """Return a row for each setting and plugin's option, by names as in errors."""
     settings = settings_of(LaunchConfig).items()
     rows = {name: _row(one) for name, one in settings if name not in PLUGINS}
     for plugin in PLUGINS:
@@ -168,10 +150,7 @@ def _text_of(value: Any) -> str:
 
 
 def _pairs_of_lines(text: str) -> dict[str, str] | None:
-    """Return the environment variables in lines of ``NAME=value``; None if there are none.
-
-    A value with line breaks is written in quotes, as in JSON.
-    """
+    """Return the variables in lines of ``NAME=value``, quoted as in JSON; None for none."""
     lines = (line.strip().partition("=")[::2] for line in text.splitlines() if line.strip())
     return {name: _unquoted(value) for name, value in lines} or None
 
@@ -193,10 +172,7 @@ def _lines_of_pairs(given: Mapping[str, str] | None) -> str:
 
 
 def _strategy_row() -> Row:
-    """Return the row that chooses the plugins, such as FSDP.
-
-    Its value is a tuple of the names of plugins that can be used together; () is plain DDP.
-    """
+    """The row's value is a tuple of plugins that go together; () is plain DDP."""
     chosen = [
         names
         for number in range(1, len(PLUGINS) + 1)
@@ -216,12 +192,7 @@ _GIB = 1024**3
 
 
 def devices_line(machine: Machine | None) -> Markup:
-    """Return the machine's devices, cores and memory as HTML.
-
-    Args:
-        machine: what was found; None while the devices are still being counted: the line then says
-            so.
-    """
+    """Return devices, cores and memory; None while the devices are still being counted."""
     if machine is None:
         return element("div", "Looking for devices …", class_="na-devices na-about", role="status")
     host = (
@@ -244,16 +215,7 @@ def _memory(num_bytes: int) -> str:
 
 
 def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
-    """Return the source of a cell that launches a function with the settings of the form.
-
-    Args:
-        config: settings of the form.
-        function: name of the function to launch; None writes ``train``.
-        arguments: the function's arguments as the user typed them, such as ``3e-4, epochs=2``.
-
-    Raises:
-        SyntaxError: ``arguments`` is no list of arguments.
-    """
+    """Return the source of a cell that launches; SyntaxError if ``arguments`` are none."""
     given = config.to_dict().items()
     settings = "".join(f"    {name}={_expression(value)},\n" for name, value in given)
     made = f"LaunchConfig(\n{settings})" if settings else "LaunchConfig()"
@@ -265,7 +227,6 @@ def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
 
 
 def _expression(value: object) -> str:
-    """Return ``value`` as a Python expression: its ``repr``, but ``float("inf")`` for infinity."""
     if isinstance(value, dict):
         items = (f"{key!r}: {_expression(each)}" for key, each in value.items())
         return f"{{{', '.join(items)}}}"
@@ -285,7 +246,7 @@ def _given(arguments: str) -> str:
 
 
 def as_yaml(config: LaunchConfig) -> str:
-    """Return the settings given in ``config`` as YAML text; a comment line if none is given."""
+    """Return the settings given; a comment line if none is."""
     settings = config.to_dict()
     if not settings:
         return "# every setting is at its default"
@@ -295,16 +256,7 @@ def as_yaml(config: LaunchConfig) -> str:
 def read_arguments(
     text: str, namespace: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Evaluate arguments typed as text, such as ``3e-4, epochs=2``; return (args, kwargs).
-
-    Args:
-        text: what would stand between the brackets of a call.
-        namespace: the variables that the text may use.
-
-    Raises:
-        SyntaxError: the text is no list of arguments.
-        Exception: any error that an expression in it raises.
-    """
+    """Return (args, kwargs) of the text between a call's brackets; raises whatever that does."""
     _parse(text)
     given: tuple[tuple[Any, ...], dict[str, Any]]
     given = eval(f"(lambda *args, **kwargs: (args, kwargs))({text})", dict(namespace))
@@ -450,7 +402,6 @@ class ConfigPicker:
             self._look()
 
     def _after_cell(self, _result: Any) -> None:
-        """Update the list of functions; called after each cell, which may have defined one."""
         with self._lock:
             self._refresh_functions()
             if not self._draws_between_cells:
@@ -531,7 +482,6 @@ class ConfigPicker:
                 self._check()
 
     def _check(self) -> None:
-        """Check the fields after a change, and update the code, the YAML and the error messages."""
         for name, box in self._plugin_boxes.items():
             box.layout.display = None if name in self._strategy.value else "none"
         self._refresh_functions()
@@ -554,7 +504,6 @@ class ConfigPicker:
         self._show_state()
 
     def _values(self) -> dict[str, Any]:
-        """Return the settings that the form gives, by name; those left open are left out."""
         values = {name: row.value for name, row in self._rows.items() if "[" not in name}
         for name in self._strategy.value:
             options = {key: self._rows[_key(name, key)].value for key in PLUGINS[name].options}
@@ -568,7 +517,6 @@ class ConfigPicker:
         return None if found is None else self._rows.get(found[1])
 
     def _show_state(self) -> None:
-        """Show errors and warnings beside their rows, and enable or disable the buttons."""
         refusal: Exception | None = self._error
         warning = None
         processes = self._rows["num_processes"]
@@ -643,7 +591,6 @@ class ConfigPicker:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the newest run that was launched from the form is still running."""
         return self.run is not None and not call_of(self.run).ended.is_set()
 
     def _refresh_functions(self) -> None:
@@ -689,13 +636,12 @@ def config_picker(
 
 
 def _all_in(box: Any) -> Iterator[Any]:
-    """Yield all widgets in a box, nested ones included."""
     for widget in getattr(box, "children", ()):
         yield widget
         yield from _all_in(widget)
 
 
 def _namespace() -> dict[str, Any]:
-    """Return the notebook's variables by name; an empty mapping outside of IPython."""
+    """An empty mapping outside of IPython."""
     shell = get_ipython()
     return {} if shell is None else shell.user_ns

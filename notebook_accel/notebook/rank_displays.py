@@ -43,10 +43,8 @@ _LABEL = "opacity:.65;font-size:13px;padding:0 7px"
 class RankDisplays:
     """Shows the displays of one rank (``first_asked``) as outputs of a cell, each display once.
 
-    An output keeps all its MIME types: the page draws figures, HTML, Markdown and LaTeX as it draws
-    those of an ordinary cell, and saves them with the notebook. A display that the rank updates
-    later is replaced in its place. What it displays after ``clear_output`` takes the places of what
-    was cleared, since no output can be removed.
+    All MIME types are kept. An update replaces a display in its place; what comes after
+    ``clear_output`` takes the places of what was cleared, since no output can be removed.
     """
 
     def __init__(self) -> None:
@@ -58,10 +56,7 @@ class RankDisplays:
         self._replace_due = 0.0
 
     def show_new(self, state: RunState) -> None:
-        """Show displays that are new in ``state`` as outputs of the cell, and replace updated ones.
-
-        Only the running cell's thread may call this.
-        """
+        """Only the running cell's thread may call this."""
         rank, size = first_asked(state), 0
         is_due = state.has_ended or time.monotonic() >= self._replace_due
         cleared = [number for number in self._shown if number < rank.num_cleared]
@@ -87,18 +82,12 @@ class RankDisplays:
 
 
 def seconds_to_wait(size: int) -> float:
-    """Return the seconds to wait after sending ``size`` characters, before an update of them.
-
-    A Jupyter server drops messages when too much is sent in a second.
-    """
+    """Return the seconds between updates: a Jupyter server drops what is too much in a second."""
     return max(_REPLACE_SECONDS, size / _PER_SECOND)
 
 
 def show_displays(state: RunState, rank: int) -> None:
-    """Show all displays that are kept of one rank as outputs of the running cell.
-
-    Only the running cell's thread may call this.
-    """
+    """Only the running cell's thread may call this."""
     found = state.ranks[rank]
     for display in found.displays:
         _show(display, state, found)
@@ -107,11 +96,7 @@ def show_displays(state: RunState, rank: int) -> None:
 
 
 def render_displays(state: RunState) -> Markup:
-    """Return the newest displays of one rank (``first_asked``) as HTML; "" if it has none.
-
-    For a run whose cell has ended: nothing can be added to the outputs of that cell, but any thread
-    can replace a part of them, and the value of a widget.
-    """
+    """For a run whose cell has ended, to whose outputs nothing can be added; "" for no displays."""
     rank = first_asked(state)
     shown: list[Markup] = []
     room = _MAX_BYTES
@@ -142,10 +127,7 @@ def other_displays(state: RunState) -> str:
 
 
 def first_asked(state: RunState) -> RankState:
-    """Return the first rank that runs the call, which is the one whose displays are shown.
-
-    A call of a session may be meant for some ranks only (``%%accelerate --ranks``).
-    """
+    """Return the rank whose displays are shown; a call may be for some ranks only (``--ranks``)."""
     return next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
 
 
@@ -156,17 +138,7 @@ def _contents(rank: RankState) -> list[dict[str, str]]:
 def _show(
     display: Display, state: RunState, rank: RankState, slots: list[DisplaySlot] | None = None
 ) -> list[DisplaySlot]:
-    """Show a display as an output of the running cell; with several ranks, below its rank's label.
-
-    Args:
-        display: what to show.
-        state: the run's state.
-        rank: the state of the rank that displayed it.
-        slots: slots of the running cell whose contents it replaces; None for new ones.
-
-    Returns:
-        The slots that hold the label and the display, so that they can be replaced.
-    """
+    """Show a display below its rank's label in new slots or those given; return the slots."""
     labels = [f"rank {rank.rank}"] if state.world_size > 1 else []
     slots = slots or [DisplaySlot() for _ in (*labels, display)]
     for slot, text in zip(slots, labels, strict=False):
@@ -183,11 +155,7 @@ def _say(text: str, slot: DisplaySlot | None = None) -> None:
 
 
 def _as_html(data: Mapping[str, str]) -> Markup:
-    """Return a display as HTML: its own HTML, or else its image, or else its text as it is.
-
-    Args:
-        data: the display's data by MIME type; images other than SVG in base64.
-    """
+    """Return its own HTML, or else its image (base64 but for SVG), or else its text."""
     if "text/html" in data:
         # The person's own, as an output of an ordinary cell would hold it.
         return Markup(data["text/html"])
@@ -208,13 +176,7 @@ _PLAIN = "text/plain"
 
 
 def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = None) -> None:
-    """Show the value of a cell's last expression on each rank, labelled; equal values once.
-
-    Args:
-        values: one per rank, in the order of ranks; None for a rank without a value.
-        slot: where the values go if the cell has ended, all as one output. None shows them in the
-            running cell; only its thread may do that.
-    """
+    """Show each rank's value, equal ones once; without a slot, in the running cell's thread."""
     texts = by_rank([None if value is None else value.text for value in values])
     groups = _alike(values)
     is_rich = any(set(value.data) != {_PLAIN} for value, _ in groups)
@@ -233,11 +195,7 @@ def show_values(values: Sequence[ShownValue | None], slot: DisplaySlot | None = 
 
 
 def by_rank(texts: Sequence[str | None]) -> str:
-    """Return the texts of all ranks with labels, equal texts once, as in ``ranks 0-1: 3``.
-
-    Args:
-        texts: one per rank, in the order of ranks; None for a rank without a text.
-    """
+    """Return the texts with labels, equal ones once, as in ``ranks 0-1: 3``; None has no text."""
     lines: list[str] = []
     for text, ranks in _alike(texts):
         # A text of several lines starts below its label, so that its columns stay aligned.
@@ -247,11 +205,7 @@ def by_rank(texts: Sequence[str | None]) -> str:
 
 
 def _alike(values: Sequence[T | None]) -> list[tuple[T, list[int]]]:
-    """Return each different value with the list of ranks that have it, ordered by their first rank.
-
-    Args:
-        values: one per rank, in the order of ranks; None for a rank without a value.
-    """
+    """Return each different value with its ranks, by their first; None has no value."""
     found: list[tuple[T, list[int]]] = []
     for rank, value in enumerate(values):
         same = [ranks for other, ranks in found if other == value]

@@ -37,15 +37,9 @@ _MAX_LABEL = 60
 
 
 class RunTable(list[T]):
-    """A list that a notebook shows as a table of runs, with the state of each run at that moment.
+    """A list, of runs or of axes, that a notebook shows as a table of runs in their present state.
 
-    ``runs()`` returns one that holds the runs, ``compare()`` one that holds matplotlib's axes.
-
-    Args:
-        items: the elements of the list.
-        runs: (label, run) pairs, one for each row of the table.
-        names: metrics that have a column, the first eight of them; None for all that the runs
-            logged.
+    ``runs`` are (label, run) pairs; ``names`` the metrics with a column, eight at most (None: all).
     """
 
     def __init__(
@@ -59,10 +53,7 @@ class RunTable(list[T]):
         self._names = names
 
     def _rows(self) -> list[list[str]]:
-        """Return the cells of the table: a row of titles, then a row for each run.
-
-        Columns that are empty for all runs are left out.
-        """
+        """Columns that are empty for all runs are left out."""
         states = [(label, run.state) for label, run in self._runs]
         logged = dict.fromkeys(name for _, state in states for name in last_values(state))
         names = list(logged if self._names is None else self._names)
@@ -198,7 +189,6 @@ def runs(*, everywhere: bool = False) -> RunTable[Run]:
 
 
 def _view_of_past() -> View:
-    """Return the view for a run of another process: lines of text, since nothing of it changes."""
     return choose_view("text")
 
 
@@ -244,11 +234,7 @@ def compare(
 
 
 def _labelled(runs: Sequence[Any]) -> list[tuple[str, Run]]:
-    """Return (label, run) pairs from the arguments of ``compare``.
-
-    Raises:
-        ConfigError: there is no run, or something given is no run.
-    """
+    """Return (label, run) pairs; ConfigError for no run, or for what is none."""
     given = runs[0] if len(runs) == 1 and isinstance(runs[0], (list, tuple, Mapping)) else runs
     found = [*given.values()] if isinstance(given, Mapping) else [*given]
     wrong = [run for run in found if not isinstance(run, Run)]

@@ -4,9 +4,8 @@
                           ^                                                        |
                           +---- CellOutcome of each rank: value, assigned names <--+
 
-A kernel has at most one session. This module decides which variables of the notebook are sent along
-with a cell (ownership.py tells which side assigned a name last), and shows the values of last
-expressions. Starting ranks, calling them and ending them is left to the package ``launch``.
+A kernel has at most one. ownership.py tells which side assigned a name last; ``launch`` starts,
+calls and ends ranks.
 """
 
 from __future__ import annotations
@@ -75,16 +74,9 @@ _MAGIC = "%%accelerate"
 
 
 class SessionHints:
-    """Watches the cells of a notebook while there is a session.
+    """Completes the session's names in plain cells, hints at them after a NameError, reports cells.
 
-    It completes names of the session in plain cells, hints at such a name after a NameError, and
-    reports the assignments of plain cells.
-
-    Args:
-        shell: the notebook's IPython shell.
-        names: returns the names of the session's variables.
-        note_assigned: called at the end of each cell with the names that the cell assigned in the
-            notebook; empty for a cell that ran on the ranks or failed.
+    ``note_assigned`` gets what a cell assigned here; nothing of one that failed or ran there.
     """
 
     def __init__(
@@ -101,12 +93,10 @@ class SessionHints:
         self._matchers.append(self._complete)
 
     def remove(self) -> None:
-        """Stop watching: unregister the completion and the hook that runs after cells."""
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._matchers[:] = [one for one in self._matchers if one != self._complete]
 
     def _complete(self, text: str) -> list[str]:
-        """Return the names of the session that begin with ``text``; IPython calls this for Tab."""
         return sorted(name for name in self._names() if text and name.startswith(text))
 
     def _after_cell(self, result: Any) -> None:
@@ -152,7 +142,6 @@ class StartingLine(View):
             self._show("the session was not started")
 
     def conclude(self, world_size: int) -> None:
-        """Say that the session has started, with its number of ranks and the time that it took."""
         seconds = wording.span(time.monotonic() - self._began)
         started = f"session of {num_ranks(world_size)} started in {seconds}"
         self._show(f"{started}; %accelerate stop ends it")
@@ -176,13 +165,9 @@ class CellOptions:
 
     Attributes:
         ranks: the ranks that run the cell; None for all.
-        pull: names that are copied from the ranks into the notebook after the cell.
-        pulls_each_rank: whether each pulled name becomes a list with one value per rank. If False,
-            it is the value of the lowest rank that runs the cell.
-        push: names that are copied to the ranks before the cell, even if the session assigned them
-            last.
-        pushes_used: whether variables of the notebook that the cell uses are pushed too.
-        in_background: whether the notebook stays free while the cell runs on the ranks.
+        pulls_each_rank: a pulled name becomes a list of all ranks' values, else the lowest rank's.
+        push: names copied even if the session assigned them last.
+        pushes_used: whether variables that the cell uses are pushed too.
     """
 
     ranks: frozenset[int] | None = None
@@ -197,12 +182,10 @@ class NotebookSession:
     """Ranks that stay alive between the cells of a notebook, and the record of their variables.
 
     Attributes:
-        config: the settings with which the ranks were started.
-        session: the ranks themselves, as the package ``launch`` handles them.
-        names: the names of the variables that any rank has.
-        cells: source of each cell that all ranks have run to its end, by its execution number.
-        left_out: for each other cell, by its execution number, why a script must leave it out.
-        rank_at_fault: the rank that failed in the newest failed call; None if no rank did.
+        names: the variables that any rank has.
+        cells: source of each cell that all ranks have run to its end, by execution number.
+        left_out: for each other cell, why a script must leave it out.
+        rank_at_fault: of the newest failed call; None if no rank failed.
     """
 
     def __init__(
@@ -213,17 +196,10 @@ class NotebookSession:
         *,
         view: View | None = None,
     ) -> None:
-        """Start the ranks.
-
-        Args:
-            shell: the notebook's IPython shell.
-            config: settings of the launch.
-            notices: lines for the user, shown with the first call.
-            view: tells the user about a slow start; None shows nothing.
+        """Start the ranks; ``notices`` show with the first call, ``view`` tells of a slow start.
 
         Raises:
-            ConfigError: the engine has no ranks that could stay alive, or there are more ranks than
-                accelerators.
+            ConfigError: the engine's ranks cannot stay alive, or there are more than accelerators.
             LaunchError: the ranks could not be started.
         """
         self.config = config
@@ -257,12 +233,10 @@ class NotebookSession:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.session.world_size
 
     @property
     def is_usable(self) -> bool:
-        """Whether the ranks can still run cells."""
         return self.session.status in ("starting", "ready", "busy")
 
     # ---- cells -----------------------------------------------------------------------------
@@ -280,22 +254,15 @@ class NotebookSession:
         """Run a cell on the ranks, show the value of its last expression, and pull names.
 
         Args:
-            text: source of the cell, without its magic's line.
-            source: source of the whole cell, which tracebacks quote.
-            code: ``text`` with IPython's own syntax turned into Python.
-            first_line: line number in ``source`` at which ``text`` begins.
-            number: execution number of the cell.
-            options: how the cell runs.
-
-        Returns:
-            The run of the cell. It has ended, unless the cell runs in the background.
+            text: the cell without its magic's line; ``code`` is the same as plain Python.
+            source: the whole cell, which tracebacks quote; ``text`` begins at its ``first_line``.
 
         Raises:
             ConfigError: there is no such rank, or no such name to push.
             LaunchError: a value cannot be pickled, or a rank has ended.
             NotebookAccelError: a name to pull does not exist.
-            WorkerError, RunStopped: as :func:`notebook_launcher`. If a ``breakpoint()`` ended the
-                cell, the debugger opens first; the error is raised once the user has left it.
+            WorkerError, RunStopped: as a launch; after a ``breakpoint()``, once the
+                user has left the debugger.
         """
         self._check_ranks(options.ranks or ())
         self._await_turn()
@@ -344,12 +311,7 @@ class NotebookSession:
     def _follow_in_background(
         self, run: Run, conclude: Callable[[DisplaySlot | None], None]
     ) -> None:
-        """Start a thread that waits for the run of a cell, calls ``conclude`` and shows errors.
-
-        Args:
-            run: the run of a cell in the background.
-            conclude: called with a slot in the output of that cell, into which the values go.
-        """
+        """Wait for the run in a thread, which calls ``conclude`` with a slot for the values."""
         # What a thread displays appears anywhere, but what fills a slot.
         slot, below = DisplaySlot(), DisplaySlot()
         for one in (slot, below):
@@ -372,17 +334,7 @@ class NotebookSession:
         self._background = start_thread(follow, name="notebook-accel-cell")
 
     def call(self, request: LaunchRequest) -> Run:
-        """Call a function on the ranks, for ``notebook_launcher(..., session=True)``.
-
-        Globals in the function are the variables of the session. Variables of the notebook that it
-        uses are pushed first.
-
-        Args:
-            request: the function, its arguments, and how to show and await the run.
-
-        Raises:
-            LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`notebook_launcher`.
-        """
+        """Call a function whose globals are the session's variables; raises as a launch."""
         self._await_turn()
         function = request.function
         name = getattr(function, "__name__", "")
@@ -402,13 +354,7 @@ class NotebookSession:
         return self._begin(called, self._plan_push(mentions), request)
 
     def _begin(self, called: CellCall | FunctionCall, push: Push, request: LaunchRequest) -> Run:
-        """Call the ranks and send variables along; return the run.
-
-        Args:
-            called: what each rank does.
-            push: the variables.
-            request: how to show and await the run. The function and arguments in it are not used.
-        """
+        """Call the ranks and send variables along; the function in ``request`` is not used."""
         called.fills = push.fills
         self._owners.note_call()
         self._sent = called, frozenset(push.values.keys() - push.fills)
@@ -450,20 +396,10 @@ class NotebookSession:
         assigned: frozenset[str],
         slot: DisplaySlot | None,
     ) -> None:
-        """Record the assignments of a cell whose run has ended, and show values.
+        """Record a cell's assignments, show its values, and pull its names if it has not failed.
 
-        If the cell has not failed, also pull the names that it asked for.
-
-        Args:
-            run: the run of the cell.
-            request: the request that the ranks got.
-            number: execution number of the cell.
-            assigned: names that the cell certainly assigns. The ranks report changed objects only,
-                and so miss a name that was assigned the very same object again.
-            slot: where the values go; None for the output of the running cell.
-
-        Raises:
-            NotebookAccelError: a name to pull does not exist.
+        ``assigned``: ranks miss a name that was assigned the very same object again. No slot is the
+        running cell. NotebookAccelError if a name to pull does not exist.
         """
         outcomes: list[CellOutcome | None] = results_now(run)
         if all(rank.returned for rank in run.state.ranks):
@@ -480,13 +416,7 @@ class NotebookSession:
             self._assign(request.pull, outcomes, request.pull_from)
 
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
-        """Record the variables of the ranks, and their new assignments, from the answers to a call.
-
-        If a rank has not answered, nothing is recorded.
-
-        Args:
-            outcomes: one per rank; None for a rank that did not return.
-        """
+        """Record the ranks' variables and assignments; nothing if one has not answered (None)."""
         answers = [one for one in outcomes if one is not None]
         if len(answers) < len(self.session.processes):
             return
@@ -519,10 +449,7 @@ class NotebookSession:
             )
 
     def await_calls(self) -> None:
-        """Wait until the call that runs in the background, if any, has ended.
-
-        An interrupt ends the wait only: the call goes on.
-        """
+        """Wait for a call in the background; an interrupt ends the wait only, the call goes on."""
         call = self.session.newest_call
         if call is not None and self._is_going_on(call):
             slot = DisplaySlot()
@@ -539,13 +466,7 @@ class NotebookSession:
                 slot.clear()
 
     def _await_turn(self) -> None:
-        """Wait until the ranks are free, and record how the newest call has ended.
-
-        If that call failed, the ranks are also asked which variables they have now.
-
-        Raises:
-            LaunchError: a rank has ended.
-        """
+        """Wait until the ranks are free, record the newest call; LaunchError if one has ended."""
         self.await_calls()
         self._note_end()
         if not self.is_usable:
@@ -554,7 +475,7 @@ class NotebookSession:
             self._take(self._ask(NamesCall()))
 
     def _note_end(self) -> None:
-        """Record, once, how the newest call has ended; called before the next call is made."""
+        """Record once how the newest call has ended, before the next one is made."""
         run, (called, pushed) = self.session.newest_call, self._sent
         if run is None or run is self._noted:
             return
@@ -575,22 +496,14 @@ class NotebookSession:
             self._unsure = call_of(run).number, pushed
 
     def _is_going_on(self, call: Run) -> bool:
-        """Return whether a call still runs, or its values have yet to be shown."""
+        """Also true while its values have yet to be shown."""
         is_followed = self._background is not None and self._background.is_alive()
         return is_followed or not call_of(call).ended.is_set()
 
     def _ask(
         self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Call a request on all ranks, and wait for the answers; ``runs()`` does not list the call.
-
-        Args:
-            request: the object to call on each rank.
-            names: variables to push along.
-
-        Returns:
-            The answer of each rank, in the order of ranks.
-        """
+        """Return each rank's answer to a request, in a call that ``runs()`` does not list."""
         self._sent = None, frozenset()
         return self.session.ask(request, names or {})
 
@@ -603,7 +516,6 @@ class NotebookSession:
 
     @property
     def lost_with_device(self) -> str:
-        """A line that names what is lost with a device that fails for good; "" if none does."""
         self.await_calls()
         self._note_end()
         if not self._has_lost_device:
@@ -619,12 +531,7 @@ class NotebookSession:
     # ---- names -----------------------------------------------------------------------------
 
     def pull(self, names: Sequence[str], *, rank: int | None = 0) -> None:
-        """Copy variables of the ranks into the notebook, with tensors on the CPU.
-
-        Args:
-            names: names of the variables.
-            rank: the rank whose values are copied. None assigns a list of all ranks' values to each
-                name.
+        """Copy ranks' variables here, tensors on the CPU; ``rank=None`` lists all ranks' values.
 
         Raises:
             ConfigError: there is no such rank.
@@ -652,17 +559,7 @@ class NotebookSession:
     def _assign(
         self, names: Sequence[str], outcomes: Sequence[NamesOutcome | None], rank: int | None
     ) -> None:
-        """Assign pulled values to variables of the notebook.
-
-        Args:
-            names: names of the variables.
-            outcomes: the answers of the ranks; None for a rank that did not return.
-            rank: the rank whose values are assigned. None assigns a list of all ranks' values to
-                each name, with None for a rank that lacks the name.
-
-        Raises:
-            NotebookAccelError: the rank has no such name, or with ``rank=None`` no rank has it.
-        """
+        """Assign values as ``pull`` says; None for a rank that did not answer, or lacks a name."""
         answers = {number: one for number, one in enumerate(outcomes) if one is not None}
         asked = answers if rank is None else {rank: answers[rank]}
         for name in names:
@@ -687,7 +584,6 @@ class NotebookSession:
     # ---- the session -----------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return the text of ``%accelerate status``: ranks, their states, names of variables."""
         status = self.session.status
         lines = [f"session of {num_ranks(self.world_size)}: {status}"]
         for one in self.session.processes:
@@ -699,14 +595,7 @@ class NotebookSession:
         return "\n".join(lines)
 
     def logs(self, rank: int | None = None) -> str:
-        """Return the output of the ranks as text.
-
-        Args:
-            rank: whose output; None for that of all ranks, each line labelled with its rank.
-
-        Raises:
-            ConfigError: there is no such rank.
-        """
+        """Return what a rank printed (None: all, labelled); ConfigError for no such rank."""
         if rank is not None:
             self._check_ranks([rank])
             return self.session.read_log(rank)
@@ -714,39 +603,24 @@ class NotebookSession:
         return "".join(labelled(number, self.session.read_log(number)) for number in ranks)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Return the current Python stacks of the ranks as text.
-
-        Args:
-            rank: whose stacks; None for those of all ranks.
-
-        Raises:
-            ConfigError: there is no such rank.
-        """
+        """Return a rank's stacks (None: all); ConfigError if there is no such rank."""
         self._check_ranks([] if rank is None else [rank])
         return self.session.stacks(rank)
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """Send a command to the debuggers of all ranks, and wait for the answers.
-
-        Returns:
-            One answer for each rank, in the order of ranks; None from a rank that has no error, and
-            from all other ranks if the command is for one rank.
-        """
+        """Return an answer a rank; None from one without an error, and from those not asked."""
         self._await_turn()
         answers: list[DebugAnswer | None] = self._ask(request)
         return answers
 
     def end(self) -> None:
-        """End the ranks.
-
-        A call that runs in the background has ``config.grace`` seconds to end by itself.
-        """
+        """A call in the background has ``config.grace`` seconds to end by itself."""
         self._hints.remove()
         self.session.close(self.config.grace)
 
 
 def num_ranks(world_size: int) -> str:
-    """Return the number of ranks as text: "1 rank", "2 ranks"."""
+    """Return "1 rank", "2 ranks"."""
     return f"{world_size} rank{'' if world_size == 1 else 's'}"
 
 
@@ -758,11 +632,7 @@ _session: NotebookSession | None = None
 
 
 def current_session() -> NotebookSession | None:
-    """Return the session of this kernel; None before one is started and after it was ended.
-
-    A session whose ranks have died is still returned, until the user ends or restarts it: a new
-    session in its place would lack the variables of the old one, and nobody would be told.
-    """
+    """Return the kernel's session, also with dead ranks: a new one would lack its variables."""
     return _session
 
 
@@ -770,11 +640,6 @@ def start_session(
     shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
 ) -> NotebookSession:
     """Start the session of this kernel.
-
-    Args:
-        shell: the notebook's IPython shell.
-        config: settings of the launch.
-        notices: lines for the user, shown with the first call.
 
     Raises:
         ConfigError: there is a session already, or its ranks cannot be started with these settings.
@@ -800,15 +665,7 @@ def start_session(
 def restart_session(
     shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
 ) -> NotebookSession:
-    """End the session, if there is one, and start a new one.
-
-    The arguments are those of :func:`start_session`.
-
-    Raises:
-        ConfigError: the ranks cannot be started with these settings. If this is found
-            before the old session is ended, the old one goes on.
-        LaunchError: the ranks could not be started; the old session has ended.
-    """
+    """End the session, if there is one, and start a new one; the old one survives a ConfigError."""
     check_ranks(config)
     end_session()
     return start_session(shell, config, notices)
@@ -821,11 +678,7 @@ def session_for(
 ) -> NotebookSession:
     """Return the session of this kernel; start one if there is none, or if a device is lost.
 
-    Args:
-        shell: the notebook's IPython shell.
-        arguments, config: the settings, as ``config.resolve`` takes them. A session that exists
-            must have been started with the same ones. Environment variables and the default config
-            file count only for a session that is started now.
+    Environment and config file count only for a session that is started now.
 
     Raises:
         ConfigError: the session was started with other settings, or cannot be started with these.
@@ -840,11 +693,7 @@ def session_for(
 
 
 def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
-    """Check that the given settings are those of the running session.
-
-    Raises:
-        ConfigError: a setting differs; the message names the command that starts another session.
-    """
+    """Raise ConfigError if a setting differs, with the command that starts another session."""
     given = {name: value for name, value in given.items() if value is not None}
     has = replace(running.config, num_processes=running.world_size)
     wanted = LaunchConfig(**given)
@@ -869,7 +718,7 @@ def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
 
 
 def end_session() -> bool:
-    """End the session of this kernel; return whether there was one."""
+    """Return whether there was one."""
     global _session
     ending, _session = _session, None
     if ending is None:

@@ -103,14 +103,7 @@ _NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A summary in the two forms that an output of a cell has: HTML and plain text.
-
-    Attributes:
-        html: for pages in a browser.
-        text: for terminals and files.
-        displays: HTML that a rank displayed, such as a figure; pages show it below ``html``. "" for
-            none.
-    """
+    """A summary as HTML and text; ``displays`` is a rank's own HTML, shown below, or ""."""
 
     html: Markup
     text: str
@@ -118,7 +111,6 @@ class Snapshot:
 
     @property
     def bundle(self) -> dict[str, str]:
-        """The summary as a MIME bundle: its data by MIME type, as Jupyter displays it."""
         # Without a line break: one that is followed by another would end the HTML where a
         # notebook is converted to Markdown. In what the person made, a script may need it.
         html = str(self.html).replace("\n", "&#10;")
@@ -134,14 +126,9 @@ def render_line(text: str) -> Snapshot:
 
 
 def render_slim(state: RunState, *, now: float | None = None, with_output: bool = True) -> Snapshot:
-    """Return a summary of one line, with the output of the ranks below as in an ordinary cell.
+    """Return one line and the output below it, for cells too short for a table of ranks.
 
-    For cells that end at once, which are too short for a table of ranks.
-
-    Args:
-        state: the run's state.
-        now: wall time in seconds, for a run that still goes on; None for one that has ended.
-        with_output: whether to include the ranks' output; False where it is printed already.
+    ``now`` is wall time, None for a run that has ended; no output where it is printed already.
     """
     now = state.started if now is None else now
     values = summary.values_line(state)
@@ -174,13 +161,10 @@ def render_snapshot(
     """Return the summary of a run: ranks, notices, errors, metrics, output.
 
     Args:
-        state: the run's state.
-        metrics: every value given to ``accelerator.log``, as ``run.metrics`` has them.
         now: wall time in seconds, for a run that still goes on; None for one that has ended.
-        with_output: whether to include the ranks' output; False where it is printed already.
-        with_displays: whether to put the displays of a rank below the summary; False where each
-            display is an output of its own.
-        asked_stacks: a title and the ranks' stacks, if a click on Stacks fetched them; else None.
+        with_output: False where it is printed already.
+        with_displays: False where each display is an output of its own.
+        asked_stacks: a title and stacks, if a click on Stacks fetched them.
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
@@ -288,7 +272,6 @@ def _notices(state: RunState) -> Markup:
 
 
 def _failure(state: RunState) -> Markup:
-    """Return the error's first line as HTML, with the end of its other lines folded below it."""
     if not state.error:
         return Markup("")
     first, _, rest = state.error.partition("\n")
@@ -302,7 +285,6 @@ def _failure(state: RunState) -> Markup:
 
 
 def _end(text: str, max_bytes: int) -> str:
-    """Return the end of a text, cut to about ``max_bytes`` bytes; an ellipsis marks a cut."""
     return shorten(text[: -max_bytes - 2 : -1], max_bytes)[::-1]
 
 
@@ -315,7 +297,6 @@ def _other_displays(state: RunState) -> Markup:
 
 
 def _metrics(curves: Mapping[str, Sequence[Point]]) -> Markup:
-    """Return plots of the first metrics, and the last values of further metrics, as HTML."""
     if not curves:
         return Markup("")
     names = list(curves)
@@ -355,15 +336,9 @@ def _plot(name: str, points: Sequence[Point]) -> list[Markup]:
 
 
 def _output(state: RunState, style: str, room: int) -> Markup:
-    """Return the output of the ranks as HTML, one block for all ranks that printed the same.
+    """Return the output, one block for all ranks that printed the same, in ``room`` bytes at most.
 
-    The first block is open, and so are further short ones up to a limit; the others are folded.
-
-    Args:
-        state: the run's state.
-        style: inline CSS of the text.
-        room: bytes that all blocks may take together. If that is too little for their
-            number, one line says where the output is.
+    The first and short ones are open. With too little room, one line says where the output is.
     """
     alike = _printed_alike(state, _MAX_LINES)
     share = room // (len(alike) + 1) - _BLOCK_BYTES
@@ -395,15 +370,9 @@ def _output(state: RunState, style: str, room: int) -> Markup:
 def _printed_alike(
     state: RunState, max_lines: int
 ) -> list[tuple[tuple[tuple[str, ...], int], list[int]]]:
-    """Group ranks by their output, without a traceback at its end that the error shows already.
+    """Group ranks by ((last lines, number of all lines), ranks), one at fault first.
 
-    Args:
-        state: the run's state.
-        max_lines: the most lines that are returned of an output.
-
-    Returns:
-        A list of ((last lines, number of all lines), ranks that printed them). The output of a rank
-        at fault comes first.
+    A traceback at an output's end that the error shows already is left out.
     """
     alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
     for rank in state.ranks:
@@ -440,15 +409,7 @@ def _newest(lines: Sequence[str], room: int) -> list[str]:
 def _block(
     lines: Sequence[str], total: int, label: str, style: str, earlier: Sequence[str] = ()
 ) -> Markup:
-    """Return a block of output as HTML: a title, a fold with earlier lines, and the last lines.
-
-    Args:
-        lines: the last lines, which stand outside of the fold.
-        total: number of all lines that were printed; the title says if some are not shown.
-        label: names the ranks that printed them, such as "ranks 0-1"; "" if there is one rank only.
-        style: inline CSS of the text.
-        earlier: lines before ``lines``, shown in a fold; empty for no fold.
-    """
+    """``label`` is "" for one rank; ``earlier`` lines stand in a fold."""
     title = label
     if len(lines) < total:
         who = f"{label}: " if label else ""
@@ -469,7 +430,6 @@ def _pre(lines: Sequence[str], style: str) -> Markup:
 
 
 def _output_text(state: RunState) -> list[str]:
-    """Return the last lines of the ranks' output as plain text, for readers that show no HTML."""
     lines: list[str] = []
     room = _MAX_OUTPUT_TEXT
     for (printed, total), ranks in _printed_alike(state, _SHORT_OUTPUT):

@@ -34,10 +34,7 @@ _MAX_CHARACTERS = 1_000_000
 
 
 def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
-    """Return the sources of the cells that ``shell`` has run, newest first; [] if it is None.
-
-    Of a long session only the newest cells are returned, with a million characters in all.
-    """
+    """Return cells, newest first, a million characters in all; [] for no shell."""
     if shell is None:
         return []
     numbers = cell_numbers(shell)
@@ -54,7 +51,7 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
 
 
 def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
-    """Return a mapping from the file name of each cell's code to the cell's execution number."""
+    """By the file name of each cell's code."""
     names = list(linecache.cache)
     label: Any = getattr(shell.compile, "format_code_name", None)
     if label is not None:
@@ -70,10 +67,9 @@ def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
 
 @contextmanager
 def show_in_short() -> Iterator[None]:
-    """Have IPython show an error of the block in a few lines, without frames of this package.
+    """Have IPython show errors of this package and interrupts or timeouts of a run in a few lines.
 
-    This holds for errors of this package, and for an interrupt or timeout of a run. The error is
-    raised with its full traceback, so that ``sys.last_value`` and ``%debug`` work as usual.
+    The error is raised with its full traceback, for ``sys.last_value`` and ``%debug``.
     """
     try:
         yield
@@ -98,10 +94,7 @@ def _show_as(error: BaseException, text: str) -> None:
 
 
 def _lead_debugger(error: BaseException) -> None:
-    """Have ``%debug`` open the user's frame that called this package, or what an inline run raised.
-
-    It goes where IPython drew a traceback last, and an error that draws itself resets nothing.
-    """
+    """Have ``%debug`` open the user's frame that called us, or what an inline run raised."""
     formatter = getattr(get_ipython(), "InteractiveTB", None)
     if formatter is None:
         return

@@ -31,15 +31,8 @@ if TYPE_CHECKING:
 class Transcript(PlainView):
     """Prints lines as :class:`PlainView` does, and shows the summary as HTML, without widgets.
 
-    For notebooks that a program executes (nbconvert, papermill), and for ``view="text"``.
-
-    Args:
-        waits: whether the cell waits for the run. If False, nothing can be added to the cell's
-            output once the cell has ended. So the summary gets a slot in that output from the
-            start, and holds the ranks' output and displays as well. A cell that calls
-            ``run.wait()`` meanwhile prints the progress of the run and its notices.
-        is_cell: whether the run is a ``%%accelerate`` cell. If it ends at once, one line is its
-            summary.
+    For notebooks that a program executes, and for ``view="text"``. If the cell does not wait, the
+    summary has a slot in its output from the start, with the ranks' output and displays.
     """
 
     def __init__(self, *, waits: bool = True, is_cell: bool = False) -> None:
@@ -92,16 +85,13 @@ class Transcript(PlainView):
 class CellDashboard(Dashboard):
     """A :class:`Dashboard` for Colab, whose pages draw nothing that is sent while no cell runs.
 
-    No thread of its own draws the panel: the thread of a cell that waits for the run does, and adds
-    the panel to the output of that cell. A run in the background is shown as one line, which says
-    what to type to see more, until a cell waits for the run or shows it.
+    The thread of a cell that waits draws it, into that cell's output; until then it is one line.
     """
 
     # The number of the newest cell that shows the run.
     _placed_in: int | None = None
 
     def _begin_drawing(self) -> None:
-        """Show one line that says that the run is running; start no thread."""
         assert self._run is not None, "a view that draws is open"
         self._is_drawing = True
         # A click has no cell.
@@ -127,14 +117,12 @@ class CellDashboard(Dashboard):
         super().print_end()
 
     def _place_in_cell(self) -> None:
-        """Add the panel to the output of the cell that runs now, unless it is there already."""
         if self._placed_in != _number_of_cell():
             self._placed_in = _number_of_cell()
             self._slot.place()
 
 
 def _number_of_cell() -> int | None:
-    """Return the execution number of the cell that runs now; None outside of IPython."""
     number: int | None = getattr(get_ipython(), "execution_count", None)
     return number
 
@@ -171,28 +159,14 @@ VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
 def dashboard_in(
     kernel: Any, *, waits: bool = True, is_cell: bool = False, slot: DisplaySlot | None = None
 ) -> Dashboard:
-    """Return the live panel that works in the pages of ``kernel``.
-
-    Args:
-        kernel: the kernel in which this code runs.
-        waits, is_cell, slot: as :class:`Dashboard` takes them.
-    """
+    """Return the live panel that works in the pages of ``kernel``."""
     way = clicks.clicks_for(kernel)
     kind = Dashboard if way.draws_between_cells else CellDashboard
     return kind(way, waits=waits, is_cell=is_cell, slot=slot)
 
 
 def choose_view(name: str, *, waits: bool = True, is_cell: bool = False) -> View:
-    """Return the view called ``name``, made for the kernel or terminal in which this code runs.
-
-    Args:
-        name: "auto", "widgets", "text" or "none", as ``notebook_launcher(view=...)`` takes it.
-        waits: whether the cell waits for the run.
-        is_cell: whether the run is a ``%%accelerate`` cell.
-
-    Raises:
-        ConfigError: no view has this name, or the view cannot be shown here.
-    """
+    """Make the view for this kernel or terminal; ConfigError if it cannot be shown here."""
     if not isinstance(name, str) or name not in VIEWS:
         raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")
     return VIEWS[name](clicks.find_kernel(), waits, is_cell)

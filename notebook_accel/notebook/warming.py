@@ -29,13 +29,7 @@ _LOOK_SECONDS = 0.1
 
 @functools.cache
 def keep_reading(kernel: Any) -> None:
-    """Make ipykernel 7.0 to 7.3 poll its shell socket, whose requests it might leave unread.
-
-    Other versions are left alone.
-
-    Args:
-        kernel: the kernel of a notebook; None in a terminal, where there is nothing to do.
-    """
+    """Make ipykernel 7.0 to 7.3 poll its shell socket; other versions, and None, are left alone."""
     thread: Any = getattr(kernel, "shell_channel_thread", None)
     version = importlib.metadata.version("ipykernel").split(".")[:2]
     if thread is not None and tuple(map(int, version)) < (7, 4):
@@ -52,10 +46,8 @@ def _look(loop: Any, stream: Any) -> None:
 def warm_kernel() -> None:
     """Start the template in the background, if this process is the kernel of a notebook.
 
-    The template is the helper process from which ranks are forked: with it, a launch some seconds
-    later is fast. Nothing is started in a script, whose first launch comes at once or never, nor in
-    a rank. This function also calls :func:`keep_reading`. It raises no errors: the launch itself
-    will report them.
+    Not in a script, whose first launch comes at once or never, nor in a rank. It raises no errors:
+    the launch itself will report them.
     """
     shell = get_ipython()
     kernel = getattr(shell, "kernel", None)

@@ -34,17 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShownValue:
-    """The value of a cell's last expression on one rank, in the forms in which IPython shows it.
-
-    Attributes:
-        data: the value by MIME type; binary data in base64.
-    """
+    """A last expression's value by MIME type, binary data in base64."""
 
     data: Mapping[str, str]
 
     @property
     def text(self) -> str:
-        """The value as plain text; "" if it has no such form."""
+        """The plain text; "" if it has no such form."""
         return self.data.get("text/plain", "")
 
     def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
@@ -59,13 +55,9 @@ class NamesOutcome:
     """A rank's report on its variables, in answer to a request.
 
     Attributes:
-        assigned: names that the rank has assigned, or bound to another object, since its last
-            report.
-        names: names of all variables of the rank.
-        uses: names of the globals that the code of a value uses, by the name of the value's
-            variable; for variables that are newly assigned or may use other globals now.
-        pulled: the values that the request asked for, by name.
-        last_push: number of the newest call that pushed variables to this rank; 0 if none has.
+        assigned: names bound to another object since its last report.
+        uses: the globals that the code behind a name uses, where that may have changed.
+        last_push: number of the newest call that pushed variables here; 0 for none.
     """
 
     assigned: frozenset[str] = frozenset()
@@ -77,14 +69,7 @@ class NamesOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome(NamesOutcome):
-    """A rank's answer to a cell: the report on its variables, and the value of the last expression.
-
-    As a result in a run (``run[0]``) it is displayed like that value.
-
-    Attributes:
-        value: the value of the last expression; None where the cell has none to show, or did not
-            run on this rank.
-    """
+    """A rank's answer to a cell; ``value`` is None where there is none, or the cell did not run."""
 
     value: ShownValue | None = None
 
@@ -97,14 +82,9 @@ class CellOutcome(NamesOutcome):
 
 @dataclass(kw_only=True)
 class NamesCall:
-    """A request that assigns pushed variables on each rank, and returns the values of pulled ones.
+    """Assigns pushed variables on each rank and returns pulled ones; base class of the others.
 
-    It is also the base class of requests that do more.
-
-    Attributes:
-        pull: names of the variables to return.
-        pull_from: the rank that returns them; None for all ranks.
-        fills: those of the pushed names that a rank takes only if it has no such variable.
+    ``pull_from`` is one rank, None all; a rank takes names of ``fills`` only if it lacks them.
     """
 
     pull: tuple[str, ...] = ()
@@ -112,21 +92,12 @@ class NamesCall:
     fills: frozenset[str] = frozenset()
 
     def __call__(self, /, **names: Any) -> NamesOutcome:
-        """Assign the pushed variables ``names`` in this rank, and return the rank's report."""
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
         return NamesOutcome(**self.report(namespace))
 
     def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the changes of this rank's variables since its last report, and pulled values.
-
-        Args:
-            namespace: the rank's ``Namespace``.
-            mentions: names that the request may use; see ``Namespace.report``.
-
-        Returns:
-            The fields of a :class:`NamesOutcome`.
-        """
+        """Return the fields of a :class:`NamesOutcome`; ``mentions`` as in ``Namespace.report``."""
         is_asked = self.pull_from in (None, rank.current().rank)
         report: dict[str, Any] = namespace.report(self.pull if is_asked else (), mentions)
         return report
@@ -134,18 +105,14 @@ class NamesCall:
 
 @dataclass(kw_only=True)
 class CellCall(NamesCall):
-    """A request that runs a cell; all ranks get it, also those that do not run the cell.
+    """Runs a cell; all ranks get it, also those that do not run the cell.
 
     Attributes:
-        text: source of the cell, without its magic's line.
-        source: source of the whole cell, as the page shows it.
-        first_line: line number in ``source`` at which ``text`` begins.
-        label: name of the run: "In[3]".
+        text, source, first_line: the cell without its magic's line; whole; where the one begins.
         mentions: names that the cell may use.
-        imports: modules that the cell uses as attributes of packages; each rank imports them first.
+        imports: modules used as attributes of packages; each rank imports them first.
         ranks: the ranks that run the cell; None for all.
-        renews_group: whether all ranks first make the process group anew. They must after a failed
-            call in which they left the group that they had.
+        renews_group: after a failed call in which ranks left their process group.
     """
 
     text: str
@@ -166,14 +133,7 @@ class CellCall(NamesCall):
         self.__name__ = self.label
 
     def __call__(self, /, **names: Any) -> CellOutcome:
-        """Assign the pushed ``names`` in this rank, and run the cell if ``ranks`` has this rank.
-
-        Returns:
-            The outcome; its value is None where the cell did not run.
-
-        Raises:
-            BaseException: whatever the cell raises.
-        """
+        """Raises whatever the cell raises; the value is None where the cell did not run."""
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
@@ -187,12 +147,7 @@ class CellCall(NamesCall):
 
 @dataclass(kw_only=True)
 class FunctionCall(NamesCall):
-    """A request that calls a function, for ``notebook_launcher(..., session=True)``.
-
-    Attributes:
-        function, args, kwargs: the function and its arguments.
-        mentions, renews_group: as those of :class:`CellCall`.
-    """
+    """A request that calls a function, for ``notebook_launcher(..., session=True)``."""
 
     function: Any
     args: tuple[Any, ...]
@@ -208,11 +163,7 @@ class FunctionCall(NamesCall):
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, /, **names: Any) -> Any:
-        """Assign the pushed ``names`` in this rank, call the function, and return its result.
-
-        Raises:
-            BaseException: whatever the function raises.
-        """
+        """Raises whatever the function raises."""
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
@@ -222,12 +173,7 @@ class FunctionCall(NamesCall):
 
 @dataclass(frozen=True)
 class DebugAnswer:
-    """A rank's answer to a :class:`DebugCall`.
-
-    Attributes:
-        text: what the debugger printed.
-        is_over: whether the command has ended the debugger.
-    """
+    """What the debugger printed, and whether the command ended it."""
 
     text: str
     is_over: bool = False
@@ -235,12 +181,7 @@ class DebugAnswer:
 
 @dataclass(kw_only=True)
 class DebugCall:
-    """A request that runs a pdb command on the error that the newest call has left in a rank.
-
-    Attributes:
-        command: the command; None asks for a description of the error.
-        rank: the rank that runs the command; None for all.
-    """
+    """Runs a pdb command on the newest call's error; None describes it. ``rank=None`` is all."""
 
     command: str | None = None
     rank: int | None = None
@@ -272,11 +213,7 @@ _GOES_ON = (
 
 
 class PostMortem:
-    """A pdb debugger, in a rank, at the place where an error was raised.
-
-    It takes commands from its caller instead of a terminal, and keeps the selected frame from one
-    command to the next.
-    """
+    """A pdb debugger in a rank, whose commands come from its caller; the frame stays selected."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -284,17 +221,13 @@ class PostMortem:
         self._debugger: _Debugger | None = None
 
     def describe(self) -> str:
-        """Return the type and message of the error, and the line of code that raised it."""
         debugger = self._ready()
         self._output.write(f"{type(self._error).__name__}: {error_text(self._error)}\n")
         debugger.print_stack_entry(debugger.stack[debugger.curindex])
         return self._take_output()
 
     def answer(self, command: str) -> tuple[str, bool]:
-        """Run a pdb command; return its output, and whether it has ended the debugger.
-
-        Commands that would resume the program, such as ``continue``, only print that nothing runs.
-        """
+        """Return the output, and whether the debugger ended; ``continue`` resumes nothing."""
         debugger = self._ready()
         tracer = sys.gettrace()
         try:
@@ -330,7 +263,7 @@ class PostMortem:
 
 
 def _without_ours(entry: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without frames of this package at its end; keep at least one frame."""
+    """Drop frames of this package at the end; keep at least one."""
     entries = []
     while entry is not None:
         entries.append(entry)

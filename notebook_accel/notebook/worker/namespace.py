@@ -51,11 +51,7 @@ def make_shell() -> RankShell:
 
 
 class _Compiler(CachingCompiler):
-    """IPython's compiler cache, which gives code the file name that its cell has in the notebook.
-
-    Attributes:
-        filename: file name of the cell that runs; ``RankShell.run`` sets it.
-    """
+    """IPython's compiler cache, with the file name that a cell has in the notebook."""
 
     filename = "<cell>"
 
@@ -64,11 +60,7 @@ class _Compiler(CachingCompiler):
 
 
 class _Hook(DisplayHook):
-    """IPython's hook for the value of a last expression; it keeps the value and prints nothing.
-
-    Attributes:
-        shown: the newest value by MIME type; None if there was none.
-    """
+    """Keeps the newest value by MIME type (None: there was none), and prints nothing."""
 
     shown: dict[str, Any] | None = None
 
@@ -83,10 +75,7 @@ class _Hook(DisplayHook):
 
 
 class RankShell(InteractiveShell):
-    """The IPython shell that runs the cells of a session in one rank.
-
-    It writes no history and prints neither values nor errors, which the notebook shows.
-    """
+    """Runs cells in one rank; no history, and values and errors are the notebook's to show."""
 
     displayhook_class: Any = _Hook
 
@@ -105,15 +94,9 @@ class RankShell(InteractiveShell):
         configurables.append(self.history_manager)
 
     def run(self, text: str, source: CellSource, first_line: int) -> ShownValue | None:
-        """Run a cell; return the value of its last expression, or None if it has none.
+        """Return the last expression's value, or None; raise what the cell raises.
 
-        Args:
-            text: source of the cell, without its magic's line.
-            source: source of the whole cell, as the page shows it; tracebacks quote it.
-            first_line: line number in ``source`` at which ``text`` begins.
-
-        Raises:
-            BaseException: whatever the cell raises, with a traceback that begins in the cell.
+        ``text`` begins at line ``first_line`` of ``source``, which tracebacks quote.
         """
         cells.install_sources([source])
         self.compile.filename = source.filename
@@ -138,16 +121,14 @@ class RankShell(InteractiveShell):
         return
 
     def ask_exit(self) -> None:
-        """Leave the cell, as ``sys.exit()`` does; IPython calls this for ``exit`` in a cell."""
+        """IPython calls this for ``exit`` in a cell."""
         raise SystemExit
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Do nothing: a rank has no event loop for GUI windows."""
         return
 
 
 def _show_figures() -> None:
-    """Show matplotlib figures that the cell has drawn but not shown, as a notebook does."""
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_fignums():
         pyplot.show()
@@ -185,11 +166,7 @@ def rank_namespace() -> Namespace:
 
 
 class Namespace:
-    """The variables of this rank, with a record of what the notebook has been told of them.
-
-    Attributes:
-        shell: runs cells with these variables.
-    """
+    """The variables of this rank, with a record of what the notebook has been told of them."""
 
     def __init__(self, shell: RankShell) -> None:
         self.shell = shell
@@ -201,12 +178,7 @@ class Namespace:
         self._reported = self._objects()
 
     def push(self, names: Mapping[str, Any], fills: Collection[str] = ()) -> None:
-        """Assign variables that the notebook sent.
-
-        Args:
-            names: values by name.
-            fills: those of the names that are assigned only if this rank has no such variable.
-        """
+        """Assign what the notebook sent; names of ``fills`` only if this rank lacks them."""
         if "__name__" not in self._names:  # a cell ran `globals().clear()`
             self._names.update({**self._first_names, **self._names})
         if names:
@@ -224,13 +196,7 @@ class Namespace:
     ) -> None:
         """Renew the process group and provide ``accelerator``, each if needed; called by all ranks.
 
-        Args:
-            mentions: names that the cell may use; ``accelerator`` is provided if one of them needs
-                it.
-            renews_group: whether to replace the process group, which the ranks left when a call
-                failed.
-            function: the function that the request calls, whose globals count as mentions too; None
-                for a cell.
+        A function's globals count as ``mentions`` too; None for a cell.
         """
         if renews_group:
             for line in import_module("notebook_accel.training.processes.renewal").renew_group():
@@ -241,13 +207,7 @@ class Namespace:
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
     def import_modules(self, names: Iterable[str]) -> None:
-        """Import modules that the notebook has imported, so that the cell finds them in packages.
-
-        A module that cannot be imported here is skipped: the cell fails where it uses the module.
-
-        Args:
-            names: full names of the modules, such as "xml.dom.minidom".
-        """
+        """Import modules by full names; skip one that fails: the cell fails where it uses it."""
         for name in names:
             with suppress(ImportError):
                 import_module(name)
@@ -255,10 +215,7 @@ class Namespace:
     def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
         """Return the changes since the last report, as the fields of a ``NamesOutcome``.
 
-        Args:
-            pull: names of variables whose values are wanted.
-            mentions: names of functions and classes that may use other globals now, though they
-                were not assigned anew.
+        ``mentions`` are functions and classes that may use other globals now.
         """
         now = self._objects()
         assigned = frozenset(name for name, key in now.items() if self._reported.get(name) != key)
@@ -277,7 +234,6 @@ class Namespace:
         }
 
     def _objects(self) -> dict[str, int]:
-        """Return the ``id`` of each variable's value, by name, without IPython's own variables."""
         hidden = self.shell.user_ns_hidden
         return {
             name: id(value)
@@ -288,12 +244,7 @@ class Namespace:
         }
 
     def _may_use(self, mentions: Iterable[str], name: str) -> bool:
-        """Return whether ``name`` is a mention, or used by a mentioned value, also indirectly.
-
-        Args:
-            mentions: names that a cell or a function may use.
-            name: the name to look for.
-        """
+        """Also where a mentioned value uses ``name`` indirectly."""
         seen: set[str] = set()
         waiting = list(mentions)
         while waiting:
@@ -307,11 +258,7 @@ class Namespace:
 
 
 def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of globals in ``namespace`` that the code of a value uses.
-
-    Objects inside of the value are looked at too: contents of a closure, the function of a
-    ``partial``, the classes of a model's modules.
-    """
+    """Return the globals that a value's code uses, also in closures, partials, models."""
     found: set[str] = set()
     seen: set[int] = set()
     waiting = [value]
@@ -332,11 +279,7 @@ def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _wrapped(value: Any) -> list[Any]:
-    """Return the objects whose code may run when ``value`` is used.
-
-    These are the objects that it wraps, such as the function of a ``partial``; the classes of a
-    model's modules; or else the class of ``value``.
-    """
+    """Return what it wraps, a model's modules' classes, or else the class of ``value``."""
     kind = type(value)
     if issubclass(kind, types.FunctionType):
         return [held for cell in value.__closure__ or () for held in _contents(cell)]
