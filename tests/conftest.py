@@ -25,7 +25,6 @@ def find_chromium() -> str | None:
 
 
 def count_gpus() -> int:
-    """How many accelerators torch sees, without initialising one."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -37,7 +36,6 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, visibly, what this machine cannot run."""
     browser = [item for item in items if item.get_closest_marker("browser")]
     if browser and find_chromium() is None:
         _skip(browser, "no Chromium found: install it (Debian: apt-get install chromium)")
@@ -48,8 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leave all that the test files import out of later collections of garbage: to look through it
-    takes half a second each time, and tests of memory ask for many."""
+    """Freeze what test files import: looking for garbage in it takes half a second each time."""
     gc.disable()
     try:
         return (yield)
@@ -59,7 +56,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter end as always: it would warn of what is still open."""
     gc.unfreeze()
 
 
@@ -78,7 +74,6 @@ def _runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of the browser; tests that take it carry ``@pytest.mark.browser``."""
     path = find_chromium()
     assert path, "a test that takes `chromium` carries @pytest.mark.browser"
     return path

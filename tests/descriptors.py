@@ -9,11 +9,7 @@ __all__ = ["open_descriptors"]
 
 
 def open_descriptors() -> set[str]:
-    """Each open descriptor's number and what it is.
-
-    What a test left is what came since: ``open_descriptors() - before``. Numbers alone, or how many
-    there are, do not tell: what earlier tests left behind may be collected meanwhile.
-    """
+    """Each open descriptor and what it is: its number alone tells nothing."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the folder's own, which is closed by now

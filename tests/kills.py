@@ -58,11 +58,7 @@ class Report(dict[str, Any]):
 
 
 def train(folder: str, name: str, samples: int, victim: int, seconds: float) -> float:
-    """One attempt, on one rank; the victim is killed after so many seconds (0: nobody is).
-
-    Returns:
-        how long the loop took.
-    """
+    """Train on one rank; the victim is killed after ``seconds`` (0: nobody). Times the loop."""
     layout, precision, is_async = CASES[name]
     accelerator = accelerator_for(
         layout,
@@ -116,15 +112,7 @@ def _kill_later(seconds: float) -> None:
 
 
 def run_case(name: str, instants: int, seed: int, root: Path, *, samples: int = SAMPLES) -> Report:
-    """Interrupt trainings, each until it has reached its end.
-
-    Args:
-        name: of the case.
-        instants: how many ranks are killed, one after the other.
-        seed: decides when, and who.
-        root: an empty folder.
-        samples: of an epoch.
-    """
+    """Interrupt trainings by ``instants`` kills, each until it has reached its end."""
     ranks = LAYOUTS[CASES[name][0]][0]
     dice = random.Random(seed)
     report = Report(kills=0, attempts=0, trainings=0, broken=[], differing=[], num_losses=0)
@@ -165,7 +153,6 @@ def run_case(name: str, instants: int, seed: int, root: Path, *, samples: int = 
 
 
 def _losses(folder: Path, rank: int) -> tuple[dict[str, set[str]], list[str]]:
-    """The losses that were seen at each step, and the lines that are none."""
     path = folder / f"losses_{rank}"
     losses: dict[str, set[str]] = {}
     wrong = []

@@ -32,6 +32,5 @@ def without_gloo(output: str) -> str:
 def call(
     session: Session, function: Callable[..., Any], args: Sequence[Any] = (), **asked: Any
 ) -> Run:
-    """Call ``function(*args)`` on the ranks of a session."""
     asked = {"view": View(), **asked}
     return session.call(replace(session.request, function=function, args=args, **asked))

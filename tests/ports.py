@@ -11,11 +11,6 @@ _PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """A port of the loopback interface at which nobody listens.
-
-    Raises:
-        OSError: fifty tries found none.
-    """
     for port in random.sample(_PORTS, 50):
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):

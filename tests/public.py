@@ -15,7 +15,6 @@ PACKAGE = Path(notebook_accel.__file__).parent
 
 
 def public_names() -> dict[str, str]:
-    """Each public name and the module that it comes from."""
     tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
     return {
         alias.asname or alias.name: f"notebook_accel.{node.module}"

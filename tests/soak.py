@@ -57,7 +57,6 @@ class Traces:
 
 
 def look() -> Traces:
-    """The traces in this process now."""
     gc.collect()
     me = psutil.Process()
     maps = Path("/proc/self/maps").read_text()
@@ -72,7 +71,6 @@ def look() -> Traces:
 
 
 def soak(num_launches: int) -> list[str]:
-    """Launch that often; gives lines about what has grown."""
     import torch
 
     weights = torch.zeros(500_000)

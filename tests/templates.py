@@ -24,10 +24,7 @@ class _Everything(set[ImportItem]):
 
 
 def import_little() -> None:
-    """Let templates that are started from here on leave out what takes long.
-
-    What ranks import instead is not imported for later ranks.
-    """
+    """Templates started from here on leave out what takes long; ranks import it each for itself."""
     handle._known = _Everything()
     assert _SERVE in handle._BOOT
     handle._BOOT = handle._BOOT.replace(

@@ -12,7 +12,6 @@ __all__ = ["eventually"]
 
 
 def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
-    """Wait until ``condition`` holds; fails with ``what`` after ``within`` seconds."""
     deadline = time.monotonic() + within
     while True:
         began = time.monotonic()

@@ -1,5 +1,5 @@
-"""Modules under the paths of Accelerate's modules, for code that imports from these.
+"""Modules under the paths of Accelerate's: ``compat/state.py`` is ``notebook_accel.state``.
 
-``notebook_accel/compat/state.py`` is importable as ``notebook_accel.state``, the counterpart of
-``accelerate.state``.
+Each has this package's versions of names that Accelerate's module defines or imports. Other names
+come from Accelerate, if it is installed (``_accelerate.door``).
 """

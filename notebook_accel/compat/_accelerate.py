@@ -30,10 +30,7 @@ __all__ = ["Missing", "door", "open_below"]
 
 
 def _folder() -> list[str]:
-    """Return Accelerate's folder in a list, for ``__path__``; [] if it is not installed.
-
-    It asks the import finders, since ``sys.modules["accelerate"]`` may be this package.
-    """
+    """Ask the import finders: ``sys.modules["accelerate"]`` may be this package; [] for none."""
     for finder in sys.meta_path:
         spec = finder.find_spec("accelerate", None)
         if spec is not None:
@@ -45,14 +42,7 @@ __path__ = _folder()
 
 
 def door(path: str) -> Callable[[str], Any]:
-    """Return a module-level ``__getattr__`` that looks names up in Accelerate's module ``path``.
-
-    A module of ``compat/`` uses it for the names that this package does not define. If Accelerate
-    is not installed, looking a name up returns a :class:`Missing`.
-
-    Args:
-        path: path below ``accelerate``, such as "utils.modeling".
-    """
+    """Return a ``__getattr__`` for Accelerate's module; a :class:`Missing` if not installed."""
 
     def fetch(name: str) -> Any:
         if name.startswith("__") or not (__path__ or name[0].isalpha()):
@@ -63,15 +53,9 @@ def door(path: str) -> Callable[[str], Any]:
 
 
 def open_below(package: str, path: str, names: Sequence[str]) -> None:
-    """Make submodules of a module of ``compat/``, so that imports by their paths work.
+    """Make submodules ``names``, each with all public names of ``package``.
 
-    Each submodule gets all public names of the parent module, even if Accelerate defines them in
-    another submodule. Other names come from Accelerate (see :func:`door`).
-
-    Args:
-        package: name under which the parent module was imported.
-        path: path of the parent module's counterpart below ``accelerate``: "utils".
-        names: names of the submodules.
+    ``path`` is the parent's place below ``accelerate``; other names come from there (:func:`door`).
     """
     above = sys.modules[package]
     ours = {name: value for name, value in vars(above).items() if not name.startswith("_")}
@@ -94,11 +78,7 @@ def _load(path: str) -> ModuleType:
 def _make_state(here: Topology) -> None:
     """Fill Accelerate's ``PartialState``, by which its trackers and loggers find the main process.
 
-    Without this, ``PartialState()`` detects several ranks only on GPUs: on the CPU, without
-    ``cpu=True``, each rank would take itself for the main process.
-
-    Args:
-        here: this rank's number, the number of ranks, the device and so on.
+    By itself it sees several ranks only on GPUs: on the CPU each would be the main process.
     """
     for root in ("accelerate", __name__):
         module: Any = sys.modules.get(f"{root}.state")

@@ -1,8 +1,4 @@
-"""Makes ``notebook_accel.checkpointing`` a counterpart of ``accelerate.checkpointing``.
-
-That module has this package's versions of names that Accelerate's module defines or imports. Other
-names come from Accelerate, if it is installed (see ``_accelerate.door``).
-"""
+"""A counterpart of ``accelerate.checkpointing``."""
 
 from notebook_accel.compat import _accelerate
 

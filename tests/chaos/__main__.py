@@ -93,7 +93,6 @@ class Chaos:
     # ---- events ----------------------------------------------------------------------------
 
     def run(self, num_events: int) -> None:
-        """Let that many processes die, and look at what is left."""
         done = 0
         while done < num_events:
             self._fill_up()
@@ -154,7 +153,6 @@ class Chaos:
 
     @staticmethod
     def _let_go_on(kernel: Kernel) -> None:
-        """SIGCONT: one that is stopped can do nothing once it alone is left."""
         for process in kernel.others():
             with suppress(psutil.NoSuchProcess):
                 process.resume()

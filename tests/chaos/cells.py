@@ -99,12 +99,10 @@ KINDS = {
 
 
 def start(kind: str, num_processes: int) -> str:
-    """Begin a run; gives how that went."""
     return _tried(lambda: _runs.append(_launch(kind, num_processes, block=False)))
 
 
 def follow(kind: str, num_processes: int) -> str:
-    """Launch and wait, as a cell does; gives how it ended."""
     return _tried(lambda: _launch(kind, num_processes, block=True))
 
 
@@ -124,7 +122,6 @@ def _launch(kind: str, num_processes: int, *, block: bool) -> Any:
 
 
 def stop() -> str:
-    """Ask the newest run to stop."""
     if _runs:
         _runs[-1].stop()
     return "ok"
@@ -164,7 +161,6 @@ _PLAIN = LaunchConfig(num_processes=2, devices="cpu")
 
 
 def count_files() -> dict[str, str]:
-    """The open files of this process, by descriptor."""
     gc.collect()
     found = {}
     for name in os.listdir("/proc/self/fd"):

@@ -57,8 +57,6 @@ for line in sys.stdin:
 
 @dataclass(frozen=True)
 class Census:
-    """The processes of a kernel by what they are."""
-
     template: list[psutil.Process]
     prepared: list[psutil.Process]
     agent: list[psutil.Process]
@@ -81,36 +79,29 @@ class Kernel(ABC):
         """Of its process."""
 
     def send(self, command: str) -> None:
-        """Begin a command; its answer is fetched by :meth:`answer`."""
         assert not self.waits
         self.commands.append(command)
         self.waits = True
         self._send(command)
 
     def answer(self) -> Any:
-        """What the last command gave."""
         self.waits = False
         return self._answer()
 
     def ask(self, command: str) -> Any:
-        """Begin a command and wait for its end."""
         self.send(command)
         return self.answer()
 
     def interrupt(self) -> None:
-        """Press Interrupt."""
         os.kill(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
     def others(self) -> list[psutil.Process]:
-        """All that it brought about, without itself."""
         return [process for process in marked(MARK, self.mark) if process.pid != self.pid]
 
     def census(self) -> Census:
-        """All that it brought about, by what it is."""
         found: dict[str, list[psutil.Process]] = {
             "template": [],
             "prepared": [],
@@ -160,8 +151,6 @@ class Kernel(ABC):
 
 
 class Plain(Kernel):
-    """A plain Python process."""
-
     def __init__(self, environment: Mapping[str, str], cwd: Path) -> None:
         super().__init__()
         self._process = subprocess.Popen(
@@ -206,8 +195,6 @@ class Plain(Kernel):
 
 
 class Real(Kernel):
-    """An ipykernel."""
-
     def __init__(self, environment: Mapping[str, str], cwd: Path) -> None:
         super().__init__()
         self._stack = ExitStack()

@@ -57,7 +57,6 @@ def run(
     python: tuple[str, ...] = (sys.executable,),
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of ``python`` in ``folder``, which also is the home of settings."""
     environment = {
         **os.environ,
         "XDG_CONFIG_HOME": str(folder),
@@ -80,12 +79,10 @@ def run(
 def notebook_accel(
     *arguments: str, folder: Path, timeout: float = 280, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``notebook-accel`` with these arguments."""
     return run("-m", "notebook_accel", *arguments, folder=folder, timeout=timeout, **variables)
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> tuple[str, list[float]]:
-    """What the script said of its ranks, and the losses that it printed."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
     (said,) = [line.removeprefix("said: ") for line in lines if line.startswith("said: ")]

@@ -47,11 +47,7 @@ BUSY = 20.0
 
 
 class _Waits(View):
-    """Notes what the thread that waits calls, several looks in a row as one.
-
-    Args:
-        go: a file that the second wait makes.
-    """
+    """Notes what the waiting thread calls, looks in a row as one; the second wait makes ``go``."""
 
     def __init__(self, go: Path) -> None:
         self.calls: list[str] = []
@@ -101,11 +97,9 @@ class EngineContract:
                     process.kill()
 
     def alive(self) -> list[psutil.Process]:
-        """Agents, ranks and all that they brought about."""
         return [process for process in of_launches(os.getpid()) if process.pid != template().pid]
 
     def config(self, n: int | None = None, **options: Any) -> LaunchConfig:
-        """The settings of a launch of so many ranks."""
         number = n or self.world_size
         return LaunchConfig(
             engine=self.engine, num_processes=number, **{**self.settings, **options}
@@ -118,7 +112,7 @@ class EngineContract:
         return launch(function, args, config=config, **{"view": View(), **options})
 
     def fails(self, function: Any, *args: Any, **options: Any) -> tuple[WorkerError, float]:
-        """The error of a launch, and the seconds from the event (``mark()``) to it."""
+        """Return the error of a launch, and the seconds from the event (``mark()``) to it."""
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("event")
         with pytest.raises(WorkerError) as caught:
             self.launch(function, str(marker), *args, **options)
@@ -881,7 +875,6 @@ class EngineContract:
 
     @pytest.fixture
     def session(self) -> Iterator[Session]:
-        """Ranks that stay between calls."""
         session = Session(LaunchRequest(config=self.config()))
         yield session
         session.close()
@@ -1380,10 +1373,7 @@ def _hold_the_gil() -> None:
 
 @contextlib.contextmanager
 def _interrupts_when(condition: Any, *, times: int = 1, within: float = 30) -> Iterator[None]:
-    """Send SIGINT to this process, as a kernel manager does, once ``condition`` holds.
-
-    Never after the block: a late one would hit the next test.
-    """
+    """Send SIGINT to this process once ``condition`` holds, never after the block."""
     may_press = threading.Lock()
     is_over = False
 

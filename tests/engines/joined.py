@@ -49,5 +49,4 @@ def _join(address: str, token: str) -> None:
 
 
 def register() -> None:
-    """Let launches of this process name the engine."""
     ENGINES[NAME] = KIND

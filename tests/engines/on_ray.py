@@ -67,7 +67,6 @@ def _patiently(get_node: Any, *args: Any) -> Any:
 
 
 def on_nodes() -> list[psutil.Process]:
-    """Templates on the cluster's nodes, and what they have forked."""
     found = []
     for process in marked(MARK, _OF_CLUSTER):
         try:
@@ -132,7 +131,6 @@ LOOP = """
 
 
 def start(notebook: Notebook, path: Path, options: str = "") -> str:
-    """Launch in a cell, and wait until the ranks train; gives the cell."""
     cell = notebook.start(LAUNCH.format(arguments=f"({str(path)!r},), ", options=options))
     eventually(path.exists, within=SLOW, what="the ranks train")
     return cell

@@ -18,7 +18,6 @@ __all__ = ["below", "files_left", "gone", "marked", "of_launches", "runs_of_run"
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """All living descendants of a process."""
     try:
         return [p for p in psutil.Process(pid).children(recursive=True) if _lives(p)]
     except psutil.NoSuchProcess:
@@ -26,16 +25,11 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 def gone(pids: Iterable[int]) -> bool:
-    """Whether none of the processes lives."""
     return not any(_lives_pid(pid) for pid in pids)
 
 
 def of_launches(kernel: int) -> list[psutil.Process]:
-    """Templates, agents, ranks and all that those brought about, whoever adopted it meanwhile.
-
-    Args:
-        kernel: the process that launches, and has set ``NOTEBOOK_ACCEL_RUNS``.
-    """
+    """Templates, agents and ranks of a kernel that has set ``NOTEBOOK_ACCEL_RUNS``."""
     runs = ("NOTEBOOK_ACCEL_RUNS", os.environ["NOTEBOOK_ACCEL_RUNS"])
     return [
         process
@@ -47,7 +41,6 @@ def of_launches(kernel: int) -> list[psutil.Process]:
 
 
 def _serves(process: psutil.Process, kernel: int) -> bool:
-    """Whether it is a template, or a fork of one."""
     try:
         return bool(re.search(rf"serve\(\d+, {kernel}, \d+\)$", process.cmdline()[-1]))
     except (psutil.Error, IndexError):
@@ -55,10 +48,7 @@ def _serves(process: psutil.Process, kernel: int) -> bool:
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:
-    """Living processes that began with this variable in their environment, or were forked there.
-
-    It finds them wherever they went: another session, another parent, another program.
-    """
+    """Living processes that began with this variable, whatever their session, parent or program."""
     return [p for p in psutil.process_iter() if _began_with(p.pid, name, value) and _lives(p)]
 
 
@@ -98,7 +88,6 @@ def _lives_pid(pid: int) -> bool:
 
 
 def files_left(folder: str | Path) -> list[str]:
-    """What is in a folder for temporary files, torch's own aside."""
     # Torch 2.9 makes an empty folder as it is imported.
     of_torch = ("torchinductor", "tmp") if too_old_torch((2, 11)) else ("torchinductor",)
     return [name for name in os.listdir(folder) if not name.startswith(of_torch)]

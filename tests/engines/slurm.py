@@ -23,16 +23,7 @@ _RUN = 'OF_SRUN=yes SLURMD_NODENAME=other exec "$@"'
 
 
 def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, *, command: str = _RUN) -> Path:
-    """Have this process be on the first node of a job.
-
-    Args:
-        folder: for the script.
-        monkeypatch: sets the environment.
-        command: what the script does.
-
-    Returns:
-        The file with the arguments that ``srun`` got: options, "--", the command.
-    """
+    """Be on the first node of a job; return the file of the arguments that ``srun`` got."""
     said, srun = folder / "srun-said", folder / "srun"
     srun.write_text(_SRUN.format(said=said, command=command))
     srun.chmod(0o755)

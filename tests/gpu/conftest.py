@@ -8,7 +8,6 @@ import torch
 
 @pytest.fixture
 def kind() -> str:
-    """Type of the device, as torch names it: "cuda", say."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return device.type

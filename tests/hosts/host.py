@@ -35,11 +35,7 @@ exec sleep infinity
 
 
 class HostB:
-    """The other host, while it is up.
-
-    Attributes:
-        private: a folder of this name is on both hosts, and is not the same one.
-    """
+    """The other host, while it is up; a folder ``private`` is on both, and is not the same."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
@@ -48,7 +44,6 @@ class HostB:
         self._joined: list[subprocess.Popen[str]] = []
 
     def boot(self) -> None:
-        """Lay the cable, and start what all processes of the host descend from."""
         ip("netns", "add", self._name)
         ip("link", "add", f"{self._name}a", "type", "veth", "peer", "name", f"{self._name}b")
         ip("link", "set", f"{self._name}b", "netns", self._name)
@@ -65,13 +60,11 @@ class HostB:
         (self._init,) = psutil.Process(self._unshare.pid).children()
 
     def join(self, address: str, token: str) -> subprocess.Popen[str]:
-        """Have it join."""
         joined = self.start("-m", "notebook_accel", "join", address, token=token)
         self._joined.append(joined)
         return joined
 
     def start(self, *arguments: str, token: str = "") -> subprocess.Popen[str]:
-        """Start a Python there."""
         enter = ["nsenter", "--target", str(self._init.pid), "--net", "--mount", "--pid", "--uts"]
         variables = {
             "PATH": os.environ["PATH"],
@@ -87,17 +80,14 @@ class HostB:
         )
 
     def kill(self) -> None:
-        """Switch it off: all its processes die at once."""
         self._init.send_signal(signal.SIGKILL)
         self._unshare.wait(30)
 
     def cut(self) -> None:
-        """Pull the cable: nobody is told."""
         ip("link", "set", f"{self._name}a", "down")
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """What runs there, beside its first process."""
         mine = Path(f"/proc/{self._init.pid}/ns/pid").readlink()
         return [
             process
@@ -109,7 +99,6 @@ class HostB:
         ]
 
     def take_down(self) -> None:
-        """Nothing of it is left."""
         if self._unshare.poll() is None:
             self.kill()
         for joined in self._joined:
@@ -134,13 +123,11 @@ def _pid_namespace(pid: int) -> Path | None:
 
 
 def ip(*arguments: str) -> None:
-    """Run iproute2."""
     subprocess.run(["ip", *arguments], check=True)
 
 
 @contextmanager
 def host_b(folder: Path) -> Iterator[HostB]:
-    """Host B for the time of the block."""
     host = HostB(f"na{os.getpid()}", folder)
     host.private.mkdir()
     host.boot()

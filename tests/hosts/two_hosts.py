@@ -65,19 +65,16 @@ def start(notebook: Notebook, options: str = "", arguments: str = "") -> tuple[s
 def launch_on_both(
     notebook: Notebook, other: HostB, options: str = "", arguments: str = ""
 ) -> tuple[str, subprocess.Popen[str]]:
-    """Launch in a cell, and have host B join; gives the cell and what joined."""
     cell, address, token = start(notebook, options, arguments)
     return cell, other.join(address, token)
 
 
 def finish(notebook: Notebook, cell: str) -> str:
-    """The cell's traceback; "" where it ended well."""
     reply = notebook.finish(cell, timeout=SLOW)
     return "\n".join(reply.traceback)
 
 
 def arrive(notebook: Notebook, path: Path) -> float:
-    """When all ranks have begun (a file that rank 0 makes)."""
     eventually(path.exists, within=SLOW, what="the ranks train")
     return time.monotonic()
 

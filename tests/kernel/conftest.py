@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """A notebook of its own, with its own runs and temporary files."""
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
     # A short one: sockets get their paths there.
     with tempfile.TemporaryDirectory(prefix="t") as folder:

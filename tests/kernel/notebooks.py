@@ -38,7 +38,6 @@ class Notebook:
 
     @property
     def pid(self) -> int:
-        """Of the kernel's process; a restart changes it."""
         return int(self.manager.provisioner.pid)
 
     def run(self, code: str, *, timeout: float = SLOW) -> str:
@@ -48,11 +47,9 @@ class Notebook:
         return reply.text
 
     def start(self, code: str) -> str:
-        """Send a cell."""
         return self.kernel.start(textwrap.dedent(code))
 
     def finish(self, cell: str, *, timeout: float = SLOW) -> Reply:
-        """Wait for the end of a cell."""
         return self.kernel.finish(cell, timeout=timeout)
 
     def fails(self, code: str, *, timeout: float = SLOW) -> str:
@@ -62,11 +59,9 @@ class Notebook:
         return "\n".join(reply.traceback)
 
     def interrupt(self) -> None:
-        """What the Stop icon of the page does."""
         self.manager.interrupt_kernel()
 
     def others(self, *but: int) -> list[psutil.Process]:
-        """All that the kernel brought about, directly or not, without itself."""
         return [p for p in marked(MARK, self.mark) if p.pid not in (self.pid, *but)]
 
     def expect(self, count: int, *, but: int, within: float) -> None:
@@ -78,7 +73,6 @@ class Notebook:
             raise AssertionError(f"after {within} s there are still:\n" + "\n".join(left)) from None
 
     def end_all(self) -> None:
-        """Kill whatever is left of it."""
         for process in marked(MARK, self.mark):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -87,11 +81,7 @@ class Notebook:
 
 @contextmanager
 def open_notebook(environment: Mapping[str, str] | None = None) -> Iterator[Notebook]:
-    """A notebook for the time of the block; nothing of it is left afterwards.
-
-    Args:
-        environment: variables of its kernel, beside those of this process.
-    """
+    """A notebook for the time of the block; nothing of it is left afterwards."""
     mark = uuid.uuid4().hex
     with ExitStack() as stack:
         with patch.dict(os.environ, {**(environment or {}), MARK: mark}):

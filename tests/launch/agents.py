@@ -33,13 +33,7 @@ SECONDS = 60.0
 
 
 class AgentByHand:
-    """An agent of the shared template, which has been sent nothing yet.
-
-    Attributes:
-        run: id of its run.
-        pid: of the agent.
-        heard: every message that came from it, in order.
-    """
+    """An agent of the shared template, which has been sent nothing yet; ``heard`` is in order."""
 
     def __init__(
         self,
@@ -60,7 +54,6 @@ class AgentByHand:
         self.ranks: tuple[wire.RankSpec, ...] = ()
 
     def link(self) -> AgentLink:
-        """What a pool is given for this agent."""
         return AgentLink(
             channel=self.channel,
             ranks=self.ranks,
@@ -70,7 +63,6 @@ class AgentByHand:
         )
 
     def launch_message(self, num_ranks: int, **fields: Any) -> wire.Launch:
-        """What starts so many ranks on the CPU."""
         (self.ranks,) = RankPlan.of_sizes(num_ranks).agents
         given: dict[str, Any] = {
             "run": self.run,
@@ -85,12 +77,10 @@ class AgentByHand:
         return wire.Launch(**{**given, **fields})
 
     def launch(self, num_ranks: int, **fields: Any) -> wire.AgentReady:
-        """Start the ranks; gives the answer, which has their pids."""
         self.channel.send(self.launch_message(num_ranks, **fields))
         return self.wait_for(wire.AgentReady)
 
     def call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> int:
-        """Send a call to the ranks; gives its number."""
         self._calls += 1
         packet, fds = pack(payload.pack_call(function, args).packed)
         given = {"run": self.run, "call": self._calls, "payload": packet, "grace": 10.0}
@@ -98,7 +88,6 @@ class AgentByHand:
         return self._calls
 
     def say(self, kind: type[wire.Message], /, **fields: Any) -> None:
-        """Send a message about the newest call."""
         self.channel.send(kind(**{"run": self.run, "call": self._calls, **fields}))
 
     def wait_for(self, kind: type[wire.M], number: int = 1) -> wire.M:
@@ -116,7 +105,6 @@ class AgentByHand:
         return found
 
     def until_its_end(self) -> list[wire.Message]:
-        """Everything that it ever says."""
         with contextlib.suppress(EOFError):
             for _ in self._messages():
                 pass
@@ -133,17 +121,14 @@ class AgentByHand:
 
     @property
     def alive(self) -> bool:
-        """Whether the agent runs."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         return False
 
     def kill(self) -> None:
-        """End it, and its ranks."""
         processes.kill_tree([self.pid])
 
     def close(self) -> None:
-        """Hang up, and see that it and its ranks are gone."""
         ranks = [process.pid for process in below(self.pid)]
         self.channel.close()
         eventually(lambda: not self.alive, within=SECONDS, what="the agent ended")
@@ -154,7 +139,6 @@ class AgentByHand:
 
 @contextlib.contextmanager
 def agent_by_hand(log_dir: Path) -> Iterator[AgentByHand]:
-    """An agent for the time of the block."""
     agent = AgentByHand(log_dir)
     try:
         yield agent

@@ -88,7 +88,6 @@ def overlay(version: str) -> Path | None:
 
 
 def kernel_environment(version: str) -> dict[str, str]:
-    """What a kernel of that version needs in its environment."""
     folders = [folder for folder in (overlay(version), ROOT) if folder is not None]
     return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
@@ -103,14 +102,7 @@ class PageSession(Session):
 
 @dataclass
 class Reply:
-    """What a cell did, as a page has it at the end.
-
-    Attributes:
-        status: "ok" or "error".
-        outputs: in their order, updates by display id applied.
-        text: all that it printed.
-        traceback: lines of its error.
-    """
+    """What a cell did, as a page has it at the end; ``outputs`` with updates applied."""
 
     status: str = ""
     outputs: list[dict[str, Any]] = field(default_factory=list)
@@ -120,8 +112,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class Seen:
-    """One message to the page: when it came, its type and its size in bytes."""
-
     when: float
     kind: str
     size: int
@@ -131,10 +121,8 @@ class Kernel:
     """A kernel and its client.
 
     Attributes:
-        seen: the messages that came.
         first: what outputs held when they were first shown.
-        buttons: the id of each button's comm, by the button's text; of equal ones the newest.
-        widgets: the newest texts that widgets were given.
+        buttons: the id of each button's comm, by its text; of equal ones the newest.
         models: the state of each widget, by the id of its comm.
         strays: the types of what a page was to draw while no cell ran.
         has_subshells: whether a page can talk to the kernel while a cell blocks it.
@@ -157,15 +145,12 @@ class Kernel:
         self.has_subshells = "kernel subshells" in features
 
     def run(self, code: str, *, timeout: float = 60, allow_stdin: bool = True) -> Reply:
-        """Run a cell to its end, and take what comes meanwhile."""
         return self.finish(self.start(code, allow_stdin=allow_stdin), timeout=timeout)
 
     def start(self, code: str, *, allow_stdin: bool = True) -> str:
-        """Send a cell; gives its message id."""
         return str(self.client.execute(code, allow_stdin=allow_stdin))
 
     def finish(self, message_id: str, *, timeout: float = 60) -> Reply:
-        """Take messages until that cell has ended."""
         reply = Reply()
         deadline = time.monotonic() + timeout
         while True:
@@ -176,11 +161,7 @@ class Kernel:
                 return reply
 
     def train_with_panel(self, folder: Path, *, timeout: float = 60) -> tuple[Reply, str]:
-        """Launch a training of :data:`TRAIN` on two ranks, which ends once its panel was seen.
-
-        Returns:
-            The reply of its cell, and the HTML of the summary, the only display that is left.
-        """
+        """Train until the panel was seen; return the reply, and the summary's HTML."""
         self.displays.clear()
         go_on = folder / "go on"
         launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
@@ -194,23 +175,15 @@ class Kernel:
 
     @property
     def shows_panel(self) -> bool:
-        """Whether an output shows a live panel now."""
         view = "application/vnd.jupyter.widget-view+json"
         return any(view in output["data"] for output in self.displays.values())
 
     def wait_for_panel(self, *, seconds: float = 60) -> None:
-        """Take what comes until an output shows a live panel, whose buttons a page can click then.
-
-        The buttons are made before, and nobody sees them yet. On ipykernel 7.4 a click that is sent
-        so early goes to the main shell: there it waits for the cell, which may wait for the click.
-        """
+        """On ipykernel 7.4 a click before the panel goes to the main shell, and waits there."""
         assert self.listen_until(lambda: self.shows_panel, seconds=seconds), "no panel is shown"
 
     def click(self, text: str, *, by_subshell: bool = True) -> None:
-        """Click the button of that text; by a subshell where there are some, as JupyterLab does.
-
-        With ``by_subshell=False`` as a page that knows no subshells.
-        """
+        """Click by a subshell if there is one, as JupyterLab; else as a page that knows none."""
         assert self.shows_panel, "a page has no button of a panel that it does not show"
         data = {"method": "custom", "content": {"event": "click"}}
         content = {"comm_id": self.buttons[text], "data": data}
@@ -242,11 +215,9 @@ class Kernel:
         assert self.listen_until(lambda: bool(self.models), seconds=30)
 
     def answers_new_page(self, *, seconds: float) -> bool:
-        """Whether the kernel says in time who it is, as a page asks that comes to it."""
         return self.answers(self.client.kernel_info(), seconds=seconds)
 
     def answers(self, asked: str, *, seconds: float) -> bool:
-        """Whether the reply to a message of the shell comes in time."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while left := max(0.0, deadline - time.monotonic()):
@@ -267,7 +238,6 @@ class Kernel:
         self.client.shell_channel.send(message)
 
     def listen_until(self, condition: Callable[[], bool], *, seconds: float) -> bool:
-        """Take what comes until ``condition`` holds; whether it did in time."""
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
@@ -337,7 +307,6 @@ class VSCode(Kernel):
         return cell
 
     def ask_hidden(self) -> None:
-        """Ask for the variables, as it does between cells."""
         asked = self.client.execute("1", silent=True, store_history=False, allow_stdin=False)
         assert self.answers(asked, seconds=30)
 
@@ -351,7 +320,6 @@ class VSCode(Kernel):
 def open_kernel(
     version: str = INSTALLED, page: type[Kernel] = Kernel, session: type[Session] = PageSession
 ) -> Iterator[Kernel]:
-    """A kernel for the time of the block, shut down at its end; ``page`` is its client."""
     manager = KernelManager()
     environment = {**os.environ, **kernel_environment(version)}
     manager.start_kernel(env=environment, cwd=str(ROOT))

@@ -64,12 +64,7 @@ _notebooks: list[Notebook] = []
 
 
 class Notebook:
-    """A notebook that is open in a page.
-
-    Attributes:
-        elsewhere: what the page has asked other servers for.
-        console: what the page has said to the one who develops it.
-    """
+    """A notebook in a page; ``elsewhere`` is what the page has asked other servers for."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -90,16 +85,13 @@ class Notebook:
         self.panel.locator(".jp-Cell").first.wait_for(timeout=_OPEN_MS)
 
     def wait_until_idle(self) -> None:
-        """Wait until the kernel is there and has nothing to do."""
         self.page.wait_for_function(_IS_IDLE, timeout=_OPEN_MS)
 
     def run_all(self) -> None:
-        """Start all cells; returns at once."""
         run = "() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); return 0 }"
         self.page.evaluate(run)
 
     def run(self, cell: int) -> None:
-        """Start one cell; returns at once."""
         select = (
             "(cell) => { const shown = window.jupyterapp.shell.currentWidget.content;"
             " shown.deselectAll(); shown.activeCellIndex = cell;"
@@ -108,21 +100,17 @@ class Notebook:
         self.page.evaluate(select, cell)
 
     def insert(self, text: str) -> int:
-        """Add a cell below all others; gives its number."""
         return int(self.page.evaluate(_INSERT, text))
 
     def add(self, text: str) -> Locator:
-        """Add a cell below all others, and start it; gives its outputs."""
         number = self.insert(text)
         self.run(number)
         return self.output(number)
 
     def cell(self, number: int) -> Locator:
-        """A cell, with its outputs."""
         return self.panel.locator(".jp-Cell").nth(number)
 
     def output(self, cell: int) -> Locator:
-        """The outputs of a cell."""
         return self.cell(cell).locator(".jp-Cell-outputArea")
 
     def prompt(self, cell: int) -> str:
@@ -130,11 +118,9 @@ class Notebook:
         return self.cell(cell).locator(".jp-InputPrompt").inner_text()
 
     def interrupt(self) -> None:
-        """Click on Interrupt in the toolbar."""
         self._tool("interrupt").click()
 
     def restart(self) -> None:
-        """Restart the kernel by the toolbar; returns when that is confirmed."""
         self._tool("restart").click()
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
 
@@ -143,11 +129,9 @@ class Notebook:
         return item.locator(".jp-ToolbarButtonComponent")
 
     def choose_no_kernel(self) -> None:
-        """Answer the page, which found no kernel for the notebook."""
         self.page.locator(".jp-Dialog button", has_text="No Kernel").click(timeout=60_000)
 
     def is_trusted(self) -> bool:
-        """Whether the page takes the outputs for the person's own."""
         cells = "window.jupyterapp.shell.currentWidget.content.widgets"
         return bool(self.page.evaluate(f"() => {cells}.every(cell => cell.model.trusted)"))
 
@@ -163,7 +147,6 @@ class Notebook:
         )
 
     def reload(self) -> None:
-        """Save the notebook, and reload its page."""
         self.save()
         self.page.reload(timeout=_OPEN_MS)
         self._wait_for_cells()
@@ -179,7 +162,7 @@ class Notebook:
         self._wait_for_cells()
 
     def set_theme(self, name: str) -> None:
-        """ "light" or "dark"; returns once the page has its style sheet."""
+        """Set "light" or "dark"; returns once the page has its style sheet."""
         self.page.evaluate(
             "async (theme) => { await window.jupyterapp.commands.execute("
             "'apputils:change-theme', {theme}) }",
@@ -188,13 +171,11 @@ class Notebook:
         self.page.wait_for_function(_HAS_THEME, arg=_THEMES[name], timeout=30_000)
 
     def hide_sidebar(self) -> None:
-        """Give the notebook the whole width."""
         self.page.evaluate(
             "async () => { const shell = window.jupyterapp.shell; shell.collapseLeft?.(); }"
         )
 
     def close(self) -> None:
-        """End the kernel and the page."""
         shutdown = (
             "async () => { await window.jupyterapp.shell.currentWidget.sessionContext.shutdown() }"
         )
@@ -234,7 +215,6 @@ class Lab:
         self._contexts: dict[str, BrowserContext] = {}
 
     def write(self, name: str, cells: Sequence[str], kernel: str) -> Path:
-        """A notebook of code cells."""
         notebook = nbformat.v4.new_notebook(
             cells=[nbformat.v4.new_code_cell(text) for text in cells],
             metadata={"kernelspec": {"name": kernel, "display_name": kernel}},
@@ -260,7 +240,6 @@ class Lab:
 
 @contextmanager
 def open_lab(folder: Path, versions: Sequence[str]) -> Iterator[Lab]:
-    """A server with one kernel, named after it, for each version of ipykernel."""
     data = folder / "data"
     for version in versions:
         _write_kernel(data / "kernels" / version, version)

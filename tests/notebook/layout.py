@@ -67,7 +67,6 @@ _STATES_FIT = """() => {
 
 
 def check_layout(notebook: Notebook) -> None:
-    """In a window of each width all is legible."""
     before = notebook.page.viewport_size
     notebook.hide_sidebar()
     for width in (1200, 600, 400):
@@ -131,7 +130,6 @@ _HAS_COLUMNS = """() => {
 
 
 def check_table_layout(notebook: Notebook) -> None:
-    """The newest table of the doctor is legible in a narrow window."""
     _check_in_windows(notebook, (400,), _FITS)
 
 

@@ -16,25 +16,21 @@ __all__ = ["after", "logged", "metrics", "running", "succeeded", "with_failed"]
 
 
 def after(state: RunState, *messages: wire.Message) -> RunState:
-    """The state after the messages."""
     for message in messages:
         state = apply(message, state)
     return state
 
 
 def logged(rank: int, values: dict[str, float], step: int | None = None) -> wire.Metrics:
-    """What the kernel hears where a rank has logged some values."""
     return wire.Metrics(metrics=(wire.Metric(rank=rank, values=values, step=step),))
 
 
 def running(num_ranks: int = 2, *, name: str = "train") -> RunState:
-    """A run whose ranks were started, at time 1000."""
     state = starting(run="id", name=name, world_size=num_ranks, started=1000.0)
     return after(state, *(wire.CallStarted(rank=rank) for rank in range(num_ranks)))
 
 
 def succeeded(state: RunState) -> RunState:
-    """The run after all its ranks returned, at time 1042."""
     for rank in range(state.world_size):
         state = after(
             state,

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """One thread for the single process that ranks are compared with, as each of them has one.
-
-    On a machine whose cores are taken, a second one waits in a busy loop for most of its time.
-    """
+    """One thread for the single process: on busy cores a second one waits in a loop."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -50,8 +50,7 @@ def train(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def compute_in_fp16() -> None:
-    """Let DeepSpeed train in fp16 on every CPU: it asks for instructions that few have, and torch
-    computes without them. It has been imported by a training before."""
+    """DeepSpeed, imported before, refuses CPUs whose fp16 torch emulates."""
     device = sys.modules["deepspeed"].accelerator.get_accelerator()
     device.is_fp16_supported = lambda: True
 

@@ -69,11 +69,7 @@ def skip_unless_it_runs(name: object) -> None:
 
 
 def with_long_ones(num_ranks: Mapping[str, int]) -> list[Any]:
-    """Return the names of cases as parameters; those of four ranks and more are ``long``.
-
-    Args:
-        num_ranks: of each case. Four ranks keep two cores busy for half a minute.
-    """
+    """Return names of cases as parameters; four ranks keep two cores busy, and are ``long``."""
     return [
         pytest.param(name, marks=[pytest.mark.long] if ranks >= 4 else [])
         for name, ranks in num_ranks.items()
@@ -91,17 +87,10 @@ def run_ranks(
     timeout: float = 60,
     imports: Sequence[str] = (),
 ) -> list[Any]:
-    """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in order.
+    """What ``function``, of a test file's module, returns on each of the ranks, in their order.
 
-    The function is a module-level one of a test file; on each rank ``torch.distributed`` is
-    initialised (not so for one rank) and RANK, WORLD_SIZE and their like are set.
-
-    Args:
-        function: what each rank calls.
-        num_ranks: how many.
-        *args: for the function.
-        timeout: seconds until every rank is killed.
-        imports: modules that take long to import, which the ranks then find imported.
+    ``torch.distributed`` is initialised (not for one rank). Ranks find ``imports`` imported; after
+    ``timeout`` seconds all are killed.
     """
     # A test module that runs ranks when it is imported is imported by its ranks too, and so on
     # until the machine has no memory left.
@@ -116,7 +105,6 @@ def run_ranks(
 
 
 def _place_of(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """The file, module and name by which a rank finds the function."""
     name, module = getattr(function, "__qualname__", "?"), sys.modules[function.__module__]
     if not callable(getattr(module, name, None)) or module.__file__ is None:
         raise TypeError(
@@ -186,7 +174,6 @@ def _read(stream: Any) -> Any:
 
 
 def _serve() -> None:
-    """What the helper does: fork ranks, for each request."""
     # Killed tests read no end of this helper, and it reads none of theirs while it imports.
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "wb")

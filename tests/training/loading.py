@@ -54,7 +54,6 @@ def prepare(
 
 @pytest.fixture(autouse=True)
 def no_pass_is_left() -> Iterator[None]:
-    """Each test ends every pass over a loader that it began."""
     active_loaders().clear()
     yield
     assert not active_loaders().stack, "a pass was left behind"

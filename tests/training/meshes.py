@@ -284,7 +284,6 @@ def nothing(model: Any) -> dict[str, Any]:
 
 
 def train_decoder(accelerator: Accelerator, model: Any) -> dict[str, Any]:
-    """Four steps of a decoder of Transformers with 32 words, whose first sample is padded."""
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     losses, norms = [], []
@@ -312,7 +311,6 @@ def weights_of(accelerator: Accelerator, model: Any) -> dict[str, Any]:
 
 
 def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
-    """Plain torch on the batches of all shares together."""
     model, optimizer = make(case)
     dtype = DTYPES.get(case.get("precision", "no"))
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=SCALE)

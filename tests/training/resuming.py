@@ -28,13 +28,9 @@ def train(
     in_background: bool = False,
     stop: int = 0,
 ) -> dict[str, Any]:
-    """Train from where ``folder`` is, and end after ``stop`` batches (0: at the end).
+    """Train from where ``folder`` is; return where it began, losses by epoch and batch, saves.
 
-    Args:
-        saves: whether to save after so many batches of this attempt.
-
-    Returns:
-        where it began, the loss after each batch by epoch and number, and what was saved.
+    ``saves`` gets the batches of this attempt; it ends after ``stop`` batches (0: at the end).
     """
     accelerator = accelerator_for(layout, gradient_accumulation_steps=window)
     model, made = make({"optimizer": optimizer})

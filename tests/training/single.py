@@ -43,14 +43,12 @@ def forget_states(library: Any = notebook_accel, *, forgets_ranks: bool = True) 
 
 
 def be(context: rank.RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process the rank that ``context`` describes, until the test ends."""
     monkeypatch.setattr(rank, "_process_context", context)
     monkeypatch.setattr(rank, "_context", ContextVar("fresh", default=None))
 
 
 @pytest.fixture(autouse=True)
 def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context that knows nothing yet, in an environment that says nothing."""
     for name in _VARIABLES:
         monkeypatch.delenv(name, raising=False)
     be(rank.RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1), monkeypatch)

@@ -20,7 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of this process's launches compute on torch_xla's CPU device."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     path = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", path)
@@ -28,7 +27,6 @@ def _on_the_cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A CPU device of two ranks, with what it lacks for that."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     monkeypatch.setenv("NOTEBOOK_ACCEL_XLA_MODULES", "tests.xla.stand_in")
     return 2

@@ -15,7 +15,6 @@ def new_model() -> torch.nn.Module:
 
 
 def samples() -> torch.utils.data.TensorDataset:
-    """64 samples, eight for each step of all ranks together."""
     generator = torch.Generator().manual_seed(1)
     return torch.utils.data.TensorDataset(
         torch.randn(64, 8, generator=generator), torch.randn(64, 2, generator=generator)
@@ -31,15 +30,9 @@ def train(
     precision: str = "no",
     is_bare: bool = False,
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Train for two epochs; gives the losses, meaned over the ranks, and the weights.
+    """Train for two epochs; return the losses, meaned over the ranks, and the weights.
 
-    Args:
-        model: which is copied.
-        kind: of the optimizer.
-        clips: clip the gradients.
-        num_steps: batches of a window.
-        precision: ``mixed_precision``.
-        is_bare: leave the optimizer unprepared, as one article does.
+    ``is_bare`` leaves the optimizer unprepared, as one article does.
     """
     from notebook_accel import Accelerator
 

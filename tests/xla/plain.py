@@ -10,7 +10,6 @@ __all__ = ["run"]
 
 
 def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """What a script says, which must end well."""
     done = subprocess.run(
         [sys.executable, "-c", script, *args],
         capture_output=True,

@@ -43,8 +43,6 @@ _C._xla_step_marker, _C._xla_sync_multi = _mark, _sync
 
 
 def _alone(function: Any) -> Any:
-    """The collective in a graph of its own."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         torch_xla.sync()
         result = function(*args, **kwargs)

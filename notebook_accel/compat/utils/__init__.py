@@ -1,8 +1,4 @@
-"""Makes ``notebook_accel.utils`` a counterpart of ``accelerate.utils`` and its submodules.
-
-That module has this package's versions of names that Accelerate's ``utils`` defines. Other names
-come from Accelerate, if it is installed (see ``_accelerate.door``).
-"""
+"""A counterpart of ``accelerate.utils`` and its submodules."""
 
 from notebook_accel.compat import _accelerate
 from notebook_accel.config import write_basic_config

@@ -37,12 +37,7 @@ SECONDS = 30.0
 
 
 class PlayedAgent:
-    """The agent's end of a connection.
-
-    Attributes:
-        killed: set once the pool has ended this agent.
-        socket: under its channel.
-    """
+    """The agent's end of a connection; ``killed`` is set once the pool has ended it."""
 
     def __init__(self, *ranks: int) -> None:
         ours, theirs = socket.socketpair()
@@ -68,14 +63,12 @@ class PlayedAgent:
             self.channel.close()
 
     def next(self) -> wire.Message:
-        """The next message that the pool sends."""
         message, fds = self.channel.receive()
         for fd in fds:
             os.close(fd)
         return message
 
     def says_nothing_new(self) -> bool:
-        """Whether the pool has sent nothing that was not read."""
         return not self.channel.drain()
 
     def tell(self, kind: type[wire.Message], /, **fields: Any) -> None:
@@ -84,7 +77,6 @@ class PlayedAgent:
             self.channel.send(kind(**{"run": RUN, "call": 1, **fields}))
 
     def get_ready(self) -> None:
-        """The ranks' processes are there."""
         pids = {rank: 1000 + rank for rank in self._ranks}
         self.tell(wire.AgentReady, call=0, pids=pids)
         for rank in self._ranks:
@@ -98,14 +90,11 @@ class PlayedAgent:
             self.tell(wire.Returned, call=call, rank=rank, value=packet)
 
     def end_all(self) -> None:
-        """Every rank's process ends well."""
         for rank in self._ranks:
             self.tell(wire.RankEnded, call=0, rank=rank, exitcode=0)
 
 
 class DrawnStates(View):
-    """A view that keeps what it is given to draw."""
-
     def __init__(self) -> None:
         self.drawn: list[tuple[float, RunState]] = []
         self.closed: list[RunState] = []
@@ -133,7 +122,6 @@ class PlayedRun:
         timeout: float | None = None,
         advise: bool = False,
     ) -> RankCall:
-        """Send a call, whose agents read it next."""
         call = self.new_call(timeout=timeout, advise=advise)
         message = wire.BeginCall(payload=wire.Packet(), grace=0.1, last=last)
         self.pool.send_call(call, message, ())
@@ -156,7 +144,6 @@ class PlayedRun:
 
 @contextlib.contextmanager
 def played(root: Path, *agents: PlayedAgent) -> Iterator[PlayedRun]:
-    """A pool behind these agents for the time of the block."""
     folder = RunFolder.make(root)
     pool = RankPool([agent.link for agent in agents], run=RUN, grace=0.1, log_dir=folder.path)
     pool.start()

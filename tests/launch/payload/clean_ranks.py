@@ -29,8 +29,6 @@ _SECONDS = 60
 
 
 class Raised(Exception):
-    """The function raised in its rank."""
-
     def __init__(self, text: str, error: BaseException | None) -> None:
         super().__init__(text)
         self.error = error
@@ -83,7 +81,6 @@ class Notebook:
         return payload.pack_call(self[function], args, kwargs, sources=self.sources)
 
     def launch(self, function: str, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns in a rank."""
         packed = self.pack(function, *args, **kwargs)
         reply, buffers = self._ranks.call(packed.packed)
         if reply["kind"] == "raised":

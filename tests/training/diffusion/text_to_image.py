@@ -40,8 +40,6 @@ class Denoiser(nn.Module):
 
 
 class Average:
-    """The moving average of a model's weights."""
-
     def __init__(self, model, decay=0.9):
         self.model, self.decay = model, decay
 

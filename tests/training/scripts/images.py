@@ -65,8 +65,6 @@ def cv_example(accelerate: Any, folder: Path) -> dict[str, Any]:
 
 
 class Average:
-    """An exponential moving average of weights, kept in checkpoints."""
-
     def __init__(self, parameters: Any, decay: float = 0.9) -> None:
         self.shadow = [parameter.detach().clone() for parameter in parameters]
         self.decay = decay

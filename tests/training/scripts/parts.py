@@ -63,7 +63,6 @@ class Sentences(Dataset):
 
     @staticmethod
     def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Pad to the longest of the batch, as a DataCollatorWithPadding does."""
         ids = nn.utils.rnn.pad_sequence([s["input_ids"] for s in samples], batch_first=True)
         labels = torch.tensor([s["label"] for s in samples])
         return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
@@ -90,7 +89,6 @@ def update(accelerator: Any, optimizer: Any, loss: torch.Tensor) -> None:
 
 
 def step_of(accelerator: Any, model: Any, optimizer: Any, batch: Any) -> float:
-    """One step of a classifier; gives the loss."""
     inputs, labels = batch
     loss = nn.functional.cross_entropy(model(inputs), labels)
     update(accelerator, optimizer, loss)

@@ -63,8 +63,6 @@ def synchronize(device: Any = None) -> None:
 
 
 class device(contextlib.AbstractContextManager):
-    """Makes a device the current one within the block."""
-
     def __init__(self, device: Any) -> None:
         self.idx = _index(device)
 
@@ -76,8 +74,6 @@ class device(contextlib.AbstractContextManager):
 
 
 class device_of(device):
-    """Makes the device of a tensor the current one within the block."""
-
     def __init__(self, of: torch.Tensor) -> None:
         super().__init__(of.device if of.device.type == "sim" else None)
 
@@ -104,7 +100,6 @@ def set_stream(stream: torch.Stream) -> None:
 
 @contextlib.contextmanager
 def stream(stream: torch.Stream | None):
-    """Make a stream the current one within the block."""
     if stream is None:
         yield
         return
