@@ -23,8 +23,8 @@ How an epoch is resumed in its middle (batches are counted from 0)::
 
 The place in an epoch is the number of batches that this rank has got, plus those that
 ``skip_first_batches`` left out. The saved random states give the same order of samples again, so
-this number determines the samples. ``replay`` handles the random numbers that reading itself draws
-(augmentations).
+this number determines the samples. ``replay`` says what of the random numbers that
+reading itself draws (augmentations) is the same again.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ class PreparedLoader(LoaderWrapper):
             epoch=self._progress.iteration,
             num_given=start,
             num_in_blocks=start,
-            at_step=(start, None),
+            at_step=(start, False),
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
             generators=self._generator_states(),
@@ -418,12 +418,7 @@ class PreparedLoader(LoaderWrapper):
         )
         self._seed_workers()
         self._progress.position = position
-        source = replayed(
-            partial(self._read, position),
-            position,
-            restored.get("random"),
-            reads_here=not self.num_workers,
-        )
+        source = replayed(partial(self._read, position), position, restored.get("random"))
         return position, source, self._receiver(position)
 
     def _synchronize(self) -> None:
@@ -458,20 +453,12 @@ class PreparedLoader(LoaderWrapper):
         is_ours = self.num_workers and self.worker_init_fn is None
         self._index.seed = seed if is_ours else None
 
-    def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
-        """Return the batches of this rank from ``position`` on, as the dataset made them.
-
-        ``at_start``, if given, is called in a resumed epoch right before its first new batch is
-        read, to set the random states. It is not called if the dataset restores its own state.
-        """
-        return self._read_from(position, position.num_given, at_start)
+    def _read(self, position: Position) -> Iterator[Any]:
+        """Return the batches of this rank from ``position`` on, as the dataset made them."""
+        return self._read_from(position, position.num_given)
 
     def _read_from(
-        self,
-        position: Position,
-        start: int,
-        at_start: Callable[[], None] | None,
-        keeps_first: bool = False,
+        self, position: Position, start: int, keeps_first: bool = False
     ) -> Iterator[Any]:
         """Return the batches of the loader inside, from batch ``start`` of the epoch on.
 
@@ -479,9 +466,6 @@ class PreparedLoader(LoaderWrapper):
             position: the state of this pass, which has the saved states of the dataset.
             start: number of the first batch to read. It differs from ``position.num_given`` where
                 rank 0 reads the batches of all ranks.
-            at_start: called right before batch ``start`` is read, to set the random states; None
-                calls nothing. Not called if ``start`` is 0, nor if the dataset continues from a
-                saved state.
             keeps_first: yield the first batch of the epoch too, ahead of batch ``start``, because
                 its samples are to fill up the last round.
         """
@@ -489,13 +473,13 @@ class PreparedLoader(LoaderWrapper):
         keeps_states = self.use_stateful_dataloader and hasattr(self.dataset, "state_dict")
         is_counted = keeps_states or isinstance(self.dataset, IterableDataset)
         index.start = 0 if is_counted else start
-        index.keeps_first, index.at_start = keeps_first, at_start
+        index.keeps_first = keeps_first
         state = position.reader_states.get(start)
         if keeps_states:
             base.load_state_dict(state or {})  # type: ignore[attr-defined]
         reader: Iterator[Any] = iter(base)
         if is_counted and start and state is None:
-            reader = skip(reader, start, keeps_first, at_start)
+            reader = skip(reader, start, keeps_first)
         if not keeps_states:
             return reader
         skips = start > 0 and state is None
@@ -649,8 +633,7 @@ class PreparedLoader(LoaderWrapper):
         ):
             state["generators"] = self._generator_states()
         else:
-            now = position.num_given, position.before_read
-            given, before_read = position.at_step if at_step else now
+            given, has_begun = position.at_step if at_step else (position.num_given, True)
             num_read = given * self._batches_a_step
             reader = None if at_step else position.reader_states.get(num_read)
             state |= {
@@ -659,9 +642,8 @@ class PreparedLoader(LoaderWrapper):
                 "generators": position.generators,
                 "reader": reader and {num_read: reader},
             }
-            if position.begin is not None and before_read is not None:
-                begin, ahead = as_plain(position.begin), before_read and as_plain(before_read)
-                state["random"] = {"begin": begin, "ahead": ahead}
+            if position.begin is not None and has_begun:
+                state["random"] = {"begin": as_plain(position.begin)}
         return {
             **state,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
@@ -744,11 +726,7 @@ class PreparedLoader(LoaderWrapper):
             if name in restored["generators"]:
                 generator.set_state(restored["generators"][name])
         given, asked = int(restored["given"]), self._options.skip_batches
-        if asked in (None, given):
-            return given, restored
-        # `ahead` has the states before batch `given` was read; this pass begins with another one.
-        drawn = restored["random"]
-        return asked, {**restored, "random": drawn and {**drawn, "ahead": {}}}
+        return given if asked is None else asked, restored
 
     def _seedable_samplers(self) -> list[SeedableRandomSampler]:
         return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]
