@@ -59,6 +59,14 @@ def test_each_extra_link_and_benchmark_that_is_named_exists() -> None:
     assert not [file for file in files if not (TREE / file).exists()]
 
 
+def test_each_file_that_contributing_names_exists() -> None:
+    text = (TREE / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w./-]+)`", text) if re.search(r"\.\w+$|/$", name)}
+    files = {name for name in named if "/" in name} - {"dist/"}
+    assert "launch/control/actions.py" in files
+    assert not [file for file in files if not ((PACKAGE / file).exists() or (TREE / file).exists())]
+
+
 def test_the_figures_of_the_readme_stand_in_the_full_table() -> None:
     figures = README.split("## Figures")[1].split("## ")[0]
     rows = re.findall(r"^\|.*\|$", figures, flags=re.MULTILINE)
