@@ -36,12 +36,7 @@ class Post(Protocol):
 
 
 class Acting:
-    """What an agent and its ranks do for the actions of one call.
-
-    Args:
-        board: the scoreboard of the agent's ranks.
-        post: sends a message to the kernel.
-    """
+    """What an agent and its ranks do for the actions of one call."""
 
     def __init__(self, board: Scoreboard, post: Post) -> None:
         self._board = board
@@ -79,12 +74,7 @@ class Acting:
         self._asked_at, self._is_done = now, False
 
     def ask_stop(self, now: float, *, interrupts: bool = False) -> None:
-        """Ask the ranks to stop: at once, or once they have done what was asked before.
-
-        Args:
-            now: monotonic seconds.
-            interrupts: whether they leave by KeyboardInterrupt.
-        """
+        """Ask the ranks to stop: at once, or once they have done what was asked before."""
         self.go_on()
         self._stop = BY_INTERRUPT if interrupts else b""
         self.tick(now)
@@ -107,7 +97,6 @@ class Acting:
         self._held, self._held_at = message.number, now
 
     def go_on(self) -> None:
-        """End a pause."""
         if self._pause:
             self._board.go_on(self._pause)
             self._goes_on = True

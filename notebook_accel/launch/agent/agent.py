@@ -64,7 +64,6 @@ def flush_to_kernel(channel: Channel, kernel: int) -> None:
     The agent calls it last, so that results still reach a kernel that reads slowly.
 
     Args:
-        channel: the connection to the kernel.
         kernel: pidfd of the kernel's process, readable once that process has ended.
     """
     deadline = time.monotonic() + _FLUSH_SECONDS
@@ -103,16 +102,7 @@ _MAX_METRICS = 100
 
 
 def _fork_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
-    """Fork one process per rank, without waiting until the ranks are ready for calls.
-
-    Args:
-        shared: the channel, files and memory that the agent shares with each rank; an iterator that
-            opens them for one rank at a time, so that ranks forked before it do not inherit them.
-        unneeded: the agent's own descriptors, which each rank inherits and closes.
-
-    Returns:
-        The agent's handles of the ranks, in the order of ``shared``.
-    """
+    """Fork one process per rank, without waiting until the ranks are ready for calls."""
     ranks: list[RankProcess] = []
     # What they share is not looked through in each of them, which would make its pages their own.
     gc.freeze()
@@ -144,12 +134,6 @@ def main(
 ) -> None:
     """Run the agent of one run in this process, until all its ranks have ended.
 
-    Args:
-        channel: the connection to the kernel.
-        kernel: a descriptor that becomes readable when the kernel's process ends.
-        first: the first message that came over the channel, which must be ``Launch``, and the
-            descriptors that came with it.
-
     Raises:
         ProtocolError: the first message is not ``Launch``.
     """
@@ -174,13 +158,6 @@ class Agent:
     """Supervises the rank processes of one run on this machine, and the call that they are in.
 
     :func:`main` makes one per agent process and runs its event loop, :meth:`serve`.
-
-    Attributes:
-        ranks: the agent's handles of all its ranks, living and ended.
-        ended: the ranks whose process has ended and was not reaped yet.
-        reaped: the pids of all processes reaped so far, ranks and their descendants.
-        may_pause: whether the event loop is to sleep a few milliseconds before its next turn,
-            because ranks log metrics very often or the kernel reads too slowly.
     """
 
     def __init__(self, channel: Channel, kernel: int, launch: wire.Launch) -> None:
@@ -216,7 +193,6 @@ class Agent:
     # ---- start -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the rank processes and tell the kernel their pids."""
         launch = self._launch
         made_of = launch, self._board, self._logs, self._ports
         own = [self._channel.fileno(), self._kernel, self._selector.fileno()]
@@ -353,10 +329,7 @@ class Agent:
             self._post(wire.Notice, call=self._call, text=text)
 
     def _are_leaving(self) -> bool:
-        """Return whether the stop has reached each rank in the call, so that it ends by itself.
-
-        If no rank is in the call, all living ranks count instead.
-        """
+        """Return whether the stop has reached each rank in the call, so that it ends by itself."""
         # With no rank in the call any more, the living processes count: a thread of the user's may
         # keep one of them for ever.
         ranks = self._in_call() or [rank for rank in self.ranks if rank.alive]
@@ -433,13 +406,6 @@ class Agent:
         self._acting.ask(message, is_pause=is_pause, refused=refused, now=now)
 
     def _begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Send a new call to the ranks, all of which have ended the previous call.
-
-        Args:
-            message: the kernel's request.
-            fds: descriptor of the memory segment with the pickled function and arguments; empty if
-                they are in the message itself.
-        """
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._ports.renew_master()
@@ -501,10 +467,7 @@ class Agent:
                 rank.closed_at = 0.0
 
     def _report_broken(self, rank: RankProcess) -> None:
-        """Tell the kernel that user code broke a rank's connection: closed it, or wrote into it.
-
-        It is reported as an exception of the rank during a call, else as a line for the user.
-        """
+        """Tell the kernel that user code broke a rank's connection: closed it, or wrote into it."""
         if not rank.is_in_call:
             self._post(wire.Notice, text=f"rank {rank.rank} {BROKEN}")
             return
@@ -561,10 +524,6 @@ class Agent:
         return message.from_rank and message.call in (0, self._call)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
-        """Act on a rank's message; return the message to send to the kernel.
-
-        In ``Raised`` the agent sets the fields ``after_interrupt`` and ``ended_by_agent``.
-        """
         if isinstance(message, wire.RankReady):
             self._note_process(rank, message)
         if isinstance(message, wire.CallStarted):
@@ -589,10 +548,7 @@ class Agent:
         return message
 
     def _note_process(self, rank: RankProcess, message: wire.RankReady) -> None:
-        """Watch the process that the rank runs in, if it is not the process that was started.
-
-        This happens on TPUs, where ``xmp.spawn`` forks the rank from the started process.
-        """
+        """Watch the process that the rank runs in, if it is not the process that was started."""
         if message.pid in (0, rank.pid):
             return
         self._unwatch(rank.exit_fd)
@@ -602,11 +558,7 @@ class Agent:
         self._post_pids()
 
     def _rank_failed(self) -> None:
-        """Begin to end the call on the other ranks, since a rank of this agent failed.
-
-        If the run has other agents, the kernel is told (``RankFailed``), so that those agents do
-        the same.
-        """
+        """Begin to end the call on the other ranks, since a rank of this agent failed."""
         self._begin_settle_window()
         if self._has_others:
             self._post(wire.RankFailed, call=self._call)
@@ -620,11 +572,7 @@ class Agent:
         self._ending = self._ending.failed(now=time.monotonic())
 
     def _is_after_interrupt(self, when: float) -> bool:
-        """Return whether the agent had begun to interrupt or end this call's ranks by ``when``.
-
-        Args:
-            when: a time, in monotonic seconds.
-        """
+        """Return whether the agent had begun to interrupt or end this call's ranks by ``when``."""
         return self._interrupted_at is not None and when >= self._interrupted_at
 
     def reap_ended(self) -> None:
@@ -654,17 +602,7 @@ class Agent:
             self._tell_end(rank, was_in_call=was_in_call, exitcode=exitcode)
 
     def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
-        """Report the end of a reaped rank process to the kernel; if it is a failure, end the call.
-
-        An end that the agent has caused is no failure.
-
-        Args:
-            rank: the rank.
-            was_in_call: whether the process ended before it had sent the result of its call, which
-                is a failure.
-            exitcode: of the process; negative for a signal. Any value but 0 is a failure too,
-                unless the rank's function has returned, or all ranks have ended the call.
-        """
+        """Report the end of a reaped rank to the kernel; if it is a failure, end the call."""
         self._post_metrics()
         for message in rank.last_messages():
             self._channel.post(message)
@@ -693,12 +631,7 @@ class Agent:
             clock.stop_asked()
 
     def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
-        """Take one step of ending the call, unless it or a harder step was taken before.
-
-        Args:
-            stage: the step.
-            grace: seconds until the next, harder step; None for the value that the call has.
-        """
+        """Take one step of ending the call, unless it or a harder step was taken before."""
         before, now = self._ending, time.monotonic()
         if stage == Stage.INTERRUPT and self._can_align(now):
             stage = Stage.ALIGN

@@ -88,9 +88,6 @@ STAGES = {
 class StepClock:
     """How long the steps of one rank take in a call, from the changes of its counters.
 
-    Args:
-        now: monotonic seconds, as in all methods.
-
     Attributes:
         step: seconds of the longest recent step; 0 before the first one has ended.
     """
@@ -128,13 +125,7 @@ class StepClock:
         return any(self._counts) and self._num_changes - self._num_at_stop < _HEARS_WITHIN
 
     def is_stuck(self, now: float, *, since: float, grace: float | None) -> bool:
-        """Return whether the rank makes no progress.
-
-        Args:
-            since: when the stop was asked, or the ranks were told where to leave.
-            grace: how long a rank that reads ``should_stop`` gets at least after a polite stop;
-                None for an interrupt.
-        """
+        """Return whether the rank makes no progress."""
         batches, steps, reads = self._counts
         idle = _IDLE_SECONDS_IN_FIRST_STEP if self.is_in_first_step else _IDLE_SECONDS
         idle = _ALIGN_SECONDS if grace is None else max(idle, grace if reads else 0.0)
@@ -151,16 +142,6 @@ class Ending:
     The agent keeps one per call. Each method returns a new state, or the stage to enter.
 
     Attributes:
-        stage: the last stage that was entered.
-        grace: seconds that ranks get before a harder stage; the call's value, unless a request
-            brings another.
-        is_last: whether the rank processes end after this call anyway, so that a failure of one
-            rank may end the others by SIGTERM.
-        has_failed: whether a rank has failed, so that the call is ended on the other ranks.
-        settles_from: the earliest end of the settle window, in monotonic seconds; None while no
-            window is open.
-        due: when to enter ``next`` at the latest, in monotonic seconds; None for never.
-        next: the stage to enter after ``stage``.
         term_seconds: seconds from SIGTERM to SIGKILL.
     """
 
@@ -174,15 +155,7 @@ class Ending:
     term_seconds: float = _TERMINATE_SECONDS
 
     def ask(self, stage: Stage, *, now: float, grace: float | None = None) -> Ending:
-        """Return the state after a request to enter ``stage`` now.
-
-        Args:
-            stage: the stage. The state stays as it is if this stage or a harder one was entered
-                before, and for STOP also if a rank has failed, since the failure ends the call
-                sooner.
-            now: monotonic seconds.
-            grace: new value of the attribute ``grace``, in seconds; None keeps the old value.
-        """
+        """Return the state after a request to enter ``stage`` now."""
         if stage <= self.stage or (stage == Stage.STOP and self.has_failed):
             # The failure ends the call sooner than a polite stop would.
             return self
@@ -247,12 +220,6 @@ class Ending:
         """Return the stage to enter now; None if none is due.
 
         Args:
-            now: monotonic seconds.
-            leaving: whether every rank in the call has left its loop, or has read ``should_stop``
-                since the stop was asked; STOP then waits for the ranks without limit.
-            stuck: whether no rank in the call makes progress.
-            hears: whether a rank in the call is on its way to where it hears the stop; it may take
-                longer than the user's grace, if a step does.
             all_settle: whether every rank in the call has called the function, and no rank's
                 process is dying; only then can the settle window end before its 2 seconds are over.
         """

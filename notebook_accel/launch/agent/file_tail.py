@@ -91,12 +91,7 @@ class FileTail:
 
 
 def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
-    """Cut ``data`` to its newest 32 KiB at most, from the start of a line where possible.
-
-    Returns:
-        The newest part; the number of lines left out before it; and whether that part begins in
-        the middle of a line (None if nothing was left out).
-    """
+    """Cut ``data`` to its newest 32 KiB at most, from the start of a line where possible."""
     start = len(data) - _MAX_LIVE_BYTES
     if start <= 0:
         return data, 0, None

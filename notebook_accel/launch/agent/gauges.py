@@ -33,8 +33,6 @@ def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gaug
     """Make the :class:`Gauges` that reads the use of a new rank's process and of its device.
 
     Args:
-        launch: the request that started the rank; its environment decides which devices are seen.
-        spec: the rank's numbers, own environment and device.
         pid: of the rank's process; never None for a started process.
     """
     assert pid is not None
@@ -83,7 +81,6 @@ class Gauges:
         device_memory: bytes of device memory that the process holds, by NVML.
         device_use: percent of the time in which the device computed, for any process.
         device: name of the device, shown to the user; "" while unknown.
-        is_suspended: whether SIGSTOP or a debugger has stopped the process.
         nvidia: CUDA's name of the NVIDIA device to read (an index or UUID); None for no device, or
             once NVML has failed.
     """
@@ -94,12 +91,8 @@ class Gauges:
         """Set up the gauges; the first values come with :meth:`read`.
 
         Args:
-            pid: pid of the process.
             nvidia: CUDA's name of the device: its index among all devices of the machine, or its
                 UUID; None if the process has no NVIDIA device.
-            is_pci_order: whether CUDA numbers devices by PCI slot, as NVML does
-                (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); by default CUDA puts the fastest first.
-            name: name of the device, shown to the user until NVML gives one.
         """
         self.device = name
         self.memory: int | None = None
@@ -117,16 +110,12 @@ class Gauges:
         self._busy = (0.0, 0.0)
 
     def follow(self, pid: int) -> None:
-        """Measure the process with this pid from now on, instead of the previous one."""
         self._pid, self._process, self._busy = pid, None, (0.0, 0.0)
 
     def read(self, now: float) -> None:
         """Update the values, unless the last update was less than a second ago.
 
         CPU use is a mean since the last update; over a shorter time it would be too coarse.
-
-        Args:
-            now: monotonic seconds.
         """
         if now < self._next:
             return

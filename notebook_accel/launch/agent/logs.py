@@ -33,7 +33,6 @@ class RankLogs:
         self._folder = folder
 
     def path(self, rank: int) -> Path:
-        """Return the path of a rank's output file."""
         return log_path(self._folder, rank)
 
     def open(self, rank: int) -> int:

@@ -89,13 +89,6 @@ def _reserve(port: int, *, host: str = _LOOPBACK, shared: bool = False) -> socke
     Rank 0 gets this very socket. If the port were only agreed on and rank 0 bound it later, with
     SO_REUSEADDR, another user could bind it too, listen first, and get the other ranks'
     connections.
-
-    Args:
-        port: the port; 0 for any free one.
-        host: the address to bind; by default the loopback interface, to which only this machine
-            connects.
-        shared: whether other sockets may bind the port as well, such as that of a rank or child
-            that opens a store at the port itself.
     """
     holder = socket.socket()
     if port or shared:

@@ -74,13 +74,7 @@ class Starter(Process, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Descriptors and memory that an agent shares with one rank, made before the rank starts.
-
-    Attributes:
-        inherited: what the rank's process gets, by fork.
-        ours: the agent's end of the socket pair to the rank.
-        tail: reads the rank's output file, to which only the rank writes.
-    """
+    """Descriptors and memory that an agent shares with one rank, made before the rank starts."""
 
     inherited: Inherited
     ours: socket.socket
@@ -95,15 +89,6 @@ class Shared:
         logs: RankLogs,
         ports: RunPorts,
     ) -> Shared:
-        """Open everything that the agent shares with one rank.
-
-        Args:
-            spec: the rank's numbers, environment and device.
-            launch: the request that the run was started with.
-            board: the counters in shared memory of all ranks of this agent.
-            logs: opens the rank's output file.
-            ports: the sockets bound for the run's stores.
-        """
         ours, theirs = socket.socketpair()
         log = logs.open(spec.rank)
         tail = FileTail(logs.path(spec.rank))
@@ -128,18 +113,7 @@ class RankProcess:
     """The agent's handle of one rank: its process, its connection, and its part of the call.
 
     Attributes:
-        rank: the rank's number among all ranks of the run.
-        pid: of the rank's process.
-        needed_pids: pids of the processes that must live for the rank to live: its own and, if
-            another process than the agent forked it (TPUs), its parent.
-        channel: connection to the rank.
-        row: the rank's counters in memory that the rank and the agent share.
         exit_fd: pidfd of the process, readable once the process has ended.
-        alive: whether the process was not reaped yet.
-        ended_by_agent: whether the agent sent SIGTERM or SIGKILL to the process.
-        is_in_call: whether the rank was sent a call and has not reported the end of that call yet.
-        has_started: whether the rank has called the function of its newest call.
-        has_returned: whether the function of its newest call has returned.
         closed_at: time at which the agent found the connection closed by the rank, in monotonic
             seconds; 0 if the connection is broken for certain (invalid bytes came, or a result
             never did); None while it is open.
@@ -151,7 +125,6 @@ class RankProcess:
         Args:
             shared: what was opened for the rank. The agent's copies of the log and of the rank's
                 end of the channel are closed.
-            process: the started process.
         """
         assert process.pid is not None
         inherited = shared.inherited
@@ -218,7 +191,6 @@ class RankProcess:
     # ---- the call --------------------------------------------------------------------------
 
     def begin_call(self, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Send a call to the rank, unless its process has ended."""
         if self.alive:
             self._call = message.call
             self._sample = {}
@@ -231,9 +203,6 @@ class RankProcess:
         """Record the end of the rank's call; yield the rank's remaining output and last counters.
 
         A generator: nothing happens until it is iterated.
-
-        Args:
-            has_returned: whether the function returned; False if it raised.
         """
         self.is_in_call = False
         self.has_returned = has_returned
@@ -271,9 +240,6 @@ class RankProcess:
 
         A closed connection counts as lost only after a second, since it mostly means that the
         process is ending.
-
-        Args:
-            now: monotonic seconds.
         """
         return self.closed_at is not None and now >= self.closed_at + _CLOSED_SECONDS
 
@@ -284,9 +250,6 @@ class RankProcess:
 
         The agent calls it at each turn of its loop; output is read ten times a second at most,
         counters five times. It also retries what :meth:`send` could not write.
-
-        Args:
-            now: monotonic seconds.
         """
         if self.channel.num_pending:
             self._flush()
@@ -396,9 +359,6 @@ class RankProcess:
         If SIGINT comes just as the main thread begins to sleep, or the system gives it to another
         thread, Python runs the handler only at the end of that sleep. The other signal ends the
         sleep; it is sent four times a second at most.
-
-        Args:
-            now: monotonic seconds.
         """
         is_interrupted = self.is_in_call and self.row.interrupted_call == self._call > 0
         if is_interrupted and self.row.seen_interrupt != self._call and now >= self._wakes_at:

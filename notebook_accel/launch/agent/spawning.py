@@ -53,12 +53,7 @@ def start_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankP
     Called in the agent.
 
     Args:
-        shared: the channel, files and memory that the agent shares with each rank.
         unneeded: the agent's own descriptors, which the leader inherits and closes.
-
-    Returns:
-        One handle per rank. Each stands for the leader process, until the rank has told the pid of
-        its own process.
     """
     shared = list(shared)
     heard, told = os.pipe()
@@ -146,13 +141,7 @@ _told: int
 
 
 def _lead(inherited: dict[int, Inherited], told: int, unneeded: Sequence[int]) -> None:
-    """Run the leader process: spawn the processes of the ranks, and exit once they have ended.
-
-    Args:
-        inherited: for each rank number, what that rank gets from the agent.
-        told: pipe to which the exit codes of the ranks' processes are written.
-        unneeded: inherited descriptors to close.
-    """
+    """Run the leader process: spawn the processes of the ranks, and exit once they have ended."""
     global _host, _told
     _inherited.update(inherited)
     first = next(iter(inherited.values()))
@@ -191,11 +180,7 @@ def _spawn(num_ranks: int) -> None:
 
 
 def _run_rank(ordinal: int) -> None:
-    """Serve one rank in this thread until there are no more calls; called by ``xmp.spawn``.
-
-    Args:
-        ordinal: the number that ``xmp.spawn`` gives to the thread; it selects the rank.
-    """
+    """Serve one rank in this thread until there are no more calls; called by ``xmp.spawn``."""
     runtime = import_module("torch_xla.runtime")
     number = int(runtime.world_size())
     num_here = min(number, int(runtime.addressable_runtime_device_count()))

@@ -55,16 +55,7 @@ _OF_SEVERAL_MACHINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The ranks that an engine is to start for a launch, grouped by agent.
-
-    Attributes:
-        agents: for each agent (the helper process on one machine) the ranks that it starts.
-            Ranks are numbered across all agents; the first agent has rank 0.
-        environment: environment variables that the engine gives every rank (``ON_CPU`` of
-            control/environment.py, for example).
-        notices: messages for the user.
-        is_awaited: whether the machines are not there yet; the ranks are those that are expected.
-    """
+    """The ranks that an engine is to start for a launch, grouped by agent."""
 
     agents: tuple[tuple[wire.RankSpec, ...], ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -73,12 +64,7 @@ class RankPlan:
 
     @classmethod
     def of_sizes(cls, *sizes: int, **fields: Any) -> RankPlan:
-        """Return a plan with one agent for each size; all ranks differ only in their numbers.
-
-        Args:
-            sizes: number of ranks of each agent.
-            fields: other fields of the plan.
-        """
+        """Return a plan with one agent for each size; all ranks differ only in their numbers."""
         firsts = itertools.accumulate(sizes, initial=0)
         agents = (
             tuple(wire.RankSpec(rank=first + local, local_rank=local) for local in range(size))
@@ -88,20 +74,11 @@ class RankPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, over all agents."""
         return sum(map(len, self.agents))
 
 
 class Engine(ABC):
-    """Base class of the engines: plans the ranks of a launch and starts them.
-
-    Attributes:
-        description: names the engine in messages for the user.
-        unused: arguments of ``notebook_launcher`` that the engine accepts and ignores.
-        needs_payload: whether functions must be pickled, since the ranks are other processes.
-        keeps_ranks: whether the engine's ranks can stay alive between calls, as a session needs.
-        can_detach: whether the engine's runs can outlive the notebook's kernel (``detach=True``).
-    """
+    """Base class of the engines: plans the ranks of a launch and starts them."""
 
     description: ClassVar[str]
     unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
@@ -114,9 +91,6 @@ class Engine(ABC):
 
         Called before the run exists, so that an interrupt by the user leaves nothing behind. The
         default does nothing.
-
-        Raises:
-            LaunchError: the template process, from which ranks are started, cannot be started.
         """
         return
 
@@ -124,14 +98,6 @@ class Engine(ABC):
         """Raise an error if this machine cannot run a launch with these settings.
 
         Starts nothing. The default accepts all settings.
-
-        Args:
-            config: settings of the launch.
-            environment: environment variables of its ranks.
-
-        Raises:
-            ConfigError: the settings do not fit this machine.
-            LaunchError: something that the engine needs is missing here.
         """
         return
 
@@ -140,10 +106,6 @@ class Engine(ABC):
         """Decide how many ranks the launch has, and which agents start them; return the plan.
 
         Engines with several machines wait here until the machines have joined.
-
-        Raises:
-            ConfigError: the settings ask for more ranks than the devices allow.
-            LaunchError: something that the engine needs is missing, such as a machine.
         """
 
     def num_awaited(self, config: LaunchConfig) -> int:
@@ -151,11 +113,6 @@ class Engine(ABC):
         return 0
 
     def num_ranks_here(self, request: LaunchRequest) -> int:
-        """Return the number of ranks on this machine, without asking any other machine.
-
-        Raises:
-            ConfigError: the settings ask for more ranks than the devices allow.
-        """
         return self.plan_ranks(request).world_size
 
     @abstractmethod
@@ -168,13 +125,7 @@ class Engine(ABC):
         ranks is handled before the block has ended.
 
         Args:
-            request: the user's settings, function and arguments.
-            plan: the ranks to start, from :meth:`plan_ranks`.
             packed: the pickled function with its arguments; None if ``needs_payload`` is False.
-            new: what the launcher prepared for the call.
-
-        Raises:
-            LaunchError: the ranks could not be started; no process is left of them.
         """
 
     def start_ranks(
@@ -183,16 +134,6 @@ class Engine(ABC):
         """Start ranks that wait for calls, and return their pool.
 
         The caller must start the pool's thread, which listens to the ranks (``RankPool.start``).
-
-        Args:
-            request: the user's settings.
-            plan: the ranks to start, from :meth:`plan_ranks`.
-            run: id of the run or session.
-            log_dir: folder for the files with the ranks' output.
-
-        Raises:
-            ConfigError: the ranks of this engine cannot wait for calls (``keeps_ranks`` is False).
-            LaunchError: the ranks could not be started; no process is left of them.
         """
         raise ConfigError(
             f"a session needs ranks that stay between calls, and {self.description} has none: "
@@ -203,8 +144,5 @@ class Engine(ABC):
         """Release what was needed to start ranks, such as connected machines.
 
         Called once a run has ended, and where a launch fails. The default has nothing to release.
-
-        Args:
-            outcome: the run's last status, which connected machines are told.
         """
         return

@@ -149,19 +149,7 @@ class ElasticEngine(MachinesEngine):
     def _gather(
         self, server: MachineServer, request: LaunchRequest, wanted: int
     ) -> list[JoinedMachine]:
-        """Wait until the other machines have joined, and return them; an interrupt ends the wait.
-
-        Inside a Slurm job with enough nodes, ``srun`` runs the join command on these nodes.
-        Outside of such a job, the command is shown to the user.
-
-        Args:
-            server: listens for the machines.
-            request: the launch; its view shows how many machines are missing.
-            wanted: number of other machines.
-
-        Raises:
-            LaunchError: not all have joined within 10 minutes, or ``srun`` has ended early.
-        """
+        """Wait until the other machines have joined; an interrupt ends the wait."""
         host = request.config.master_addr
         if not has_other_nodes(os.environ, wanted):
             host, *others = [host] if host else own_addresses()
@@ -229,17 +217,7 @@ class ElasticEngine(MachinesEngine):
 
 
 def _num_ranks(info: wire.MachineJoined, config: LaunchConfig, here: RankPlan) -> int:
-    """Return how many ranks another machine that joined gets.
-
-    Args:
-        info: the joined machine's description of itself.
-        config: settings of the launch.
-        here: the ranks of the notebook's machine, which must be on the same kind of device.
-
-    Raises:
-        ConfigError: the joined machine has fewer accelerators than ranks are asked for on it; or
-            only one of the two machines has accelerators.
-    """
+    """Return how many ranks another machine that joined gets."""
     if config.devices == "cpu":
         return config.num_processes or 1
     is_on_cpu = here.environment.get("ACCELERATE_USE_CPU") == "true"
@@ -266,19 +244,9 @@ def join(
     them the run.
 
     Args:
-        address: ``HOST:PORT``, as the notebook shows it.
-        token: the secret of the launch, as the notebook shows it.
         tell: called with each message for the user; None writes them to ``sys.stderr``.
         num_ranks: number of ranks of this machine if the engine is "ray"; 0 if it is "elastic",
             with which the notebook decides the number.
-
-    Returns:
-        0, or 1 if the run failed or the notebook was lost.
-
-    Raises:
-        ConfigError: the address or the token is malformed.
-        LaunchError: no notebook listens at the address, the token is that of another launch, or the
-            notebook refuses this machine.
     """
     host, port = parse_address(address)
     given = Token.of_text(token)
@@ -303,11 +271,7 @@ def join(
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return (host, port) of a text ``HOST:PORT``; brackets around an IPv6 address are removed.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
+    """Return (host, port) of a text ``HOST:PORT``; brackets around an IPv6 address are removed."""
     host, _, port = text.strip().rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65_536
     # As long as a name of a host, and of each part of it, may be.
@@ -318,11 +282,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class _Guest:
-    """The joined machine's side of a run: starts and ends an agent here when the notebook asks.
-
-    Args:
-        say: called with each message for the user.
-    """
+    """The joined machine's side of a run: starts and ends an agent here when the notebook asks."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -330,19 +290,6 @@ class _Guest:
         self._agent: AgentLink | None = None
 
     async def serve(self, host: str, port: int, token: Token, info: wire.MachineJoined) -> int:
-        """Connect to the notebook, and serve its requests until the connection ends.
-
-        Args:
-            host, port: where the notebook listens.
-            token: proves that this machine may join.
-            info: describes this machine; its network interface is filled in here.
-
-        Returns:
-            0, or 1 if the run failed or the notebook was lost.
-
-        Raises:
-            LaunchError: no notebook listens there, or it refuses this machine.
-        """
         link = await self._connect(host, port, token)
         interface = interface_of(link.own_address)
         serving = asyncio.ensure_future(link.serve(self._requests.put_nowait))
@@ -381,16 +328,6 @@ class _Guest:
     async def _start(
         self, link: MachineLink, message: wire.StartMachineAgent
     ) -> asyncio.Task[None] | None:
-        """Fork an agent, and relay its connection to the notebook.
-
-        Args:
-            link: the connection to the notebook.
-            message: the notebook's request.
-
-        Returns:
-            A task that ends once the agent has ended and the notebook was told; None if no agent
-            could be forked, which the notebook is told as well.
-        """
         directory = message.directory if os.path.isdir(message.directory) else os.getcwd()
         try:
             agent = self._agent = await asyncio.to_thread(_fork_agent, message)

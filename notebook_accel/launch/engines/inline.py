@@ -91,9 +91,6 @@ class InlineCall(Call):
 
         Every exception but KeyboardInterrupt is kept as the run's error, and not raised;
         ``sys.exit(0)`` counts as returning None.
-
-        Raises:
-            KeyboardInterrupt: the user interrupted.
         """
         self._become("running", pid=os.getpid())
         try:

@@ -170,22 +170,10 @@ class AgentEngine(Engine):
         """Start the agents of the plan, and return a connection to each, in the plan's order.
 
         The agents start no ranks yet: each waits for the message ``wire.Launch``.
-
-        Args:
-            request: the user's settings.
-            plan: the ranks of each agent.
-            run: id of the run or session.
-
-        Raises:
-            LaunchError: an agent could not be started; the others were ended.
         """
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Return the plan of the ranks with which a failed run is restarted (``max_restarts``).
-
-        Raises:
-            ConfigError, LaunchError: the run cannot be restarted.
-        """
+        """Return the plan of the ranks with which a failed run is restarted (``max_restarts``)."""
         return self.plan_ranks(request)
 
 
@@ -283,8 +271,6 @@ def await_imports(
     """Wait until a template has imported what it was told; ranks would import it each for itself.
 
     Args:
-        source: the template.
-        show: called with the name of each library that is being imported.
         seconds: how long to wait, at most.
     """
     shown, deadline = "", time.monotonic() + seconds
@@ -311,22 +297,7 @@ def fork_agent(
     sees_files: bool,
     is_prepared: bool = False,
 ) -> AgentLink:
-    """Have the template process fork an agent, and return the connection to the agent.
-
-    Args:
-        environment: environment variables of the launch. If the running template does not fit
-            them, a new one is started.
-        ranks: the ranks that the agent starts later.
-        connection: makes a pair of connected sockets: this process keeps the first, the agent gets
-            the second. If the template does not answer, a new template gets a new pair, since the
-            old template may have forked an agent that uses the first pair.
-        run: id of the run or session.
-        sees_files: whether the agent may write into the run's folder (``AgentLink.sees_files``).
-        is_prepared: whether its ranks may have the libraries that the notebook has imported.
-
-    Raises:
-        LaunchError: the agent could not be forked, or did not answer; no process is left of it.
-    """
+    """Have the template process fork an agent, and return the connection to the agent."""
 
     def fork(source: Template) -> AgentLink:
         secret = new_secret()
@@ -363,9 +334,6 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
     Unlike a Unix socket pair, a TCP connection passes no file descriptors: all data travels as
     bytes, which can be relayed to another machine.
-
-    Raises:
-        LaunchError: another process connected to the listening socket first.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
@@ -379,11 +347,6 @@ def _end(source: Template, pid: int, run: str) -> None:
     """Kill an agent and all processes that it started, and remove its temporary files.
 
     It works even if both the agent and the template are stuck.
-
-    Args:
-        source: the template that forked the agent.
-        pid: process id of the agent.
-        run: id of the run or session.
     """
     # Of one that has ended, the number may be that of another process by now.
     if source.exit_of(pid, timeout=0.0) is None:

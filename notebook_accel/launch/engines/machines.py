@@ -78,10 +78,6 @@ class JoinedMachine:
 
     Its methods may be called from any thread except the connections' thread (which runs the event
     loop of ``machine_link.py``); those that are called in that thread say so.
-
-    Args:
-        link: connection to the machine.
-        info: the machine's description of itself: versions, devices, environment.
     """
 
     def __init__(self, link: MachineLink, info: wire.MachineJoined) -> None:
@@ -97,7 +93,6 @@ class JoinedMachine:
 
     @property
     def name(self) -> str:
-        """The machine's host name and IP address, for messages."""
         return f"{_plain(self.info.host)} ({self.address})"
 
     @property
@@ -107,17 +102,14 @@ class JoinedMachine:
 
     @property
     def address(self) -> str:
-        """The IP address of the joined machine, as the notebook's machine sees it."""
         return self._link.peer_address
 
     @property
     def own_address(self) -> str:
-        """The IP address of the notebook's machine by which the joined machine reaches it."""
         return self._link.own_address
 
     @property
     def is_open(self) -> bool:
-        """Whether the machine is still connected, as far as is known."""
         return self._link.is_open
 
     def take(self, message: wire.Message) -> None:
@@ -146,18 +138,6 @@ class JoinedMachine:
         *,
         run: str,
     ) -> AgentLink:
-        """Have the machine start an agent, and return the connection to the agent.
-
-        Args:
-            ranks: the ranks that the agent starts later.
-            fields: given the working directory that the machine chose for its ranks, returns the
-                fields of ``wire.Launch`` that differ on this machine.
-            imports: what the machine imports once for its ranks.
-            run: id of the run or session.
-
-        Raises:
-            LaunchError: the machine started no agent, or its previous agent has not ended.
-        """
         if not self._is_idle.wait(_END_SECONDS):
             raise LaunchError(f"the last agent on {self.name} has not ended. Launch again")
         ours, theirs = socket.socketpair()
@@ -197,10 +177,6 @@ class JoinedMachine:
         return await self._answers.get()
 
     def _end_agent(self, _: asyncio.Task[None]) -> None:
-        """Ask the machine to end its agent, unless the agent has ended already.
-
-        Called when the notebook's end of the agent's channel was closed.
-        """
         if self._end is not None:
             self._note_end()
         else:
@@ -221,9 +197,6 @@ class JoinedMachine:
         """Disconnect the machine now or, if it has an agent, once the agent has ended.
 
         Called in the connections' thread.
-
-        Args:
-            outcome: what the machine is told of the run (``wire.MachineReleased``).
         """
         self._outcome = self._outcome or outcome
         if self._is_idle.is_set():
@@ -257,10 +230,6 @@ class MachineServer:
     """Server in the notebook's kernel that admits the other machines of a run.
 
     Attributes:
-        machines: the machines that are connected, in the order in which they joined.
-        port: the port at which the server listens.
-        token: the secret by which a machine may join. It is valid for this run only, until as many
-            machines have joined as the run needs.
         refused: which machine was refused last and why, for the user; "" if none was.
     """
 
@@ -270,11 +239,6 @@ class MachineServer:
         Args:
             host: IP address or name to listen at; "" for all addresses of this machine.
             port: port to listen at; 0 for any free one.
-            wanted: number of machines to admit.
-
-        Raises:
-            LaunchError: the server cannot listen at this address, or the package that makes its TLS
-                certificate is not installed.
         """
         self.machines: list[JoinedMachine] = []
         self.refused = ""
@@ -305,11 +269,7 @@ class MachineServer:
         self._listening.cancel()
 
     def close(self, outcome: str) -> None:
-        """Stop listening, and disconnect each machine once its agent has ended; returns at once.
-
-        Args:
-            outcome: what the machines are told of the run.
-        """
+        """Stop listening, and disconnect each machine once its agent has ended; returns at once."""
         in_background().call_soon_threadsafe(self._close, outcome)
 
     async def tell(self, outcome: str) -> None:
@@ -418,14 +378,6 @@ class MachinesEngine(AgentEngine):
         self._machines: list[JoinedMachine] = []
 
     def _listen(self, host: str, port: int, wanted: int) -> MachineServer:
-        """Start the server that machines join, and return it.
-
-        The server is closed when this engine object is freed, as that of a session is: its machines
-        stay until their agents end.
-
-        Args:
-            host, port, wanted: as for :class:`MachineServer`.
-        """
         server = self._server = MachineServer(host, port, wanted)
         weakref.finalize(self, server.close, "ended")
         return server
@@ -490,8 +442,6 @@ def interface_variables(name: str, environment: Mapping[str, str]) -> dict[str, 
 
     Args:
         name: name of the interface; for "" the result is {}.
-        environment: the environment of the ranks. A variable that is set in it already is left out,
-            unless its value is the loopback interface, by which no other machine can be reached.
     """
     chosen = (variable for variable in INTERFACES if environment.get(variable) in (None, "lo"))
     return dict.fromkeys(chosen, name) if name else {}
@@ -504,15 +454,7 @@ def _fields_of_launch(
     num_ranks: int,
     directory: str,
 ) -> dict[str, Any]:
-    """Return the fields of ``wire.Launch`` that differ on another machine.
-
-    Args:
-        info: the machine's description of itself.
-        request: the user's settings.
-        plan: all ranks of the run, with the variables that they have in common.
-        num_ranks: number of ranks on the machine.
-        directory: working directory of the ranks on that machine.
-    """
+    """Return the fields of ``wire.Launch`` that differ on another machine."""
     of_machine = {**info.environment, **_set_by_cells()}
     of_plan = {name: text for name, text in plan.environment.items() if name not in INTERFACES}
     if request.config.devices == "cpu":

@@ -77,7 +77,6 @@ class RayEngine(MachinesEngine):
     def _gather(
         self, ray: Any, ranks_of_nodes: Mapping[str, int], request: LaunchRequest
     ) -> list[JoinedMachine]:
-        """Start an actor on each node, and wait until these nodes have joined."""
         server = self._listen("", 0, len(ranks_of_nodes))
         address = f"{ray.util.get_node_ip_address()}:{server.port}"
         starting = [
@@ -105,20 +104,6 @@ class RayEngine(MachinesEngine):
         address: str,
         token: str,
     ) -> Any:
-        """Start the actor that joins a node to the run.
-
-        Args:
-            ray: the module ray.
-            node: Ray's id of the node.
-            num_ranks: number of ranks on the node. For each rank the actor reserves one CPU and, if
-                the ranks use GPUs, one GPU.
-            request: the user's settings.
-            address: ``HOST:PORT`` at which the notebook listens for machines.
-            token: the secret with which the node may join.
-
-        Returns:
-            A Ray object reference that becomes ready when the actor ends.
-        """
         strategies = ray.util.scheduling_strategies
         actor = (
             ray.remote(_NodeActor)
@@ -133,11 +118,7 @@ class RayEngine(MachinesEngine):
         return actor.join.remote(address, token, num_ranks)
 
     def _plan_on(self, machines: list[JoinedMachine], request: LaunchRequest) -> RankPlan:
-        """Return the plan of ranks on these machines, which become the machines of the run.
-
-        Raises:
-            LaunchError: ``machines`` is empty.
-        """
+        """Return the plan of ranks on these machines, which become the machines of the run."""
         if not machines:
             raise LaunchError("no node of the Ray cluster is left: launch again")
         self._machines = machines
@@ -155,13 +136,6 @@ class _NodeActor:
     """Ray actor on one node of the cluster, which joins the node to the run."""
 
     def join(self, address: str, token: str, num_ranks: int) -> None:
-        """Join this node to the run, wait for the end of the run, and end the actor.
-
-        Args:
-            address: ``HOST:PORT`` at which the notebook listens.
-            token: the secret with which the node may join.
-            num_ranks: number of ranks on this node.
-        """
         import ray
 
         # Ray sets it to the CPUs of all ranks here, where nobody else has. A rank has one of them.
@@ -173,13 +147,7 @@ class _NodeActor:
 
 
 def _connected() -> Any:
-    """Return the module ray, connected to a cluster.
-
-    If ray is not connected yet, ``ray.init()`` finds a cluster or starts one on this machine.
-
-    Raises:
-        LaunchError: ray is not installed.
-    """
+    """Return the module ray, connected to a cluster."""
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -199,13 +167,7 @@ def _uses_gpus(ray: Any, request: LaunchRequest) -> bool:
 
 
 def _place(ray: Any, request: LaunchRequest) -> Counter[str]:
-    """Have Ray choose nodes for the ranks; return the number of ranks by Ray's id of the node.
-
-    Each rank takes one CPU and, if the ranks use GPUs, one GPU.
-
-    Raises:
-        LaunchError: the cluster has too few CPUs or GPUs, or they are not free within 5 minutes.
-    """
+    """Have Ray choose nodes for the ranks; return the number of ranks by Ray's id of the node."""
     uses_gpus = _uses_gpus(ray, request)
     resources = ray.cluster_resources()
     num_ranks = request.config.num_processes or (int(resources["GPU"]) if uses_gpus else 1)

@@ -42,17 +42,7 @@ class XlaEngine(LocalEngine):
     def _find_devices(
         self, config: LaunchConfig, environment: Mapping[str, str]
     ) -> tuple[str, int]:
-        """Check the settings; return (platform, number of devices), such as ("TPU", 8).
-
-        Args:
-            config: settings of the launch.
-            environment: environment variables of the launch.
-
-        Raises:
-            ConfigError: ``num_processes`` is neither 1 nor the number of devices, or ``devices`` is
-                set.
-            LaunchError: torch_xla is not installed or cannot be used, or there is no TPU.
-        """
+        """Check the settings; return (platform, number of devices), such as ("TPU", 8)."""
         _check_library()
         platform, count = tpu.count_devices(environment)
         if not count:

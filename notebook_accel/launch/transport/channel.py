@@ -97,12 +97,6 @@ class _Frame:
         return sum(self._sent) == len(self._data)
 
     def send(self, send: Callable[..., int], flags: int) -> None:
-        """Send the next piece of the frame; the descriptors go along with the first piece.
-
-        Args:
-            send: ``socket.sendmsg`` of the channel's socket.
-            flags: for ``send``, such as ``MSG_DONTWAIT``.
-        """
         start = sum(self._sent)
         rights = struct.pack(f"{len(self._fds)}i", *self._fds)
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if self._fds and not start else []
@@ -162,10 +156,6 @@ class Channel:
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Queue a message, without writing it; :meth:`flush` writes it.
 
-        Args:
-            message: the message.
-            fds: descriptors to send with it. They are duplicated, so the caller still owns them.
-
         Raises:
             ProtocolError: the message is larger than 1 GiB, the limit of the protocol.
         """
@@ -194,14 +184,6 @@ class Channel:
         self._queue(data, len(fds), fds)
 
     def _queue(self, data: bytes, num_fds: int = 0, fds: tuple[int, ...] = ()) -> None:
-        """Queue one frame.
-
-        Args:
-            data: the encoded message.
-            num_fds: number of descriptors of the message, for the frame's header.
-            fds: descriptors to send with the frame; they are closed once it is sent. Empty if the
-                content of their files is sent as bytes instead (:class:`FramedChannel`).
-        """
         self._outgoing.append(_Frame(_HEADER.pack(len(data), num_fds) + data, fds))
 
     @staticmethod
@@ -217,10 +199,6 @@ class Channel:
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Write all queued messages and then this one; block until the socket has taken them.
 
-        Args:
-            message: the message.
-            fds: descriptors to send with it. They are duplicated, so the caller still owns them.
-
         Raises:
             OSError: the peer is gone.
             ProtocolError: the message is larger than 1 GiB, the limit of the protocol.
@@ -230,10 +208,6 @@ class Channel:
 
     def flush(self, *, block: bool = True) -> None:
         """Write the queued messages to the socket.
-
-        Args:
-            block: whether to wait until all are written; False writes only what the socket takes
-                now, and the rest stays queued.
 
         Raises:
             OSError: the peer is gone.
@@ -318,10 +292,6 @@ class Channel:
         self._incoming += data
 
     def _parse(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """Yield the complete messages among the bytes that were read, with their descriptors.
-
-        Invalid bytes end the channel: they set the error that reading raises later.
-        """
         try:
             while not isinstance(self._end, ProtocolError):
                 body, num_fds = self._next_frame()
@@ -334,13 +304,7 @@ class Channel:
             self._end = error
 
     def _next_frame(self) -> tuple[bytes | None, int]:
-        """Return the next frame's message as bytes, and its number of descriptors.
-
-        (None, 0) if the frame has not arrived in full.
-
-        Raises:
-            ProtocolError: the frame's header is invalid.
-        """
+        """Return the next frame's message as bytes, and its number of descriptors."""
         if len(self._incoming) < _HEADER.size:
             return None, 0
         length, num_fds = _HEADER.unpack_from(self._incoming)
@@ -356,17 +320,7 @@ class Channel:
     def _deliver(
         self, message: wire.Message, num_fds: int
     ) -> Iterator[tuple[wire.Message, list[int]]]:
-        """Yield the messages that can be returned now that ``message`` came, with descriptors.
-
-        Here that is ``message`` alone; in :class:`FramedChannel` a message may wait for bytes.
-
-        Args:
-            message: the message that has just been decoded.
-            num_fds: the number of its descriptors.
-
-        Raises:
-            ProtocolError: fewer descriptors came than the frame says.
-        """
+        """Yield the messages that can be returned now that ``message`` came, with descriptors."""
         if num_fds > len(self._incoming_fds):
             why = " (too many files are open here: ulimit -n)" if self._has_lost_fds else ""
             raise ProtocolError(
@@ -380,7 +334,6 @@ class Channel:
         Only a :class:`FramedChannel` receives files; here this always raises.
 
         Args:
-            stream: number of the stream, which the peer announced.
             fd: descriptor to write to; the channel closes it, also on an error.
 
         Raises:
@@ -393,9 +346,6 @@ class Channel:
         """Return how many bytes of a file were received; None if it is complete or unknown.
 
         Here this is always None, since only a :class:`FramedChannel` receives files.
-
-        Args:
-            stream: number of the stream, which the peer announced.
         """
         del stream
         return None

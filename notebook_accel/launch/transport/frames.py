@@ -106,12 +106,7 @@ class _ComingStream:
 
 @dataclass(kw_only=True)
 class _WaitingMessage:
-    """A received message that is not returned yet: it or an earlier one lacks bytes of a segment.
-
-    Attributes:
-        message: the message.
-        streams: the memory segments that belong to it, in order.
-    """
+    """A received message that waits: it or an earlier one lacks bytes of a segment."""
 
     message: wire.Message
     streams: list[_ComingStream] = field(default_factory=list)
@@ -160,18 +155,11 @@ class FramedChannel(Channel):
 
         Once the peer has called :meth:`save` for the stream, each :meth:`flush` sends the bytes
         that are new in the file. :meth:`end` ends the stream.
-
-        Args:
-            fd: readable descriptor of the file. It is duplicated, so the caller still owns it.
         """
         return self._open(os.dup(fd), size=None, credit=0)
 
     def end(self, stream: int) -> None:
-        """End the stream of a file given to :meth:`follow`, at the file's present size.
-
-        Args:
-            stream: the number that :meth:`follow` returned.
-        """
+        """End the stream of a file given to :meth:`follow`, at the file's present size."""
         with contextlib.suppress(KeyError):
             sending = self._sending[stream]
             sending.size = os.fstat(sending.fd).st_size
@@ -299,11 +287,7 @@ class FramedChannel(Channel):
             segment.finish(coming.fd)
 
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """Yield the waiting messages whose segments are complete, with the segments' descriptors.
-
-        A message keeps waiting while an earlier one about the same rank is incomplete. Messages
-        about no rank are ordered in the same way among themselves.
-        """
+        """Yield the waiting messages that are complete, in order, with their descriptors."""
         for rank, queue in list(self._waiting.items()):
             while queue and queue[0].is_whole:
                 first = queue.popleft()

@@ -68,9 +68,6 @@ def accept(
 
     Args:
         sock: connected socket; the channel owns it from now on.
-        secret: the run's secret.
-        timeout: seconds for the handshake as a whole.
-        meanwhile: called before the peer's answer is read, for which it may wait.
 
     Raises:
         AuthenticationError: the peer did not prove in time that it knows the secret. ``sock`` is
@@ -91,8 +88,6 @@ def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_S
 
     Args:
         sock: connected socket; the channel owns it from now on.
-        secret: the run's secret.
-        timeout: seconds for the handshake as a whole.
 
     Raises:
         AuthenticationError: the peer did not prove in time that it knows the secret, or has another
@@ -109,11 +104,7 @@ def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_S
 
 @contextlib.contextmanager
 def _handshake(sock: socket.socket, timeout: float) -> Iterator[Callable[[int], bytes]]:
-    """Limit the handshake in the block to ``timeout`` seconds in all.
-
-    Yields a function that reads exactly the given number of bytes from the peer. Any failure closes
-    ``sock`` and becomes an :class:`AuthenticationError`.
-    """
+    """Limit the handshake in the block to ``timeout`` seconds in all."""
     sock.settimeout(timeout)
     deadline = time.monotonic() + timeout
     try:

@@ -98,10 +98,6 @@ def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None
     To be called in any thread but the loop's. The wait can be interrupted (KeyboardInterrupt),
     which cancels the coroutine.
 
-    Args:
-        work: the coroutine.
-        timeout: seconds; None for no limit.
-
     Raises:
         TimeoutError: the coroutine took longer than ``timeout``, and was cancelled.
     """
@@ -129,8 +125,6 @@ class Token:
 
     Attributes:
         secret: random bytes that the machine sends to be admitted.
-        fingerprint: SHA-256 of the notebook's TLS certificate, by which the machine recognises the
-            notebook.
     """
 
     secret: bytes
@@ -145,12 +139,7 @@ class Token:
 
     @classmethod
     def of_text(cls, text: str) -> Token:
-        """Parse a token from its text.
-
-        Raises:
-            ConfigError: the text is no token. The error's message does not repeat the text, which
-                may be a part of the secret.
-        """
+        """Parse a token from its text."""
         try:
             data = base64.b64decode(text.strip(), altchars=b"-_", validate=True)
         except ValueError:
@@ -170,9 +159,6 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
     """Return a TLS context for the notebook, and its certificate's SHA-256 fingerprint.
 
     The certificate is new and self-signed.
-
-    Raises:
-        LaunchError: the package cryptography, which makes certificates, is not installed.
     """
     try:
         pem, der = _new_certificate()
@@ -194,11 +180,7 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
 
 
 def _new_certificate() -> tuple[bytes, bytes]:
-    """Make a self-signed certificate.
-
-    Returns:
-        The private key and the certificate as PEM, and the certificate alone as DER.
-    """
+    """Make a self-signed certificate."""
     from datetime import datetime, timedelta, timezone
 
     from cryptography import x509
@@ -234,7 +216,6 @@ async def open_link(host: str, port: int, token: Token) -> MachineLink:
     The secret is sent only if the notebook's certificate is the one of the token.
 
     Raises:
-        LaunchError: the notebook's certificate is not the token's.
         OSError: no process listens at that port, or the process does not speak TLS.
         asyncio.TimeoutError: there was no connection within ten seconds.
     """
@@ -290,11 +271,6 @@ class MachineLink:
 
     It carries messages about the machine itself, and relays the bytes of one run's channel at a
     time. Call its methods only in the event loop's thread (:func:`in_background`).
-
-    Attributes:
-        is_open: whether the connection is open, as far as this end knows.
-        own_address: IP address of this end.
-        peer_address: IP address of the other end.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -320,9 +296,6 @@ class MachineLink:
         """Read until the connection ends or is found broken; then close this end.
 
         Bytes of a run's channel go to the socket given to :meth:`attach`.
-
-        Args:
-            take: called with each message about the machine.
         """
         watching = asyncio.ensure_future(self._watch())
         try:

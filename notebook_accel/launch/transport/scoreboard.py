@@ -102,7 +102,6 @@ class Passed:
         batches, reads, begun, saves: the highest count of batches, reads of ``should_stop``,
             optimizer steps without a loader, and reads of ``should_save``, at which any rank of the
             agent went on with its loop.
-        reads_should_stop: whether any rank has read ``should_stop`` in this call.
     """
 
     batches: int = 0
@@ -133,9 +132,6 @@ def leave_after(answers: Iterable[Passed]) -> Point:
 
     Called in the kernel. If any rank has read ``should_stop``, all ranks leave at a read of it.
     Then no loop is ended at a batch, not even on a rank that has not read ``should_stop``.
-
-    Args:
-        answers: of all agents.
     """
     answers = tuple(answers)
     point = replace(_right_after(answers), saves=None)
@@ -173,27 +169,18 @@ class RankRow(ctypes.Structure):
             about to get, of its optimizer steps, and of its reads of ``should_stop`` and
             ``should_save``.
         total_batches: length of the current pass through the loader, in batches; 0 if unknown.
-        pass_start: value of ``batches`` before the first batch of the current pass.
         device_memory, device_peak, device_limit: bytes in use on the rank's device, as torch counts
             them, the most so far, and how many torch could use; 0 if unknown.
-        step_times: the fields of ``wire.StepTimes``, in their order.
         call_over: 1 once the rank's part of the call is over. The rank sets it when its function
             has ended, before it sends the result; the agent sets it when the process has ended.
-        begun: number of optimizer steps that the rank has begun without a prepared loader.
         passed_batches, passed_reads, passed_begun, passed_saves: the count when the rank last went
             on with its loop at such a point.
         waits_batches, waits_reads, waits_begun, waits_saves: the count when the rank last saw that
             an action is asked, and waited to learn where.
-        round: the board's round in which the rank last waited.
         did, done: number of the last action that the rank has begun, and ended; a pause counts as
             ended once the rank waits.
-        paused: 1 while the rank waits in a pause.
-        left: 1 once a loader or an optimizer has ended the rank's loop because of a stop.
-        left_reads: 1 once the rank waited at a read of ``should_stop`` since the stop was asked.
-        is_asynchronous: 1 if collectives of the rank's process groups only queue on its device.
         interrupted_call: number of the call that the agent interrupted last. A rank that begins
             this call only after the signal came sees here that the call is interrupted.
-        seen_interrupt: value of ``interrupted_call`` when the rank last handled a SIGINT.
         disconnected_call: number of the call in which the agent asked the rank to shut down its
             connections to other ranks if stuck in a collective; 0 if it did not ask.
         tells_collectives: 1 if a thread of the rank answers which collectives it has begun.
@@ -254,12 +241,6 @@ class Scoreboard:
     """
 
     def __init__(self, num_ranks: int, *, has_others: bool = False) -> None:
-        """Create a scoreboard of zeros.
-
-        Args:
-            num_ranks: number of ranks of this agent, one row each.
-            has_others: whether other agents have ranks of the same run.
-        """
         self.num_ranks = num_ranks
         self._has_others = has_others
         self._content = 8 * _HEADER + num_ranks * ctypes.sizeof(RankRow)
@@ -268,7 +249,6 @@ class Scoreboard:
         self.reset()
 
     def row(self, local_rank: int) -> RankRow:
-        """Return the row of the rank with this local rank: a view of the shared memory."""
         return RankRow.from_buffer(self._memory, 8 * _HEADER + local_rank * ctypes.sizeof(RankRow))
 
     # ---- what the agent does ---------------------------------------------------------------
@@ -292,7 +272,6 @@ class Scoreboard:
         Called by the agent, once the action before is done on all ranks, or was withdrawn.
 
         Args:
-            number: of the action; higher than those before. ``STOP`` for a stop.
             content: what the ranks are to do, as bytes that they understand.
         """
         # The number last: a rank that reads it must not find what belongs to the action before.
@@ -389,7 +368,6 @@ class Scoreboard:
 
     @property
     def asked(self) -> int:
-        """Number of the newest action. A rank that has not done it calls :meth:`due`."""
         return self._view[_ASKED]
 
     @property
@@ -399,7 +377,6 @@ class Scoreboard:
 
     @property
     def content(self) -> bytes:
-        """What the ranks are to do in the newest action."""
         return self._memory[self._content : self._content + self._view[_LENGTH]]
 
     def due(self, local_rank: int, counter: str) -> int | None:
@@ -407,10 +384,6 @@ class Scoreboard:
 
         A rank calls it after it has counted a point and then seen an action in ``asked`` that it
         has not done. If there is none, the rank writes ``passed_batches`` (or the like) itself.
-
-        Args:
-            local_rank: of the calling rank.
-            counter: what the rank has just counted: "batches", "reads", "begun" or "saves".
         """
         row, index = self.row(local_rank), _AT_BATCHES + _COUNTERS.index(counter)
         count: int = getattr(row, counter)
@@ -437,7 +410,6 @@ class Scoreboard:
         return number
 
     def wait_in_pause(self, local_rank: int, number: int) -> None:
-        """Wait until the pause of this number is over."""
         row = self.row(local_rank)
         row.paused, row.done = 1, number
         try:

@@ -37,11 +37,7 @@ MAX_INLINE_BYTES = 1 << 16
 def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
     """Convert a pickled value into a packet (a field for a message) and descriptors.
 
-    Args:
-        packed: the value; its buffers are copied, so they may be changed once this returns.
-
     Returns:
-        The packet, and the descriptors to send with the message: none if the value fits into the
         packet, else that of its memory segment. The caller closes them once the message is sent.
 
     Raises:
@@ -69,13 +65,6 @@ def sendable(packed: Packed) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
 
 def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
     """Return the pickled value of a received packet; the inverse of :func:`pack`.
-
-    Args:
-        packet: from the message.
-        fds: the descriptors that came with the message; they are closed.
-
-    Returns:
-        The value, not unpickled yet. Its buffers are writable; no other process sees the writes.
 
     Raises:
         ValueError: buffers are missing, or the descriptor is no valid segment for them.
@@ -124,9 +113,6 @@ def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 def seal(buffers: Sequence[memoryview]) -> int:
     """Copy the buffers into a new sealed memory segment, which no process can change.
-
-    Args:
-        buffers: each contiguous, with items of one byte.
 
     Returns:
         The segment's file descriptor, which the caller closes.
@@ -186,7 +172,6 @@ def attach(fd: int, sizes: Sequence[int]) -> tuple[memoryview, ...]:
     as long as one of the views does; ``fd`` may be closed at once.
 
     Args:
-        fd: descriptor of the sealed segment.
         sizes: of the buffers that were written to it, in bytes and in order.
 
     Raises:

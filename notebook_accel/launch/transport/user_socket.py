@@ -29,10 +29,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """Yield a short path to the folder's socket, valid within the block.
-
-    The system allows 107 bytes for a socket's path, and the folder's own path may be longer.
-    """
+    """Yield a short path to the folder's socket, valid within the block."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{_NAME}"
