@@ -79,9 +79,6 @@ class CommonActions:
     """The actions of one call. All methods return at once, and may be called in any thread.
 
     Args:
-        send: sends a message to all agents.
-        agents: returns the agents that are not lost.
-        on_pause: called with True once all ranks are paused, and with False once they train again.
         clock: returns the time in seconds.
     """
 
@@ -150,7 +147,6 @@ class CommonActions:
     # ---- what the pool tells ------------------------------------------------------------------
 
     def take(self, agent: Agent, message: wire.Message) -> None:
-        """Take an agent's answer."""
         with self._lock:
             if isinstance(message, PointReached) and message.number == STOP:
                 counts = {name: getattr(message, name) for name in _COUNTS}
@@ -179,7 +175,6 @@ class CommonActions:
                 self._follow(self._line[0], agents)
 
     def end(self, why: str) -> None:
-        """End all actions that wait, with an error: the call has ended."""
         with self._lock:
             waiting, self._line = self._line, []
             for asked in waiting:

@@ -27,7 +27,6 @@ class AgentEnd:
     """How an agent's process (the helper that watches the ranks of a machine) ended, in words.
 
     Attributes:
-        how: the end of a sentence whose subject is the agent: "(pid 7) was killed by SIGKILL".
         traceback: traceback of the exception that ended the agent; "" if there was none.
         likely: the likely cause, as a clause; "" lets the error name the usual cause of a SIGKILL
             (out of memory, or killed by somebody).
@@ -42,10 +41,6 @@ class AgentEnd:
         """Return the ``AgentEnd`` of an agent that is killed since the kernel's own code failed.
 
         Also logs ``error`` as a warning.
-
-        Args:
-            error: what the kernel's code raised while it handled the agent's messages.
-            run: id of the run, for the log.
         """
         _log.warning("run %s cannot be conducted", run, exc_info=error)
         how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
@@ -65,15 +60,8 @@ class AgentLink:
     makes a link for each agent that it starts; the ``RankPool`` of the run uses it.
 
     Attributes:
-        channel: connection to the agent.
-        ranks: the ranks that the agent starts.
-        sees_files: whether the agent can write into the run's folder, as one on this machine can.
-            If False, it sends the output of its ranks to the kernel, which writes the log files.
         how_it_ended: waits at most some seconds for the end of the agent's process, and returns how
             the process ended; None if unknown.
-        kill: ends the agent, and its ranks with it.
-        launch_fields: fields of ``wire.Launch`` that this agent gets in place of those for all
-            agents, such as the environment of another machine.
     """
 
     channel: Channel
@@ -85,7 +73,6 @@ class AgentLink:
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:
-        """The numbers of the agent's ranks, among all ranks of the run."""
         return tuple(spec.rank for spec in self.ranks)
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
@@ -93,11 +80,6 @@ class AgentLink:
 
         What the socket cannot take now stays queued; the thread of the ``RankPool`` writes it
         later. If the agent is gone, that thread notices it, and no error is raised here.
-
-        Args:
-            message: what is sent.
-            fds: file descriptors that go along. They are duplicated: the caller still closes its
-                own.
 
         Raises:
             OSError: this process may open no more file descriptors; nothing was sent.
@@ -128,10 +110,6 @@ class LostAgent:
     """An agent (the helper process that watches the ranks of a machine) that ended too early.
 
     Its process or its connection ended while some of its ranks still ran; those ranks are lost.
-
-    Attributes:
-        ranks: the numbers of all ranks of the agent.
-        end: how the agent ended.
     """
 
     ranks: tuple[int, ...]

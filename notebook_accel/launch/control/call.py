@@ -110,17 +110,6 @@ class NewCall:
 
     Attributes:
         state: the state at the start: status "starting", with no process for any rank yet.
-        config: the settings of the launch.
-        folder: the run's folder on disk, with logs and state.
-        metrics: file of the values given to ``accelerator.log``.
-        view: shows the call.
-        handle: returns the code that gets the run's handle at this moment, such as
-            ``notebook_accel.last_run()``. Messages show it, since a launch that raises returns no
-            handle.
-        timeout: seconds after which the call is ended; None for never.
-        advise: whether to say, after a success, what the function seems to have forgotten.
-        keeps_error: whether ranks keep the exception that the function raises, for a debugger.
-        sources: the notebook cells that the function's code comes from, for stack traces.
     """
 
     state: RunState
@@ -141,14 +130,8 @@ class Call:
     Most methods do nothing here; each kind of call overrides those that it supports.
 
     Attributes:
-        state: the newest state; replaced, never changed in place.
-        config, folder, metrics, view, handle: as in :class:`NewCall`.
         results: what the ranks returned. None once the call has ended: from then on only the
             handles that the user holds keep results in memory.
-        ended: set once the call has ended and the view has drawn its end.
-        timeout: seconds after which the call is ended; None for never.
-        timed_out: whether the timeout ended the call.
-        was_killed: whether the user asked to kill the call.
         curves: curves of the metrics for the live charts, while the call goes on; else None.
         number: number of the call among those of the same rank processes, from 1 on; 0 before it
             was sent.
@@ -176,25 +159,12 @@ class Call:
     # ---- the end -----------------------------------------------------------------------------
 
     def check_waiting(self) -> None:
-        """Raise an error if :meth:`wait` would never end. The default raises none.
-
-        Raises:
-            NotebookAccelError: the call goes on in another process, which does not tell this one
-                of the call's end.
-        """
+        """Raise an error if :meth:`wait` would never end. The default raises none."""
 
     def wait(self, timeout: float | None = None, presses: Sequence[Presses] = ()) -> bool:
         """Wait for the end of the call; return True at its end, False if ``timeout`` passes first.
 
         Meanwhile the view is polled, and interrupts of the user are forwarded to the ranks.
-
-        Args:
-            timeout: seconds; None for no limit.
-            presses: counters of the user's interrupts (Ctrl-C). For each new interrupt
-                :meth:`press` is called.
-
-        Raises:
-            NotebookAccelError: the wait would never end (:meth:`check_waiting`).
         """
         self.check_waiting()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -219,19 +189,10 @@ class Call:
         """Ask all ranks to leave the call at the same batch or read of ``should_stop``.
 
         Returns at once. If a stop was requested before, the ranks are interrupted.
-
-        Args:
-            grace: seconds until ranks that have not left are interrupted; None for
-                ``config.grace``.
         """
 
     def press(self, number: int) -> None:
-        """Act on the user's Ctrl-C: interrupt the ranks, or send them SIGTERM or SIGKILL.
-
-        Args:
-            number: how many times the user has pressed it: 1 interrupts, 2 sends SIGTERM (SIGKILL
-                if the run is detached), 3 or more SIGKILL.
-        """
+        """Act on the user's Ctrl-C: interrupt the ranks, or send them SIGTERM or SIGKILL."""
 
     def kill(self) -> None:
         """Kill the ranks now."""
@@ -239,12 +200,7 @@ class Call:
     # ---- at a common point of all ranks --------------------------------------------------------
 
     def act(self, action: Action) -> Future[None]:
-        """Have all ranks do an action at a common point; the future says when they have.
-
-        Raises:
-            NotebookAccelError: no rank of this call hears it: it runs in this process, or another
-                process has it.
-        """
+        """Have all ranks do an action at a common point; the future says when they have."""
         raise NotebookAccelError(f"{action.kind}: {_OUT_OF_REACH}")
 
     def go_on(self) -> Future[None]:
@@ -261,7 +217,6 @@ class Call:
         """Return the output of one rank, or of all ranks with a label on each line.
 
         Args:
-            rank: number of the rank; None for all.
             max_bytes: return only about this many bytes from the end, divided equally among the
                 ranks; None for everything.
         """
@@ -302,13 +257,6 @@ class RankCall(Call):
     metrics: MetricStore
 
     def __init__(self, pool: RankPool, packed: PackedCall, new: NewCall) -> None:
-        """Prepare the call; :meth:`sent` sends it.
-
-        Args:
-            pool: the rank processes.
-            packed: the pickled function with its arguments.
-            new: folder, view and first state, from the launcher.
-        """
         is_detached = new.state.detached
         super().__init__(
             new,
@@ -429,13 +377,8 @@ class RankCall(Call):
         Within the block the run can already be stopped or killed.
 
         Args:
-            packet: the pickled function with its arguments.
-            fds: file descriptors of the packet's memory; the caller still closes them.
             last: True if the ranks were started for this call alone and end after it; the pool's
                 thread is then started at the end of the block. False for a call of a session.
-
-        Raises:
-            LaunchError: a call is running, a rank process has ended, or the ranks were told to end.
         """
         pool = self._pool
         message = msgspec.structs.replace(self._message, payload=packet, last=last)
@@ -461,14 +404,6 @@ class RankCall(Call):
                     pool.start()
 
     def _send_again(self, start_again: Callable[[int], RankPool]) -> None:
-        """Start new ranks after a failure, and send them the same call.
-
-        Args:
-            start_again: as in :meth:`restart_by`.
-
-        Raises:
-            NotebookAccelError, OSError: the ranks could not be started; no process is left of them.
-        """
         self._num_restarts += 1
         self.move_to(start_again(self._num_restarts), self._message, self._fds)
 
@@ -518,12 +453,6 @@ class RankCall(Call):
     # ---- what the pool calls: `begin` in the launching thread, the rest in its own
 
     def begin(self, number: int) -> None:
-        """Set the call's number, and copy the pid and agent of each rank from the pool.
-
-        Args:
-            number: number of the call. The pool calls this just before it sends the call, and again
-                with 0 (no number) if the call could not be sent.
-        """
         self.number = number
         ranks = (
             replace(rank, pid=process.pid, agent=process.agent)
@@ -533,7 +462,6 @@ class RankCall(Call):
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank's part of the call has ended."""
         return all(rank.has_ended for rank in self.state.ranks)
 
     @property
@@ -541,12 +469,6 @@ class RankCall(Call):
         return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Apply a message about the call to the call's state, and keep results and metrics.
-
-        Args:
-            message: from a rank or its agent.
-            fds: file descriptors that came along; this method closes or keeps them.
-        """
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
             self.results.keep(message.rank, message.value, list(fds))
@@ -648,9 +570,6 @@ class RankCall(Call):
         """End the call: decide its verdict, draw the end, and set ``ended``.
 
         If the call has failed and may be restarted, it goes on with new ranks instead.
-
-        Args:
-            lost: the agents that ended while some of their ranks still ran.
         """
         if self._start_again is not None:
             if self._verdict is None and self._begins_again(self._start_again, lost):
@@ -670,12 +589,7 @@ class RankCall(Call):
     def _begins_again(
         self, start_again: Callable[[int], RankPool], lost: Sequence[LostAgent]
     ) -> bool:
-        """Restart the ranks if the call failed and a restart is left; return whether they restart.
-
-        Args:
-            start_again: as in :meth:`restart_by`.
-            lost: as in :meth:`finish`.
-        """
+        """Restart the ranks if the call failed and a restart is left; return whether it did."""
         with self._state_lock:
             state = self.state
             folder = str(self.folder.path)
@@ -731,11 +645,7 @@ class RankCall(Call):
             )
 
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
-        """Set the final state by the verdict; save this state and the rescued training state.
-
-        Args:
-            lost: as in :meth:`finish`.
-        """
+        """Set the final state by the verdict; save this state and the rescued training state."""
         self.metrics.flush()
         self.metrics.close()
         verdict = self._verdict or judge(

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first number of one process group at which its ranks differ.
-
-    Attributes:
-        number: the number, from 1.
-        ranks: the ranks of the group.
-        begun: the collective with that number, by rank.
-        behind: the number of the newest collective of each rank that has not come so far, by rank.
-        pending: the first collective from there on that is not done, of each rank that has one.
-    """
+    """The first number of one process group at which its ranks differ."""
 
     number: int
     ranks: tuple[int, ...]
@@ -35,12 +27,7 @@ class Difference:
 
 
 def differences(answers: Mapping[int, wire.Collectives], num_ranks: int) -> list[Difference]:
-    """Return where ranks differ first in each process group, the largest group first.
-
-    Args:
-        answers: what ranks said, by rank; without those that gave no answer or have ended.
-        num_ranks: of the run.
-    """
+    """Return where ranks differ first in each process group, the largest group first."""
     members: dict[str, tuple[int, ...]] = {}
     begun: dict[str, dict[int, dict[int, wire.Collective]]] = {}
     for rank, answer in answers.items():

@@ -29,7 +29,6 @@ class NotFinite:
     """How many values of a curve are nan or infinite, and since when.
 
     Attributes:
-        count: number of such values in the whole curve.
         since: the step from which on every value is nan or infinite, up to the newest value; None
             if the newest value is finite.
     """
@@ -45,14 +44,7 @@ class NotFinite:
 
 
 class _Stretch(NamedTuple):
-    """Summary of the values in one stretch of a curve, which is a range of steps.
-
-    Attributes:
-        low_x, low_y: step and value of the lowest finite value; nan if there is none.
-        high_x, high_y: step and value of the highest finite value; nan if there is none.
-        has_value: whether some value is finite.
-        gap_x: the first step whose value is nan or infinite; nan if all are finite.
-    """
+    """Summary of the values in one stretch of a curve, which is a range of steps."""
 
     low_x: float
     low_y: float
@@ -63,13 +55,11 @@ class _Stretch(NamedTuple):
 
     @classmethod
     def of(cls, x: float, y: float) -> _Stretch:
-        """Return the stretch of a single value ``y`` at step ``x``."""
         if math.isfinite(y):
             return cls(x, y, x, y, True, math.nan)
         return _NOTHING._replace(gap_x=x)
 
     def joined(self, other: _Stretch) -> _Stretch:
-        """Return the summary of the values of both stretches."""
         gap_x = other.gap_x if math.isnan(self.gap_x) else self.gap_x
         if not self.has_value or not other.has_value:
             return (self if self.has_value else other)._replace(gap_x=gap_x)
@@ -92,12 +82,7 @@ _NOTHING = _Stretch(math.nan, math.nan, math.nan, math.nan, False, math.nan)
 
 
 class Curve:
-    """The curve of one metric of one rank, in bounded memory.
-
-    Attributes:
-        last: the newest value; nan before the first.
-        not_finite: how many values are nan or infinite, and since when.
-    """
+    """The curve of one metric of one rank, in bounded memory."""
 
     def __init__(self, max_stretches: int = _MAX_STRETCHES) -> None:
         self.last = math.nan
@@ -153,9 +138,6 @@ class LiveCurves:
     """The curves of all metrics and ranks of a running run, in the order of their first values.
 
     The running call (:class:`RankCall`) adds values in one thread while charts read in another.
-
-    Attributes:
-        version: grows with each :meth:`add`; while it is the same, a chart need not be redrawn.
     """
 
     def __init__(self) -> None:
@@ -184,9 +166,7 @@ class LiveCurves:
 
     @property
     def names(self) -> list[str]:
-        """The names of all metrics, in the order in which they were first logged."""
         return list(self._curves)
 
     def of(self, name: str) -> dict[int, Curve]:
-        """Return the curve of each rank that logged the metric ``name``, by rank number."""
         return dict(sorted(self._curves[name].items()))

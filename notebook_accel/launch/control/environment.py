@@ -56,14 +56,8 @@ def rank_environment(
     """Return the environment variables of every rank of a launch with these settings.
 
     Args:
-        config: the settings.
-        of_engine: variables that the engine adds once it knows how many ranks there are, and on
-            which devices.
         base: for ranks on another machine, the variables of that machine; None for
             :func:`kept_environment`.
-
-    Raises:
-        ConfigError: the settings choose accelerators that the notebook does not see.
     """
     kept = kept_environment() if base is None else base
     asked_for = _asked_for(config)
@@ -93,15 +87,7 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
 
 
 def variables_of_choice(devices: object, kind: str) -> dict[str, str]:
-    """Return what shows ranks only the chosen devices, for a kind that does not read CUDA's.
-
-    Args:
-        devices: the setting; {} is returned unless it has indices.
-        kind: torch's device type.
-
-    Raises:
-        ConfigError: the notebook's own variable hides one of these devices.
-    """
+    """Return what shows ranks only the chosen devices, for a kind that does not read CUDA's."""
     variable = VISIBLE_OF_KIND.get(kind)
     if variable is None or not isinstance(devices, tuple):
         return {}
@@ -109,15 +95,7 @@ def variables_of_choice(devices: object, kind: str) -> dict[str, str]:
 
 
 def _among_visible(devices: Sequence[int], variable: str = _VISIBLE) -> str:
-    """Return the value of a variable that shows ranks only the chosen devices.
-
-    Args:
-        devices: indices, from 0 on, among the devices that the notebook itself sees.
-        variable: "CUDA_VISIBLE_DEVICES", or that of another kind.
-
-    Raises:
-        ConfigError: the notebook's own variable hides one of these devices.
-    """
+    """Return the value of a variable that shows ranks only the chosen devices."""
     given = os.environ.get(variable)
     if given is None:
         return ",".join(map(str, devices))
@@ -141,9 +119,6 @@ def num_threads_of(environment: Mapping[str, str], num_ranks: int, cores: int | 
     """Return the number of threads of a rank: OMP_NUM_THREADS, or an equal share of the cores.
 
     Args:
-        environment: environment variables of the launch, in which the user may set
-            OMP_NUM_THREADS.
-        num_ranks: number of ranks on the machine.
         cores: number of cores of that machine; None if it is this machine (:func:`num_cores`).
     """
     # OpenMP takes a number for each level of nested regions; a rank's is the outermost.

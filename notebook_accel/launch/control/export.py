@@ -63,20 +63,7 @@ def script_of(
     file: str,
     sources: Sequence[CellSource] = (),
 ) -> str:
-    """Return the text of a script that calls ``function(*args, **kwargs)``.
-
-    Args:
-        function: the notebook's function.
-        args, kwargs: its arguments.
-        world_size: number of processes in the torchrun command of the script's head comment.
-        file: name of the script in that command.
-        sources: the notebook's cells up to the launch, newest first.
-
-    Raises:
-        NotebookAccelError: the function is marked as one that no script can call (attribute
-            ``_notebook_accel_no_script``); or the function, or an argument that is no literal, has
-            no name in the notebook.
-    """
+    """Return the text of a script that calls ``function(*args, **kwargs)``."""
     refusal = getattr(function, _NO_SCRIPT, None)
     if refusal is not None:
         raise NotebookAccelError(refusal)
@@ -110,14 +97,7 @@ def script_text(body: str, *, what: str, world_size: int, file: str) -> str:
 
 @dataclass(frozen=True)
 class _Statement:
-    """A top-level statement of a cell.
-
-    Attributes:
-        used: the global variables that it names.
-        at_once: those of them that it reads while it runs, not in the body of a function.
-        is_made: whether a script can run it; false for launches, magics, and what needs these.
-        keeps_older: whether what assigned its names before is needed, too.
-    """
+    """A top-level statement of a cell."""
 
     node: ast.stmt
     text: str
@@ -129,16 +109,7 @@ class _Statement:
 
 
 def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, Any]) -> str:
-    """Return the statements of cells that make global variables, and what these need in turn.
-
-    Args:
-        names: the variables.
-        cells: the notebook's cells, newest first.
-        known: the notebook's variables now.
-
-    Raises:
-        NotebookAccelError: a function or class that is needed was not defined in a cell.
-    """
+    """Return the statements of cells that make global variables, and what these need in turn."""
     statements = _statements(cells, known)
     needed = _with_readers(names, statements, len(statements))
     kept: list[str] = []
@@ -165,7 +136,6 @@ def lines_for(names: Collection[str], cells: Sequence[str], known: Mapping[str, 
 
 
 def _spaced(lines: Sequence[str]) -> str:
-    """Join statements, with blank lines around imports and definitions."""
     kinds = [_num_blank_lines(line) for line in lines]
     gaps = [2 if 2 in pair else int(pair[0] != pair[1]) for pair in itertools.pairwise(kinds)]
     return "".join(line + "\n" * (1 + gap) for line, gap in zip(lines, [*gaps, 0], strict=False))
@@ -253,13 +223,6 @@ def _is_launch(node: ast.AST, known: Mapping[str, Any]) -> bool:
 
 
 def _with_readers(names: Collection[str], statements: Sequence[_Statement], end: int) -> set[str]:
-    """Return the names, and those that functions and classes among them read when they are called.
-
-    Args:
-        names: global variables.
-        statements: the notebook's.
-        end: the number of the statement that uses the names.
-    """
     found: set[str] = set()
     waiting = [*names]
     while waiting:

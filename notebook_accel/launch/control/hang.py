@@ -69,12 +69,9 @@ class RankStack:
     """Where a silent rank is in its code, and whether it waits for other ranks there.
 
     Attributes:
-        rank: number of the rank.
         operation: the collective in which the rank waits ("all_reduce"); "" if it waits in none.
         own_line: the innermost line of the user's own code ("Cell In[3], line 9"); "" if the rank
             gave no stack.
-        is_idle: whether the rank uses almost no CPU time, or gave no stack.
-        text: the stack as the user reads it.
     """
 
     rank: int
@@ -94,16 +91,7 @@ class Hang:
     """Ranks that wait in collectives for ranks that do not come, or that are suspended (SIGSTOP).
 
     Attributes:
-        is_certain: True if the waiting ranks can hardly ever go on, since every other rank is idle
-            or has ended. False if another rank still computes, and may reach the collective.
-        text: the message for the user: which ranks wait, in which collective, at which line, and
-            where the others are.
         since: the last time at which any rank made progress (``RunState.now``: wall time, seconds).
-        operations: the collective in which each waiting rank waits, by rank number.
-        elsewhere: the ranks that the waiting ranks wait for, by number, each with its place ("at
-            Cell In[3], line 9"); without ranks that have ended or are suspended. If all ranks wait,
-            but at several places, the ranks that are not at the commonest place.
-        stacks: pairs (ranks, stack as text), one for each group of ranks at the same place.
     """
 
     is_certain: bool
@@ -120,11 +108,8 @@ def read_stack(
     """Read from a stack dump where a rank is, and whether it waits in a collective there.
 
     Args:
-        rank: number of the rank.
         dump: the output of faulthandler for the rank; "" if it gave none.
-        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
         cpu: percent of a core that the rank uses; None if unknown.
-        text: the dump as the user reads it, for ``RankStack.text``.
     """
     frames = frames_of_function(dump)
     is_idle = cpu is not None and cpu < _IDLE_CPU
@@ -141,13 +126,7 @@ def read_stack(
 def at_differences(
     stacks: Sequence[RankStack], found: Sequence[Difference], labels: Mapping[str, str]
 ) -> list[RankStack]:
-    """Return the stacks, with ranks that wait behind a difference at the collective they began.
-
-    Args:
-        stacks: one for each rank that is still in the call.
-        found: where the ranks differ.
-        labels: as in :func:`read_stack`.
-    """
+    """Return the stacks, with ranks that wait behind a difference at the collective they began."""
     pending = {rank: one for each in reversed(found) for rank, one in each.pending.items()}
     return [
         _at(stack, pending[stack.rank], labels) if stack.rank in pending else stack
@@ -173,11 +152,6 @@ def text_of_difference(
     """Return where ranks differ as one sentence.
 
     Example: ``Collective 5 is all_reduce of [3] on rank 0; rank 1 has come to 4``.
-
-    Args:
-        found: where they differ.
-        stacks: as in :func:`at_differences`.
-        labels: as in :func:`read_stack`.
     """
     alike: dict[tuple[str, str], list[int]] = {}
     by_rank = {stack.rank: stack for stack in stacks}
@@ -205,9 +179,6 @@ def text_of_difference(
 def place_of_wait(traceback: str) -> str:
     """Return in which collective a rank waited when its connection to another rank broke.
 
-    Args:
-        traceback: formatted traceback of the error that the rank got.
-
     Returns:
         Text such as ``in gather at Cell In[3], line 9``; "" if the traceback has no collective.
     """
@@ -220,15 +191,7 @@ def place_of_wait(traceback: str) -> str:
 
 
 def _own_index(frames: Sequence[Frame], labels: Mapping[str, str]) -> int:
-    """Return the index of the innermost frame of the user's code, or else of the outermost frame.
-
-    The index is -1 if there are no frames.
-
-    Args:
-        frames: newest first.
-        labels: labels of the notebook's cells, by file name. A frame in one of these files is the
-            user's, as is one in any file that belongs to no library.
-    """
+    """Return the index of the user's innermost frame, or of the outermost; -1 for none."""
     own = (i for i, f in enumerate(frames) if f.file in labels or not _LIBRARY.search(f.file))
     return next(own, len(frames) - 1)
 
@@ -241,16 +204,7 @@ def _line(frame: Frame, labels: Mapping[str, str]) -> str:
 
 
 def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
-    """Return the name of the collective in which these frames wait; "" for none.
-
-    Args:
-        frames: the frames of calls that the user's code made, newest first.
-        is_idle: whether the rank uses almost no CPU time. Only an idle rank is taken to wait in a
-            backward pass, or in a function of torch.distributed that is no known collective.
-
-    Returns:
-        A name such as "all_reduce", or "all_reduce (reduce)" if ``Accelerator.reduce`` called it.
-    """
+    """Return the name of the collective in which these frames wait; "" for none."""
     in_torch = [frame for frame in frames if _TORCH_DISTRIBUTED.search(frame.file)]
     # The newest frame is first. So the last of these is the one that was called, and those before
     # it are calls that it makes inside.
@@ -283,17 +237,13 @@ def find_hang(
     """Find why ranks are silent: which ranks wait, in which collective, and for which others.
 
     Args:
-        stacks: one for each rank that is still in the call.
-        ended: numbers of the ranks whose part of the call has ended.
         silent: seconds since any rank last made progress.
         since: the time of that progress (``RunState.now``: wall time, seconds).
-        suspended: pid of each rank that SIGSTOP or a debugger holds, by rank number.
         difference: the first collective at which ranks differ, as a sentence; "" if unknown.
 
     Returns:
         The hang; None if no rank waits or is suspended. Also None if all ranks wait in the same
         collective at the same line, and have been silent for less than 30 seconds: the network may
-        be slow.
     """
     held = suspended or {}
     waiting: dict[tuple[str, str], list[int]] = {}
@@ -356,11 +306,7 @@ def _with_verb(ranks: Sequence[int], one: str, several: str) -> str:
 
 
 def _alike(stacks: Sequence[RankStack]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Return a pair (ranks, stack as text) for each group of ranks at the same place.
-
-    Ranks are at the same place if they wait in the same collective, or in none, and their
-    innermost line of user code is the same.
-    """
+    """Return a pair (ranks, stack as text) for each group of ranks at the same place."""
     found: dict[tuple[str, str], list[RankStack]] = {}
     for one in stacks:
         found.setdefault((one.operation, one.own_line), []).append(one)

@@ -48,9 +48,6 @@ class HangWatch:
 
     The call (``RankCall``) passes its newest state to :meth:`look` five times a second, in the
     pool's thread.
-
-    Args:
-        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
@@ -83,10 +80,6 @@ class HangWatch:
         """Return whether it is time to ask the ranks for their stacks.
 
         If True, the caller must ask the ranks now: :meth:`look` waits for their answers.
-
-        Args:
-            state: the newest state.
-            now: ``time.monotonic()``.
         """
         if not self._is_silent(state, now) or self._asked is not None or now < self._next:
             return False
@@ -95,12 +88,7 @@ class HangWatch:
         return True
 
     def look(self, state: RunState, *, now: float) -> RunState:
-        """Return the state with quiet ranks and the hang filled in; the same object if unchanged.
-
-        Args:
-            state: the newest state.
-            now: ``time.monotonic()``.
-        """
+        """Return the state with quiet ranks and the hang; the same object if unchanged."""
         if state.status != "running":
             # Ranks that were asked to leave are no longer looked at. A hang that was found before
             # stays in the state: it tells why somebody wanted the end.
@@ -138,10 +126,6 @@ class HangWatch:
         return replace(rank, quiet_since=state.now() - quiet if is_quiet else None)
 
     def _is_silent(self, state: RunState, now: float) -> bool:
-        """Return whether no rank of a running call has made progress for at least 8 seconds.
-
-        Always False for a run of one rank, which can wait for no other.
-        """
         if state.status != "running" or state.world_size == 1 or not self._moved:
             return False
         return now - max(self._moved.values()) >= _SILENT_SECONDS
@@ -150,11 +134,6 @@ class HangWatch:
         """Return the state with the hang of the newest dumps, if the previous dumps show it too.
 
         If they do not show it, the state has no hang, or one that only names suspended ranks.
-
-        Args:
-            state: the newest state.
-            alive: the ranks that are still in the call.
-            now: ``time.monotonic()``.
         """
         stacks = [self._read(rank, self._dumps.get(rank.rank, "")) for rank in alive]
         found_first = differences(self._begun, state.world_size)

@@ -115,18 +115,12 @@ class MetricStore(MetricReader):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Create the file in the run's folder.
-
-        Raises:
-            LaunchError: the file cannot be created.
-        """
         super().__init__(folder)
         self.lost_notice = ""
         with making_files(folder):
             self._file = open(self.path, "ab", opener=own_file)  # noqa: SIM115 (kept open)
 
     def add(self, metrics: Sequence[wire.Metric]) -> None:
-        """Append values; readers see them after :meth:`flush`."""
         with self._writing():
             self._file.write(_encode(metrics))
 
@@ -208,11 +202,7 @@ def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    """Return the row in one JSON line; "nan" and "inf" become floats again.
-
-    Raises:
-        ValueError: the line is no valid row.
-    """
+    """Return the row in one JSON line; "nan" and "inf" become floats again."""
     row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
     if isinstance(row["value"], str):
         row["value"] = float(row["value"])

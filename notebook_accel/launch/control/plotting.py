@@ -34,11 +34,7 @@ def number_steps(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
-    """Return the points (step, value) of each rank, by metric name and rank number.
-
-    Args:
-        metrics: rows of ``run.metrics``. Metrics keep the order of their first rows.
-    """
+    """Return the points (step, value) of each rank, by metric name and rank number."""
     curves: Curves = {}
     for row in number_steps(metrics):
         points = curves.setdefault(row["name"], {}).setdefault(row["rank"], [])
@@ -49,12 +45,7 @@ def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
 def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Axes]:
     """Draw each metric in axes of its own, with one line for each rank; return the axes.
 
-    Args:
-        metrics: rows of ``run.metrics``.
-        names: the metrics to draw, in this order; empty for all.
-
     Raises:
-        ConfigError: one of the names is not the name of a metric.
         ImportError: matplotlib is not installed.
     """
     curves = metric_curves(metrics)
@@ -74,12 +65,7 @@ def plot_together(
 
     Each of the axes has one line per rank and run; all lines of a run have the same colour.
 
-    Args:
-        runs: rows of ``run.metrics`` for each run, by the label of the run in the legend.
-        names: the metrics to draw, in this order; empty for all metrics of any run.
-
     Raises:
-        ConfigError: one of the names is not the name of a metric of any run.
         ImportError: matplotlib is not installed.
     """
     curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
@@ -98,20 +84,7 @@ def plot_together(
 def _axes(
     known: Iterable[str], names: Sequence[str], *, of: str, caller: str
 ) -> list[tuple[str, Axes]]:
-    """Make one figure, with empty axes for each metric to draw; return pairs (name, axes).
-
-    If there is no metric to draw, no figure is made, and [] is returned.
-
-    Args:
-        known: names of the metrics that exist.
-        names: the metrics to draw; empty for all that exist.
-        of: whose metrics are drawn, for an error message: "this run".
-        caller: the function that the user called, for an error message: "run.plot()".
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ConfigError: one of the names is not the name of a metric.
-    """
+    """Make one figure, with empty axes for each metric to draw; return pairs (name, axes)."""
     try:
         from matplotlib import pyplot as plt
     except ImportError:

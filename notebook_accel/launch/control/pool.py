@@ -89,13 +89,6 @@ class RankPool:
 
     Engines make pools. The public methods may be called from any thread; most private ones run in
     the pool's own thread, which listens to the agents.
-
-    Attributes:
-        run: id of the run or session.
-        processes: the newest state of each rank's process, in the order of the ranks.
-        ended: set once all rank processes have ended.
-        grace: seconds that the ranks get to react to each attempt to end a call whose time is out,
-            before the next, harder attempt.
     """
 
     def __init__(
@@ -105,12 +98,6 @@ class RankPool:
 
         The caller then has each agent start its ranks (:meth:`send_launch`), and starts the thread
         that listens to the agents (:meth:`start`).
-
-        Args:
-            links: connections to the agents; the first agent has rank 0.
-            run: id of the run or session.
-            grace: as the attribute.
-            log_dir: folder for the ranks' output that agents on other machines send.
         """
         self.run = run
         self.grace = grace
@@ -155,11 +142,6 @@ class RankPool:
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that listens to the agents.
-
-        Raises:
-            LaunchError: the system allows no further thread; the ranks have been killed.
-        """
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -187,12 +169,8 @@ class RankPool:
 
         Args:
             call: the call, whose methods ``take`` and ``tick`` the pool's thread calls.
-            message: the request with the pickled function; the run's id, the call's number and
-                ``group_generation`` are filled in here.
-            fds: file descriptors that go with the message; the caller still closes them.
 
         Raises:
-            LaunchError: no call can be sent now (:meth:`check_free`).
             OSError: this process may open no more file descriptors; nothing was sent.
         """
         with held(), self._lock:
@@ -221,11 +199,7 @@ class RankPool:
                 raise
 
     def check_free(self) -> None:
-        """Raise an error if no call can be sent now; the error says why.
-
-        Raises:
-            LaunchError: a call is running, a rank process has ended, or the ranks were told to end.
-        """
+        """Raise an error if no call can be sent now; the error says why."""
         problem = self._why_no_call()
         if problem is not None:
             raise LaunchError(problem)
@@ -259,13 +233,11 @@ class RankPool:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call is running."""
         return self._call is not None
 
     # ---- what anybody may ask ----------------------------------------------------------------
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send a message to every agent; agents that are gone are skipped."""
         self._send_to(list(self._links), message, fds)
 
     def send_launch(self, link: AgentLink, message: wire.Launch) -> None:
@@ -309,21 +281,11 @@ class RankPool:
 
         The ranks leave at the same batch or read of ``should_stop``. Does nothing once that call
         has ended.
-
-        Args:
-            call: number of the call.
-            grace: seconds until ranks that have not left are interrupted; None for the grace period
-                of the settings.
         """
         self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
 
     def act(self, action: Action, *, call: int) -> Future[None]:
-        """Have all ranks do an action at a common point; the future says when they have.
-
-        Args:
-            action: what they do.
-            call: number of the call; once it has ended, the future has an error.
-        """
+        """Have all ranks do an action at a common point; the future says when they have."""
         with held(), self._lock:
             actions = self._actions if self._is_in(call) else None
         # Not under the lock: what asks takes locks of its own, and then sends.
@@ -389,19 +351,10 @@ class RankPool:
         self.send(wire.Kill(run=self.run, call=call))
 
     def _is_in(self, call: int) -> bool:
-        """Return whether the call of this number is the running one; the caller holds the lock."""
         return self._call is not None and self._call.number == call
 
     def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
-        """Ask ranks for their stacks, and wait up to 5 seconds for them.
-
-        Args:
-            rank: number of the rank; None for all.
-
-        Returns:
-            Pairs (rank, stack dump as faulthandler writes it). For a rank that has ended or does
-            not answer, the text says so.
-        """
+        """Ask ranks for their stacks, and wait up to 5 seconds for them."""
         asked = time.monotonic()
         chosen = [number for number in range(len(self.processes)) if rank in (None, number)]
 
@@ -444,10 +397,6 @@ class RankPool:
         self._finish()
 
     def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
-        """Handle the messages that an agent has sent.
-
-        An agent whose connection has ended, or that sent nonsense, counts as lost (:meth:`_lose`).
-        """
         try:
             self._take_all(link)
             if link.channel.has_ended:
@@ -491,7 +440,6 @@ class RankPool:
             raise problem
 
     def _take(self, link: AgentLink, message: wire.Message, fds: list[int]) -> None:
-        """Handle one message of an agent; its descriptors go to the running call or are closed."""
         with contextlib.ExitStack() as unwanted:
             for fd in fds:
                 unwanted.callback(os.close, fd)
@@ -513,13 +461,7 @@ class RankPool:
                 call.take(message, fds)
 
     def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
-        """Have the channel write the output of a rank on another machine into the run's folder.
-
-        Args:
-            link: connection to the rank's agent.
-            rank: number of the rank.
-            stream: number of the channel's byte stream that carries the output.
-        """
+        """Have the channel write the output of a rank on another machine into the run's folder."""
         fd = open_log(self._log_dir, rank)
         self._log_streams[rank] = link, stream, os.fstat(fd).st_size
         with self._channels():
@@ -564,10 +506,6 @@ class RankPool:
         """Drop an agent that is gone: mark its ranks as ended, and end the call on all other ranks.
 
         If all ranks of the agent had ended before, no call is affected.
-
-        Args:
-            link: connection to the agent.
-            end: how the agent ended, for the run's error.
         """
         self._links.remove(link)
         ended = {process.rank for process in self.processes if process.status == "ended"}
@@ -650,7 +588,6 @@ class RankPool:
         call.finish(tuple(self._lost))
 
     def _finish(self) -> None:
-        """Close the pool after all rank processes have ended; finish the running call, if any."""
         # Somebody may be sending a last message.
         with self._channels():
             for link in self._links:

@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 class Results:
     """Store of the values that ranks returned, pickled until they are asked for.
 
-    Args:
-        registry: classes and functions of the notebook that the call sent to the ranks. Where a
-            result or an exception refers to one of them, unpickling gives that very object.
-
     Attributes:
         raised: with ``engine="inline"``, whose rank is this process, the exception object that the
             function raised; else None.
-        lost: a message for the user about each result that could not be kept.
-        was_read: whether a result was ever asked for.
     """
 
     raised: BaseException | None = None
@@ -48,13 +42,6 @@ class Results:
         self._used: set[int] = set()
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        """Keep the pickled result of a rank.
-
-        Args:
-            rank: number of the rank.
-            packet: the pickle, as the rank's message carried it.
-            fds: file descriptors of the pickle's memory, from the same message; closed here.
-        """
         self._packed[rank] = self._unpacked(packet, fds)
 
     def put(self, rank: int, value: object) -> None:
@@ -62,7 +49,6 @@ class Results:
         self._values[rank] = value
 
     def has(self, rank: int) -> bool:
-        """Return whether a result of the rank is kept; True also if the function returned None."""
         with self._lock:
             return rank in self._values or rank in self._packed
 
@@ -71,7 +57,6 @@ class Results:
 
         Raises:
             KeyError: there is no result of this rank (:meth:`has`).
-            Exception: whatever unpickling the user's classes raises.
         """
         self.was_read = True
         with self._lock:
@@ -89,13 +74,7 @@ class Results:
             self._parts.clear()
 
     def keep_part(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        """Keep a rank's part of the training state of a stopped run.
-
-        Args:
-            rank: number of the rank.
-            packet: the pickled part, as the rank's message carried it.
-            fds: file descriptors of the pickle's memory, from the same message; closed here.
-        """
+        """Keep a rank's part of the training state of a stopped run."""
         self._parts[rank] = self._unpacked(packet, fds)
 
     def _unpacked(self, packet: wire.Packet, fds: list[int]) -> payload.Packed:
@@ -131,9 +110,6 @@ class Results:
         """Return the training state (a ``Rescued``) of a stopped run; None if no rank sent any.
 
         The first call unpickles the parts of all ranks, and joins them.
-
-        Raises:
-            Exception: whatever unpickling the user's classes raises.
         """
         with self._lock:
             if self._parts:

@@ -76,9 +76,6 @@ def runs_folder() -> Path:
 
     It is the value of the environment variable ``NOTEBOOK_ACCEL_RUNS`` or, if that is not set,
     ``runs`` in the platform's state folder for this package (``platformdirs``).
-
-    Raises:
-        LaunchError: the folder would be in the home folder, and this user has none.
     """
     chosen = os.environ.get("NOTEBOOK_ACCEL_RUNS")
     try:
@@ -128,11 +125,7 @@ class RunFolder:
 
         Args:
             root: folder of all runs; None for :func:`runs_folder`.
-            remove_old: False removes none, to save time: :meth:`remove_old` can do it later.
             run_id: id of the run; "" for a new one.
-
-        Raises:
-            LaunchError: the folder cannot be made.
         """
         root = runs_folder() if root is None else root
         folder = cls(root / (run_id or new_run_id()))
@@ -143,11 +136,6 @@ class RunFolder:
         return folder
 
     def create(self) -> None:
-        """Make the folder on disk, with the mark that this process uses it.
-
-        Raises:
-            LaunchError: the folder cannot be made.
-        """
         root = self.path.parent
         try:
             make_folder(root)
@@ -183,7 +171,6 @@ class RunFolder:
         return bool(_KERNEL.fullmatch(name)) and _is_locked(self.path.parent / name)
 
     def remove(self) -> None:
-        """Remove the folder and everything in it; errors are ignored."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check(self) -> None:
@@ -204,9 +191,6 @@ class RunFolder:
         """Create an empty log file for each rank in this folder of a session.
 
         The folders of the session's calls link to these files (:meth:`link_logs`).
-
-        Raises:
-            LaunchError: the files cannot be created.
         """
         with making_files(self.path), held():
             for rank in range(world_size):
@@ -216,13 +200,6 @@ class RunFolder:
         """Link the log files of a session into this folder, which belongs to one of its calls.
 
         All calls of a session share the log files of its ranks.
-
-        Args:
-            session: folder of the session.
-            world_size: number of ranks.
-
-        Raises:
-            LaunchError: the files cannot be linked.
         """
         for rank in range(world_size):
             source, target = log_path(session.path, rank), log_path(self.path, rank)
@@ -236,7 +213,6 @@ class RunFolder:
         """Return what a rank printed, as a terminal would show it; "" if there is no log file.
 
         Args:
-            rank: number of the rank.
             start, end: byte offsets in the log file between which to read; ``end=None`` stands for
                 the end of the file.
 
@@ -256,11 +232,6 @@ class RunFolder:
 
     def save(self, state: RunState, config: LaunchConfig | None = None) -> str:
         """Write the run's state, and its settings if given; a disk error is not raised.
-
-        Args:
-            state: the first or the final state.
-            config: settings of the launch, or None to write none. Their ``env`` is not written,
-                since it may hold secrets.
 
         Returns:
             A message for the user if the files could not be written, else "".
@@ -308,9 +279,6 @@ class RunFolder:
     def save_rescued(self, results: Results) -> str:
         """Save the training state of a stopped run; an error is not raised.
 
-        Args:
-            results: has the state (:meth:`Results.rescued`).
-
         Returns:
             A phrase for what could not be saved and why; "" if all was saved.
         """
@@ -334,9 +302,6 @@ class RunFolder:
         """Load the training state that :meth:`save_rescued` wrote; None if there is no such file.
 
         The training state is a ``Rescued`` with state dicts; the file has no model objects.
-
-        Raises:
-            NotebookAccelError: the file is damaged.
         """
         try:
             with open(self._rescued_path, "rb", opener=own_file) as file:
@@ -353,7 +318,6 @@ class RunFolder:
 
     @property
     def config_path(self) -> Path:
-        """Path of the YAML file with the settings of the launch."""
         return self.path / "config.yaml"
 
     @property
@@ -406,11 +370,7 @@ def new_run_id() -> str:
 
 
 def run_folders(root: Path | None = None) -> list[RunFolder]:
-    """Return the folders of this user's runs on disk, oldest first.
-
-    Raises:
-        LaunchError: another user could have put runs of his own there.
-    """
+    """Return the folders of this user's runs on disk, oldest first."""
     root = runs_folder() if root is None else root
     try:
         with open_folder(root) as opened:
@@ -426,10 +386,7 @@ def run_folders(root: Path | None = None) -> list[RunFolder]:
 
 
 def _is_own_run(entry: os.DirEntry[str]) -> bool:
-    """Return whether a directory entry is the folder of a run that this user owns.
-
-    Runs of other users in a shared folder are left out: they could change while they are read.
-    """
+    """Return whether a directory entry is the folder of a run that this user owns."""
     with contextlib.suppress(OSError):  # another kernel has just removed it
         is_folder = _ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         return bool(is_folder) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
@@ -438,14 +395,7 @@ def _is_own_run(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def making_files(folder: Path) -> Iterator[None]:
-    """Turn an ``OSError`` in the block into a ``LaunchError`` that says what to do.
-
-    Args:
-        folder: the run's folder, which the message names.
-
-    Raises:
-        LaunchError: in place of an ``OSError`` of the block.
-    """
+    """Turn an ``OSError`` in the block into a ``LaunchError`` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -461,8 +411,6 @@ def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeErr
     """Return a message for the user about lost files: what is lost, why, and what to do.
 
     Args:
-        what: the loss as the start of a sentence, such as "metrics are lost".
-        folder: the run's folder.
         error: the error of writing a file; None if files were deleted.
     """
     if error is None or not folder.is_dir():
@@ -514,9 +462,6 @@ def _is_locked(path: Path) -> bool:
     """Return whether a live process has locked the lock file of some kernel.
 
     Also True if the lock cannot be tested, so that no run is removed while it is in use.
-
-    Args:
-        path: the lock file.
     """
     try:
         # NFS locks only what is open for writing.
@@ -530,14 +475,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
-    """Remove lock files of dead kernels older than a day, and old runs that no live kernel uses.
-
-    :meth:`RunFolder.remove_old` says which runs are kept.
-
-    Args:
-        root: folder of all runs.
-        beside: the new run, which is kept in any case.
-    """
+    """Remove lock files of dead kernels older than a day, and old runs that no live kernel uses."""
     for entry in os.scandir(root):
         # A new one may not be locked yet.
         found = entry.stat(follow_symlinks=False)

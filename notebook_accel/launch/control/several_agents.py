@@ -54,9 +54,6 @@ class MessagesForOthers:
         """Yield the queued messages with their file descriptors, for the agents without rank 0.
 
         From now on messages are not held back. The descriptors are closed after the last message.
-
-        Args:
-            port: the MASTER_PORT, which is written into the queued ``BeginCall``.
         """
         waiting, self._waiting = self._waiting or [], None
         try:
@@ -68,7 +65,6 @@ class MessagesForOthers:
             _close(waiting)
 
     def drop(self) -> None:
-        """Discard the queued messages, and stop holding messages back."""
         waiting, self._waiting = self._waiting or [], None
         _close(waiting)
 

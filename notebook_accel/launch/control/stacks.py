@@ -37,12 +37,7 @@ class Frame:
 
 
 def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> str:
-    """Return the stacks of several ranks as one readable text.
-
-    Args:
-        dumps: pairs (rank number, stack dump as faulthandler wrote it).
-        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
-    """
+    """Return the stacks of several ranks as one readable text."""
     return "\n".join(f"rank {rank}\n{readable(text, labels)}" for rank, text in dumps)
 
 
@@ -54,7 +49,6 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
 
     Args:
         text: the dump of all threads of one process.
-        labels: label of each cell ("Cell In[3]"), by the file name in its code objects.
     """
     found = (each for each in _threads(text) if not any(map(_WAITS_FOR_AGENT.match, each)))
     threads = sorted(found, key=_nearness)
@@ -63,10 +57,7 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
 
 
 def _threads(text: str) -> list[list[str]]:
-    """Split a dump into threads, each a list of lines that begins with the thread's head line.
-
-    In a text that is no dump, each line that is not indented begins a list.
-    """
+    """Split a dump into threads, each a list of lines that begins with the thread's head line."""
     threads: list[list[str]] = []
     for line in text.splitlines():
         if not line.startswith("  ") and line:
@@ -77,20 +68,14 @@ def _threads(text: str) -> list[list[str]]:
 
 
 def _nearness(lines: Sequence[str]) -> int:
-    """Return a sort key for a thread of a dump, given as lines.
-
-    0 for the thread that runs the user's function, 1 for faulthandler's "Current thread", else 2.
-    """
+    """Return a sort key for a thread of a dump, given as lines."""
     if any(map(_CALLER.match, lines)):
         return 0
     return 1 if lines[0].startswith("Current thread") else 2
 
 
 def _without_callers(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a thread without the launcher's frames that called the user's function.
-
-    The lines are in faulthandler's order, newest frame first.
-    """
+    """Return a thread's lines without the launcher's frames that called the user's function."""
     callers = (index for index, line in enumerate(lines) if _CALLER.match(line))
     return list(lines[: next(callers, len(lines))])
 

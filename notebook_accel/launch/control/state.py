@@ -61,11 +61,7 @@ class BarState(Progress):
     """A progress bar as the state keeps it, with fields that only views need.
 
     Attributes:
-        bar: number of the bar among all bars of its rank.
-        unit: what one item is called ("it").
         closed: whether the bar was closed.
-        postfix: text that tqdm shows after the numbers ("loss=0.31").
-        depth: how many other bars of the rank were open when this one was opened.
     """
 
     bar: int
@@ -80,8 +76,6 @@ class Display:
     """One rich output that a rank displayed, such as a figure or a table.
 
     Attributes:
-        number: how many outputs the rank had displayed before this one.
-        data: the output by MIME type; binary data in base64.
         display_id: IPython's id, by which the rank may update the output later; "" if it has none.
     """
 
@@ -95,14 +89,10 @@ class ProcessState:
     """The state of one rank's process.
 
     Attributes:
-        rank: number of the rank.
-        agent: number, from 0 on, of the agent that started the process: the helper process that
-            starts and watches the ranks of one machine.
         pid: process id; None before it is known.
         status: "starting", "ready" (waits for a call, or runs one) or "ended".
         exitcode: the process's exit code; None if a signal killed it, or it has not ended.
         signal: number of the signal that killed the process; None if none did.
-        ended_by_agent: whether the agent ended the process, or was itself lost.
     """
 
     rank: int
@@ -122,42 +112,28 @@ class RankState:
     """The state of one rank's part of a call.
 
     Attributes:
-        rank: number of the rank.
         is_asked: False if the user left this rank of a session out of the call (a cell that runs on
             some ranks only): the rank gets the call, but does not run the cell.
         pid: id of the rank's process; None before it is known.
         status: "starting", "running", "succeeded", "failed" or "stopped".
-        bars: the rank's progress bars, in the order in which they were opened.
-        batches: number of batches that the rank's prepared data loaders have yielded in this call.
         total_batches: number of batches in the current pass through the loader; None if unknown.
         pass_start: value of ``batches`` at the start of this pass, so that ``batches - pass_start``
             is the progress in the pass. Negative after a resume in the middle of a pass.
-        steps: number of steps that the rank's prepared optimizers have made in this call.
         memory, device_memory: memory in use, in bytes; None if unknown.
         device_peak, device_limit: the most bytes that torch has used on the device so far, and how
             many it could use, other processes aside; None if unknown.
-        step_times: where the time of the rank's steps goes.
         cpu, device_use: CPU use in percent of one core, and use of the device in percent; None if
             unknown.
         device: name of the device that the rank computes on; "" if unknown.
-        is_suspended: whether SIGSTOP or a debugger has stopped the rank's process.
         quiet_since: the time (``RunState.now``) since which the rank has made no progress and
             printed nothing; None if it did either in the last 5 seconds.
         metrics: the newest value of each metric, by name, as (step, value); the step may be None.
-        tail: the last lines of the rank's output.
-        open_line: whether the last line of ``tail`` has no line end yet.
-        rewound: whether the next output overwrites the last line, as after a carriage return.
-        num_lines: number of complete lines of output so far, ``skipped_lines`` included.
         times: when lines came, as pairs (number of a line, from 0 on; second of the machine's wall
             clock). A pair holds for its line and the following ones, up to the next pair's line.
         skipped_lines: number of lines that were printed too fast to be sent to the kernel; only
             the log file has them.
         log_start, log_end: byte offsets in the rank's log file between which the output of this
             call lies; ``log_start`` is None before the first output.
-        displays: the newest of the rich outputs that the rank displayed.
-        num_displays: number of all rich outputs that the rank displayed.
-        num_cleared: number of those that it has cleared since (``clear_output``), the first ones.
-        returned: whether the function has returned on the rank.
         returned_none: whether the function returned None.
         made_group: whether the rank was in a process group in this call; None before its function
             has ended, or if the process died.
@@ -166,12 +142,8 @@ class RankState:
         failure: the exception that the function raised; None if it raised none, or was interrupted
             because another rank failed.
         exitcode, signal: how the rank's process ended, once it has: one of the two is not None.
-        ended_by_agent: whether the agent ended the process, was lost itself, or interrupted the
-            rank because another one failed.
         ended: when the rank's part of the call ended: its function returned or raised, or its
             process died (wall time of its machine, in seconds). None before.
-        agent: number, from 0 on, of the agent that started the rank: the helper process that
-            starts and watches the ranks of one machine.
         end_order: how many other ranks had ended when the kernel was told that this one has failed
             or died. It orders failures on machines whose clocks differ.
         after_interrupt: whether the agent had already interrupted the ranks when this one raised
@@ -232,14 +204,11 @@ class Failure:
     """Why a run failed: the message and the attributes of its ``WorkerError`` (errors.py).
 
     Attributes:
-        message: text of the error.
         rank: the rank whose failure is the cause; None if the cause is no rank's, such as a lost
             agent.
-        ranks: all ranks that failed by themselves; if an agent was lost, those without a result.
         traceback: formatted traceback of the cause; "" if there is none.
         exitcode: exit code of that rank's process; None if a signal killed it or ``rank`` is None.
         signal: name of the signal that killed that rank's process ("SIGKILL"); None if none did.
-        is_of_start: whether no rank was started, which is a ``LaunchError`` instead.
     """
 
     message: str
@@ -256,24 +225,16 @@ class RunState:
     """The state of a run (one call on all ranks). Immutable: each change makes a new one.
 
     Attributes:
-        run: id of the run.
-        name: name of the called function, or the name that the user gave the run.
-        ranks: the state of each rank's part of the call.
         status: "starting", "running", "paused", "stopping", "succeeded", "failed" or "stopped".
         started, ended: wall time in seconds; ``ended`` is None while the run goes on.
         began: ``time.monotonic()`` of this process when the run started; None if this state was
             read from the folder of a run, since other processes have another clock.
-        notices: messages for the user, without repetitions.
         session: id of the session whose ranks were called, and which owns the log files; "" if the
             ranks were started for this call alone.
         failure: why the run failed (verdict.py); None if it has not failed.
         hang: which ranks wait for which others if the run hangs, or hung when its end was asked
             for; else None.
-        arguments: the arguments of the function as a short text, for display.
         notebook: file name of the notebook; "" if unknown.
-        has_rescued: whether the run was stopped and its training state was kept.
-        detached: whether the run outlives the kernel; its results are then in the run's folder.
-        knobs: the knobs that the function has made, with their newest values, by name.
     """
 
     run: str
@@ -329,10 +290,8 @@ def starting(*, world_size: int, asked: frozenset[int] | None = None, **fields: 
     """Return the state of a run at its start, before its call is sent.
 
     Args:
-        world_size: number of ranks.
         asked: numbers of the ranks that the call is meant for (``RankState.is_asked``); None for
             all.
-        fields: other fields of :class:`RunState`.
     """
     ranks = tuple(
         RankState(rank=rank, is_asked=asked is None or rank in asked) for rank in range(world_size)
@@ -354,10 +313,7 @@ def _changed(value: S, **fields: Any) -> S:
 def _change_rank(
     state: RunState, rank: int | None, change: Callable[[RankState], RankState]
 ) -> RunState:
-    """Return the state with the state ``s`` of one rank replaced by ``change(s)``.
-
-    Returns the same state if ``rank`` is None or the run has no such rank.
-    """
+    """Return the state with the state ``s`` of one rank replaced by ``change(s)``."""
     if rank is None or not 0 <= rank < state.world_size:
         return state
     ranks = (*state.ranks[:rank], change(state.ranks[rank]), *state.ranks[rank + 1 :])
@@ -365,11 +321,7 @@ def _change_rank(
 
 
 def _own_fields(message: wire.Message) -> dict[str, Any]:
-    """Return the fields that a message's class adds to ``wire.Message``, as a dict.
-
-    For messages whose own fields have the same names as fields of a state, and are copied into
-    that state.
-    """
+    """Return the fields that a message's class adds to ``wire.Message``, as a dict."""
     return {name: getattr(message, name) for name in _names_of_own_fields(type(message))}
 
 
@@ -472,11 +424,7 @@ def _(message: wire.Bar, state: RunState) -> RunState:
 
 
 def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
-    """Return the bars with ``bar`` in place of the bar with the same number, or added at the end.
-
-    There are at most 500 bars: before one more is added, the oldest closed bar is dropped, or the
-    oldest of all if none is closed.
-    """
+    """Return the bars with ``bar`` in place of that with its number, or at the end; 500 at most."""
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:
             bar = _changed(bar, depth=bars[index].depth)
@@ -594,12 +542,7 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
 def apply_to_processes(
     message: wire.Message, processes: tuple[ProcessState, ...]
 ) -> tuple[ProcessState, ...]:
-    """Return the states of the rank processes after a message of a rank or agent.
-
-    Args:
-        message: the message; only AgentReady, RankReady and RankEnded change a state.
-        processes: the states before the message, in the order of the ranks.
-    """
+    """Return the states of the rank processes after a message of a rank or agent."""
     if isinstance(message, wire.AgentReady):
         pids = message.pids
         return tuple(replace(one, pid=pids.get(one.rank, one.pid)) for one in processes)

@@ -28,9 +28,6 @@ class StoredResults(Results):
 
     Where a result in :class:`Results` refers to objects of the notebook that launched the run, a
     stored result has copies of them.
-
-    Args:
-        folder: the run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,11 +60,7 @@ class StoredResults(Results):
             return super().get(rank)
 
     def _read(self, rank: int) -> payload.Packed:
-        """Read the result of a rank from the file that :meth:`keep` wrote, still pickled.
-
-        Raises:
-            OSError: the file does not exist, or its end is missing.
-        """
+        """Read the result of a rank from the file that :meth:`keep` wrote, still pickled."""
         with open(self._path(rank), "rb", opener=own_file) as file:
             buffers = [bytearray(size) for size in json.loads(file.readline())]
             for buffer in buffers:

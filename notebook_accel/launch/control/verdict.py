@@ -134,14 +134,7 @@ class Verdict:
 
 
 def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_dir: str) -> Verdict:
-    """Return the outcome of a run whose ranks have all ended.
-
-    Args:
-        state: the last state of the run.
-        is_stopped: whether the run was told to end: by the user, a timeout or another process.
-        lost: the agents that ended while some of their ranks still ran.
-        log_dir: folder with the complete output of the ranks, which the error names.
-    """
+    """Return the outcome of a run whose ranks have all ended."""
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
     # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave
     # or killed: agents end ranks one by one, so that one may lose the other.
@@ -158,15 +151,6 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
 
 
 def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:
-    """Return whether this rank failed.
-
-    A rank did not fail if its function returned, or if it ended only because it was told to. Errors
-    that follow an interrupt of a stopped run do not count either.
-
-    Args:
-        rank: the rank's last state.
-        is_stopped: as in :func:`judge`.
-    """
     if rank.returned or (rank.ended_by_agent and rank.failure is None):
         return False
     if not is_stopped:
@@ -208,15 +192,6 @@ def _is_watchdog(rank: RankState) -> bool:
 
 
 def _rank_failure(failed: list[RankState], state: RunState, log_dir: str) -> Failure:
-    """Build the ``Failure`` of a run in which ranks failed.
-
-    Its message explains the cause, then mentions the other failures.
-
-    Args:
-        failed: the ranks that failed, in any order.
-        state: the last state of the run.
-        log_dir: folder with the complete output of the ranks.
-    """
     failed = _in_order(failed)
     cause = failed[0]
     # Ranks that only lost their connection to a peer say nothing of their own.
@@ -241,11 +216,6 @@ def _rank_failure(failed: list[RankState], state: RunState, log_dir: str) -> Fai
 
 
 def _describe(rank: RankState) -> list[str]:
-    """Return lines that say how a rank failed.
-
-    The lines end with the rank's traceback or, if its process died without one or called
-    ``sys.exit``, with its last lines of output.
-    """
     raised = rank.failure
     if raised is None:
         return [_death(rank), *_last_lines(rank)]
@@ -275,10 +245,7 @@ def _last_lines(rank: RankState) -> list[str]:
 
 
 def _in_one_line(rank: RankState) -> str:
-    """Return how a rank failed, in a few words.
-
-    Examples: ``ValueError: bad batch``, ``killed by SIGKILL`` or ``exit code 3``.
-    """
+    """Return how a rank failed, in a few words."""
     raised = rank.failure
     if raised is not None:
         first_line = raised.text.strip().split("\n", 1)[0]
@@ -289,10 +256,7 @@ def _in_one_line(rank: RankState) -> str:
 
 
 def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
-    """Return lines about the failed ranks other than ``cause``, one line per distinct error.
-
-    The first line is empty. Returns [] if no other rank failed.
-    """
+    """Return lines about the failed ranks other than ``cause``, one line per distinct error."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank in failed:
         if rank is not cause:
@@ -331,10 +295,6 @@ def _describe_lost(cause: RankState, state: RunState) -> list[str]:
 
     The message of gloo or NCCL names only an address, and guesses that a rank crashed. Often a rank
     has only returned earlier than the others. Also [] if nothing beyond that message is known.
-
-    Args:
-        cause: the rank that lost its connection.
-        state: the last state of the run.
     """
     returned = [rank.rank for rank in state.ranks if rank.returned]
     if cause.failure is None or _kind(cause) != _Kind.LOST_PEER:
@@ -373,12 +333,7 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
 
 
 def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
-    """Return advice at the end of a run, one line per likely mistake; [] if a rank did not return.
-
-    Args:
-        last: the state of the run at its end.
-        packed: the function that was called, as it was pickled.
-    """
+    """Return a line for each likely mistake in a run; [] if a rank did not return."""
     lines = _lost_models(last, packed)
     has_group = any(rank.made_group for rank in last.ranks)
     has_succeeded = all(rank.returned for rank in last.ranks)
@@ -392,11 +347,7 @@ def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
 
 
 def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
-    """Return one line of advice, in a list, if ranks used the notebook's models and returned None.
-
-    In that case the notebook's models are unchanged, since ranks train copies. [] if there are no
-    such models, or not all ranks returned None.
-    """
+    """Return advice if ranks used copies of notebook models and returned None."""
     has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
     if not packed.models or not has_nothing:
         return []

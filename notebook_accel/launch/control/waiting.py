@@ -26,15 +26,7 @@ class _StoppedError(Exception):
 
 
 class WaitingPool(RankPool):
-    """What the call of a run is sent to while the machines of its ranks are awaited.
-
-    Args:
-        start: given this pool, waits for the machines and starts the ranks; it calls :meth:`poll`
-            several times a second.
-        world_size: number of ranks, as far as is known.
-        run: id of the run.
-        grace: as of a RankPool.
-    """
+    """What the call of a run is sent to while the machines of its ranks are awaited."""
 
     def __init__(
         self, start: Callable[[WaitingPool], RankPool], world_size: int, *, run: str, grace: float
@@ -56,11 +48,6 @@ class WaitingPool(RankPool):
         call.begin(1)
 
     def poll(self) -> None:
-        """Do the regular work of the call.
-
-        Raises:
-            Exception: the call was stopped; ``start`` lets it through.
-        """
         self.late_call.tick()
         if self._is_stopped:
             raise _StoppedError
