@@ -10,12 +10,7 @@ from notebook_accel.launch.wire import KnobValue, Message
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks do at one common point of their training (transport/scoreboard.py).
-
-    Attributes:
-        kind: "set" gives knobs new values, "save" asks for a checkpoint, "pause" waits.
-        values: the new values of the knobs, by name.
-    """
+    """What all ranks do at one common point of their training (transport/scoreboard.py)."""
 
     kind: Literal["set", "save", "pause"]
     values: dict[str, KnobValue] = {}
@@ -28,7 +23,6 @@ class PointReached(Message, frozen=True, kw_only=True):
     (:class:`ActAt`); transport/scoreboard.py explains how, and what the counts are.
 
     Attributes:
-        number: of the action; ``scoreboard.STOP`` for a stop.
         refused: why this machine cannot do the action; "" if it can.
     """
 
@@ -49,12 +43,7 @@ class HoldAnswered(Message, frozen=True, kw_only=True):
 
 
 class ActionDone(Message, frozen=True, kw_only=True):
-    """From an agent: its ranks have done the action, or have ended their part of the call.
-
-    Attributes:
-        number: of the action.
-        num_ranks: number of ranks that did it.
-    """
+    """From an agent: its ranks have done the action, or have ended their part of the call."""
 
     number: int
     num_ranks: int
@@ -65,12 +54,7 @@ class PauseEnded(Message, frozen=True, kw_only=True):
 
 
 class Act(Message, frozen=True, kw_only=True):
-    """Request to an agent: have all ranks do an action at a common point of their training.
-
-    Attributes:
-        number: of the action in its call, from 1 on.
-        content: the action (:class:`Action`), packed by msgpack.
-    """
+    """Request to an agent: have all ranks do an action at a common point of their training."""
 
     number: int
     content: bytes
@@ -80,7 +64,6 @@ class ActAt(Message, frozen=True, kw_only=True):
     """From the kernel to all agents, after all have answered ``Stop`` or ``Act``: where ranks act.
 
     Attributes:
-        number: of the action.
         batches, reads, begun, saves: the first batch, read of ``should_stop``, step of an
             optimizer, or read of ``should_save`` with such a number, from 1 on; None where nobody
             acts. All None withdraw the action.

@@ -74,16 +74,7 @@ _STACKS_SECONDS = 10.0
 
 
 def check_can_detach(config: LaunchConfig, *, block: bool) -> None:
-    """Raise an error if ``detach=True`` does not go together with the other launch arguments.
-
-    Args:
-        config: settings of the launch. They choose the engine; runs of the engine must be able to
-            outlive the kernel.
-        block: whether the launch waits in its cell for the end of the run.
-
-    Raises:
-        ConfigError: ``block`` is true, or runs of the engine end with the kernel.
-    """
+    """Raise an error if ``detach=True`` does not go together with the other launch arguments."""
     if block:
         raise ConfigError(
             "detach=True with block=True: a detached run goes on without its cell. Pass "
@@ -109,14 +100,7 @@ def launch_detached(
     If the launch is interrupted, the keeper ends the run.
 
     Args:
-        request: the settings, the function and its arguments.
-        packed: the function and its arguments, pickled.
         notebook_file: path of the notebook's file; "" for none.
-        script: takes ``world_size`` and ``file`` (the script's name) and returns the call as the
-            text of a script, for ``Run.export``.
-
-    Raises:
-        ConfigError, LaunchError: the keeper or the ranks could not be started.
     """
     asked = replace(
         request.without_function(),
@@ -175,17 +159,7 @@ def launch_detached(
 
 
 def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], View]) -> Run:
-    """Return the handle of a detached run; if the run still goes on, show it live in this kernel.
-
-    Args:
-        run_id: the run's id, as in ``run.id``.
-        view: makes the view if the run goes on.
-        view_of_past: makes the view if the run has ended.
-
-    Raises:
-        NotebookAccelError: no run has this id, the run was not launched with ``detach=True``, or
-            its keeper cannot be reached from this machine.
-    """
+    """Return the handle of a detached run; if it still goes on, show it live in this kernel."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         run = run_list.read_run(run_id, view=view_of_past)
@@ -233,13 +207,7 @@ def attach(run_id: str, *, view: Callable[[], View], view_of_past: Callable[[], 
 
 
 def _opened(call: AttachedCall, source: Callable[..., str] | None = None) -> Run:
-    """Add a run that a keeper controls to the list of runs, show it, and return its handle.
-
-    Args:
-        call: the call of the run; :meth:`AttachedCall.start` is called here.
-        source: returns the call as the text of a script, for ``Run.export``; None if this kernel
-            does not have the function of the run.
-    """
+    """Add a run that a keeper controls to the list of runs, show it, and return its handle."""
     run = Run(call, results=call.results, source=source)
     with held():
         run_list.add(run)
@@ -287,7 +255,6 @@ class AttachedCall(Call):
         self._take(first)
 
     def start(self) -> None:
-        """Start the thread that receives states from the keeper."""
         name = f"attached-{self.state.run}"
         threading.Thread(target=self._listen, name=name, daemon=True).start()
 

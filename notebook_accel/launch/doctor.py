@@ -49,10 +49,7 @@ class Finding:
     """One result of a check of this machine.
 
     Attributes:
-        subject: what was checked, such as "memory".
-        found: what the check saw.
         remedy: what the user should do; "" if all is well, or if ``found`` says it already.
-        stops: whether no launch can succeed because of what was found.
     """
 
     subject: str
@@ -153,11 +150,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _ask_nvidia(query: str) -> list[str]:
-    """Return the lines that nvidia-smi prints; none if it is missing, fails or takes too long.
-
-    Args:
-        query: the option that chooses what is printed, such as "--query-gpu=name".
-    """
+    """Return the lines that nvidia-smi prints; none if it is missing, fails or takes too long."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []

@@ -39,12 +39,7 @@ def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
     function: a rank that failed to make a group in one call has the right prefix in the next call.
 
     Args:
-        rank: rank of this process in the group; rank 0 starts the store's server if none runs yet.
-        timeout: how long to wait for rank 0 to listen, and for each key.
         at: the address of the store; if ``at.listener`` is None, rank 0 opens a socket there.
-
-    Raises:
-        ConfigError: rank 0 cannot listen at the address.
     """
     from torch import distributed
 

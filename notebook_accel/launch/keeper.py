@@ -57,9 +57,6 @@ def serve(fd: int) -> None:
 
     This is the main function of the keeper process. If the launch fails, it sends the error to the
     kernel and returns. If the kernel disconnects before it has the run's id, the run is killed.
-
-    Args:
-        fd: descriptor of the socket that is connected to the kernel.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -135,15 +132,7 @@ def _snapshot(call: Call) -> wire.RunSnapshot:
 
 
 def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> None:
-    """Serve attached kernels until the run has ended and they have its last state.
-
-    Some seconds after the end of the run it returns in any case.
-
-    Args:
-        call: the call of the run.
-        listener: the socket at which more kernels attach.
-        launcher: connection to the kernel that launched the run.
-    """
+    """Serve attached kernels until the run has ended and they have its last state."""
     kernels = [_Kernel(call, launcher)]
     while not call.ended.is_set():
         channel = None
@@ -165,11 +154,7 @@ def _serve_kernels(call: Call, listener: socket.socket, launcher: Channel) -> No
 
 
 class _Kernel:
-    """A kernel that is attached to the run: one thread sends it states, another takes its requests.
-
-    Each kernel has its own two threads, so that a kernel that is stopped or reads slowly does not
-    hold up other kernels.
-    """
+    """An attached kernel: one thread sends it states, another takes its requests."""
 
     def __init__(self, call: Call, channel: Channel) -> None:
         self._call = call

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def checked(knob: KnobMade, value: object) -> KnobValue:
-    """Return a value for a knob, in the type that the knob has.
-
-    Raises:
-        ConfigError: the value is of another type, out of the knob's range, or none of its choices.
-    """
+    """Return a value for a knob, in the type that the knob has."""
     kind = type(knob.value)
     is_number = kind in (int, float)
     try:

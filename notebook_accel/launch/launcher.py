@@ -69,8 +69,6 @@ def launch(request: LaunchRequest) -> Run:
     begun.
 
     Raises:
-        ConfigError: an argument makes no sense, or there are more ranks than accelerators.
-        LaunchError: the run could not start.
         WorkerError, RunStopped, TimeoutError: as for ``Run.wait``; only if ``request.block``.
     """
     request = _checked(request)
@@ -98,7 +96,6 @@ def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
     too, with the function and arguments that the kernel has pickled.
 
     Args:
-        request: the settings of the launch; its arguments have been checked.
         packed: the pickled function and arguments; None for an engine that needs no pickle.
 
     Raises:
@@ -119,23 +116,7 @@ def _begin_and_wait(
     *,
     is_listed: bool = True,
 ) -> Run:
-    """Begin a call, list and show its run, and return the run.
-
-    If ``request.block`` is true, wait for the end of the run first. A KeyboardInterrupt that comes
-    while the run begins, or during the wait, is passed on to the ranks, and is raised here once
-    they have ended. If the run cannot begin, its folder is removed, and ``launch_failed`` of the
-    view is called.
-
-    Args:
-        request: the settings, the function and its arguments.
-        begin: takes the new call; returns a context manager that sends it to the ranks and yields
-            its :class:`Call`. Within the block no message of the ranks is handled, so that the run
-            is listed and shown first.
-        world_size: number of ranks.
-        session: the folder of the session whose ranks are called; None for a launch, which starts
-            ranks of its own.
-        is_listed: whether the list of runs has the run.
-    """
+    """Begin a call, list and show its run, and return the run."""
     run: Run | None = None
     try:
         with held() as presses:
@@ -170,25 +151,11 @@ class Session:
     makes a new one.
 
     Attributes:
-        request: the settings and environment of the ranks. A request for a call is a copy with a
-            function, its arguments and a view.
         newest_call: a handle of the newest call, without results; calls of :meth:`ask` count. None
             before the first call.
-        notices: lines for the user about the choice of ranks (``RankPlan.notices``).
     """
 
     def __init__(self, request: LaunchRequest) -> None:
-        """Start the ranks without waiting for them: an early call begins once they are ready.
-
-        Args:
-            request: the settings. The request's view shows that ranks are starting, if the start
-                takes long; the request's function is not called.
-
-        Raises:
-            ConfigError: ranks of this engine cannot stay alive between calls, or there are more
-                ranks than accelerators.
-            LaunchError: the ranks could not be started.
-        """
         preflight.check_platform()
         request = _checked(request)
         self.request = LaunchRequest(
@@ -226,7 +193,6 @@ class Session:
         was sent. The list of runs has the run if ``is_listed`` is true.
 
         Raises:
-            LaunchError: another call goes on, or a rank has ended; the message says what to do.
             WorkerError, RunStopped, TimeoutError: as for ``Run.wait``; only if ``request.block``.
         """
         request = _checked(replace(request, environment=self.request.environment))
@@ -238,15 +204,6 @@ class Session:
 
     @contextlib.contextmanager
     def _send(self, packed: PackedCall, new: NewCall) -> Iterator[Call]:
-        """Send a call to the ranks of this session, and yield the call.
-
-        No message of the ranks is handled before the block ends, so that the caller can list and
-        show the run.
-
-        Args:
-            packed: the pickled function and arguments.
-            new: the folder, view and first state of the call.
-        """
         with sendable(packed.packed) as (packet, fds):
             call = RankCall(self._pool, packed, new)
             with call.sent(packet, fds, last=False):
@@ -260,14 +217,6 @@ class Session:
         """Call a function on every rank, wait, and return the results in the order of the ranks.
 
         It serves internal questions: no view shows the call, and the list of runs does not keep it.
-
-        Args:
-            function: the function, called without positional arguments.
-            kwargs: keyword arguments of the function.
-
-        Raises:
-            LaunchError: another call goes on, or a rank has ended; the message says what to do.
-            WorkerError: a rank failed.
         """
         request = replace(self.request, function=function, kwargs=kwargs, view=View(), block=False)
         run: Run | None = None
@@ -286,7 +235,6 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self._pool.processes)
 
     @property
@@ -303,7 +251,6 @@ class Session:
 
     @property
     def processes(self) -> tuple[ProcessState, ...]:
-        """The state of each rank's process, in the order of the ranks."""
         return self._pool.processes
 
     @property
@@ -312,7 +259,6 @@ class Session:
         return self._folder.path
 
     def read_log(self, rank: int) -> str:
-        """Return all output of a rank, over all calls."""
         return self._folder.read_log(rank)
 
     def stacks(self, rank: int | None = None) -> str:
@@ -345,12 +291,7 @@ def notebook_file() -> str:
 
 
 def check_ranks(config: LaunchConfig) -> None:
-    """Raise an error if ranks could not be started with these settings; start none.
-
-    Raises:
-        ConfigError: more ranks are asked for than this machine has accelerators, for example.
-        LaunchError: this system cannot start ranks, or cannot start the number asked for.
-    """
+    """Raise an error if ranks could not be started with these settings; start none."""
     preflight.check_platform()
     request = _checked(LaunchRequest(config=config))
     engine = engine_for(config)
@@ -359,14 +300,6 @@ def check_ranks(config: LaunchConfig) -> None:
 
 
 def _checked(request: LaunchRequest) -> LaunchRequest:
-    """Check the arguments of a request; return a copy with its missing fields filled in.
-
-    The filled-in fields are the run's name, the text of its arguments and the environment. The
-    view is wrapped, so that errors of the view do not end the run.
-
-    Raises:
-        ConfigError: an argument makes no sense.
-    """
     function, args, kwargs = request.function, request.args, request.kwargs
     preflight.check_wait(block=request.block, timeout=request.timeout)
     preflight.check_call(function, args, kwargs)
@@ -404,20 +337,7 @@ def _named(
 
 
 def _wait_in_cell(run: Run, *before: Presses) -> None:
-    """Wait for the end of the run in the main thread, and raise the run's error if it has one.
-
-    A KeyboardInterrupt during the wait is passed on to the ranks, and is raised here once they have
-    ended.
-
-    Args:
-        run: the run.
-        before: counters of the interrupts that were held back while the run began; these
-            interrupts are passed on to the ranks, too.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted, and the ranks have ended.
-        WorkerError, RunStopped, TimeoutError: as for ``Run.wait``.
-    """
+    """Wait for the end of the run in the main thread, and raise the run's error if it has one."""
     with held(patience=None) as presses:
         call_of(run).wait(presses=[*before, presses])
     raise_error(run)
@@ -435,12 +355,6 @@ def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall
 
 
 def _plan(engine: Engine, request: LaunchRequest, *, ranks_stay: bool = False) -> RankPlan:
-    """Return which ranks the engine will start, after checking that this machine can start them.
-
-    Raises:
-        ConfigError: the settings do not fit this machine.
-        LaunchError: the chosen port is not available, or the limit of open files is too low.
-    """
     engine.warm_up(request)
     preflight.check_port(request.config)  # before an engine listens there itself
     expected = 0 if request.block else engine.num_awaited(request.config)
@@ -458,7 +372,6 @@ def _plan(engine: Engine, request: LaunchRequest, *, ranks_stay: bool = False) -
 
 @contextlib.contextmanager
 def _telling_failure(view: View) -> Iterator[None]:
-    """Call ``view.launch_failed`` if the block raises an error, and raise the error again."""
     try:
         yield
     except BaseException:
@@ -472,15 +385,6 @@ def _new_call(
     session: RunFolder | None,
     undo: contextlib.ExitStack,
 ) -> NewCall:
-    """Make a call's folder on disk and the first state of its run; send nothing.
-
-    Args:
-        request: the settings, the function and its arguments.
-        world_size: number of ranks.
-        session: the folder of the session whose ranks are called; None for a launch.
-        undo: gets callbacks that undo all this, and call ``launch_failed`` of the view, if the
-            launch fails later.
-    """
     undo.callback(request.view.launch_failed)
     if session is not None:
         check_open_files()
@@ -534,10 +438,6 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
 
 
 def _script(request: LaunchRequest) -> Callable[..., str]:
-    """Return a function that gives the call of ``request`` as the text of a script for torchrun.
-
-    The returned function takes the keyword arguments ``world_size`` and ``file`` (the script's
-    name); ``Run.export`` calls it.
-    """
+    """Return a function that gives the call of ``request`` as the text of a script for torchrun."""
     called = request.function, request.args, request.kwargs
     return partial(script_of, *called, sources=request.sources)

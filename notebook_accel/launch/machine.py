@@ -27,8 +27,6 @@ class Device:
     """One accelerator of this machine, such as a GPU.
 
     Attributes:
-        index: its number, from 0 on, among the accelerators that are visible.
-        name: its name, as its driver reports it.
         memory: its total memory in bytes; 0 if that is unknown.
     """
 
@@ -42,12 +40,8 @@ class Machine:
     """The accelerators, cores, memory and library versions of this machine.
 
     Attributes:
-        kind: torch's device type of the accelerators; "cpu" if there are none.
-        devices: the accelerators.
-        num_cores: number of cores that this process may use.
         memory: total memory of the host, in bytes.
         free_memory: available memory of the host, in bytes.
-        versions: versions of torch and of the accelerators' library, by name.
         problem: why torch can use no accelerator, such as an old driver; "" if torch gives no
             reason.
         error: why the accelerators could not be counted; "" if they were.
@@ -79,11 +73,7 @@ def look_at_machine() -> Machine:
 
 
 def machine_with(found: Devices) -> Machine:
-    """Return the description of this machine from accelerators that were counted already.
-
-    Args:
-        found: the accelerators that a child process has counted.
-    """
+    """Return the description of this machine from accelerators that were counted already."""
     memories = found.memory or (0,) * len(found.names)
     memory = psutil.virtual_memory()
     return Machine(

@@ -32,12 +32,7 @@ _INLINE = "otherwise take engine='inline', which runs the function in the notebo
 
 
 def check_wait(*, block: object, timeout: object) -> None:
-    """Raise an error if ``block`` or ``timeout`` of a launch has no valid value.
-
-    Raises:
-        ConfigError: ``block`` is no bool, or ``timeout`` is neither None nor a number of seconds
-            above 0.
-    """
+    """Raise an error if ``block`` or ``timeout`` of a launch has no valid value."""
     if not isinstance(block, bool):
         raise ConfigError(f"block={shown(block)}: expected True or False")
     if timeout is not None:
@@ -45,12 +40,7 @@ def check_wait(*, block: object, timeout: object) -> None:
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-    """Raise an error if the call ``function(*args, **kwargs)`` cannot work in any rank.
-
-    Raises:
-        ConfigError: ``function`` is no function (a model, for example) or does not take these
-            arguments, or ``args`` is no sequence, or ``kwargs`` no dictionary.
-    """
+    """Raise an error if the call ``function(*args, **kwargs)`` cannot work in any rank."""
     # A model is callable as well: who wrote train(...) for train passes the model that it returned.
     if not callable(function) or hasattr(type(function), "state_dict"):
         raise ConfigError(
@@ -90,13 +80,7 @@ def _short(value: object) -> str:
 
 
 def check_platform() -> None:
-    """Raise an error if this system cannot start the processes of a run; start none.
-
-    Raises:
-        LaunchError: the system is not supported, torch is too old, the current folder is gone, no
-            folder for temporary files can be written, or too many files are open; the message says
-            what to do.
-    """
+    """Raise an error if this system cannot start the processes of a run; start none."""
     if too_old := too_old_torch():
         raise LaunchError(too_old)
     with held():  # an interrupt in it would leave a descriptor open
@@ -128,11 +112,7 @@ def check_platform() -> None:
 
 
 def check_port(config: LaunchConfig) -> None:
-    """Raise an error if the port that the user chose (``use_port``) cannot be bound here.
-
-    Raises:
-        LaunchError: the port is in use, or this user may not bind it.
-    """
+    """Raise an error if the port that the user chose (``use_port``) cannot be bound here."""
     if config.use_port is None:
         return
     with socket.socket() as probe:
@@ -151,10 +131,6 @@ def check_fits(config: LaunchConfig, machine: Machine) -> None:
 
     A launch would raise the same error. The settings form and the command line call this function
     before a launch; it starts no process.
-
-    Raises:
-        ConfigError: a chosen accelerator does not exist, or there are more ranks than accelerators.
-        LaunchError: the limit of open files is too low for the number of ranks.
     """
     wanted, chosen = config.num_processes, config.devices
     if isinstance(chosen, tuple) and not machine.error and max(chosen) >= len(machine.devices):
@@ -182,12 +158,7 @@ def crowding(config: LaunchConfig, machine: Machine) -> str:
 
 
 def check_files_of_ranks(world_size: int) -> None:
-    """Raise an error if the agent, the process that starts the ranks, could not open enough files.
-
-    Raises:
-        LaunchError: the hard limit of open files (``ulimit -Hn``) is too low for ``world_size``
-            ranks.
-    """
+    """Raise an error if the agent could not open enough files for its ranks."""
     hard, needed = hard_limit(), files_needed(world_size)
     if hard is not None and hard < needed:
         ranks = "1 rank needs" if world_size == 1 else f"{world_size} ranks need"

@@ -46,7 +46,6 @@ class StorePort(NamedTuple):
     """Address of the ``TCPStore`` of a run's process groups, reserved before any rank began.
 
     Attributes:
-        host, port: the address.
         listener: the bound socket on which rank 0 serves the store; None on other ranks, and on
             rank 0 if no socket was bound.
     """
@@ -57,12 +56,7 @@ class StorePort(NamedTuple):
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes on a device, as torch counts them; 0 if unknown.
-
-    Attributes:
-        used, peak: in use now, and the most so far.
-        limit: how many torch could use, other processes aside.
-    """
+    """Bytes on a device, as torch counts them; 0 if unknown."""
 
     used: int = 0
     peak: int = 0
@@ -85,7 +79,6 @@ class Training(Protocol):
         The caller keeps the first form that can be pickled.
 
         Args:
-            num_steps: number of optimizer steps of the current call, to be stored with the state.
             free: bytes of the host's memory that the copies may take.
         """
 
@@ -95,7 +88,6 @@ class KeptError:
     """An exception that a rank keeps, so that a debugger can look into its frames later.
 
     Attributes:
-        error: the exception that a call raised.
         debugger: the debugger of this exception, kept between the user's commands so that it stays
             in the frame that the user chose; None before the first command.
     """
@@ -110,22 +102,15 @@ class RankContext:
     It is also the base class of :class:`LaunchedContext`, which sends reports.
 
     Attributes:
-        rank, local_rank: number of this rank among all ranks, and among those of this machine.
-        world_size, local_world_size: number of ranks on all machines, and on this machine.
         device_index: index of the rank's accelerator among those that its process sees: the
             constructor's ``device``, or ``local_rank`` if ``device`` is None.
-        shared: dict in which the state classes of ``training`` keep their values for this rank.
-        launched: whether notebook_accel started this rank.
         call: number of the current call, the same on all ranks; 0 before the first call and outside
             of notebook_accel.
         before_return: functions that run when the user's function has ended well (it returned, or
             raised ``RunStopped`` or ``SystemExit(0)``), before the rank reports the end of the
             call. The key of each function is the object that registered the function.
-        knobs: the newest value of each knob that was set, by name; it may come before the knob.
-        knobs_made: the knobs (``training.knobs.Knob``) by name.
         save_here: writes a checkpoint at a common point; None if the user's function does it, once
             ``should_save`` is True.
-        device_left: context in which what was being trained has left the device.
         kept_error: the exception, kept for a debugger, of the newest call with ``keeps_error``
             (``wire.BeginCall``); None if that call raised no exception, or if there was no such
             call.
@@ -175,30 +160,17 @@ class RankContext:
         )
 
     def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
-        """Send a message about this rank's current call to the kernel; a no-op in this base class.
-
-        Args:
-            kind: class of the message.
-            **fields: its fields, without those that say of which run, call and rank it is.
-        """
+        """Send the kernel a message about the current call; a no-op in this base class."""
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Report metrics, shown live and kept in ``run.metrics``; a no-op in this base class.
 
         Args:
-            values: metrics by name.
             step: the step that the metrics belong to; None for no step.
-
-        Raises:
-            ConfigError: ``step`` is no whole number of 64 bits.
         """
 
     def bar(self, **state: Any) -> None:
-        """Report the state of a progress bar; a no-op in this base class.
-
-        Args:
-            **state: the fields of ``wire.Bar``.
-        """
+        """Report the state of a progress bar; a no-op in this base class."""
 
     def notice(self, text: str) -> None:
         """Show a line to the user, only once if several ranks send it; a no-op in this class."""
@@ -213,10 +185,6 @@ class RankContext:
             total: number of batches in one pass through the loader; None if unknown.
             number: number of this batch in its pass, from 1 on; batches that a resumed pass skipped
                 count. With None, the progress shown is the number of batches in the whole call.
-
-        Raises:
-            RunStopped: a stop was asked for, and this is the batch at which all ranks leave. It is
-                not raised if the function reads ``should_stop``.
         """
 
     def begin_step(self) -> None:
@@ -224,9 +192,6 @@ class RankContext:
 
         In a loop without a prepared loader, ranks leave here after a request to stop, as at a batch
         (:meth:`count_batch`).
-
-        Raises:
-            RunStopped: as :meth:`count_batch`.
         """
 
     def count_step(
@@ -240,15 +205,10 @@ class RankContext:
         Args:
             device_memory: returns the memory of the device, or None if unknown; called at most once
                 a second, since it takes time. Without it, the memory is not measured.
-            skipped: whether the step was left out because of an overflow, and is not counted.
         """
 
     def note_step_times(self, times: list[int]) -> None:
-        """Report where the time of steps goes; a no-op in this base class.
-
-        Args:
-            times: the fields of ``wire.StepTimes``. The rank reads the list again as its call ends.
-        """
+        """Report where the time of steps goes; a no-op in this base class."""
 
     def should_stop(self) -> bool:
         """Return whether a stop was asked for; always False in this base class.
@@ -259,12 +219,7 @@ class RankContext:
         return False
 
     def settle_device(self) -> None:
-        """Wait until the device has done what was queued, before its memory is saved.
-
-        Raises:
-            NotebookAccelError: after an interrupt, the process groups were aborted, since the
-                device waited for another rank.
-        """
+        """Wait until the device has done what was queued, before its memory is saved."""
         wait_for_device()
 
     @property
@@ -302,12 +257,8 @@ class LaunchedContext(RankContext):
     The agent is the process that started the rank.
 
     Attributes:
-        run: id of the run.
-        made_group: whether the rank has been in a process group in the current call.
-        lost_group: whether the rank's connections to other ranks were cut in the current call.
         left_with_all: whether a stop or an interrupt has ended the rank's loop, in the current
             call, at the same point as all other ranks' loops.
-        send: sends a message to the agent.
     """
 
     launched = True
@@ -321,15 +272,6 @@ class LaunchedContext(RankContext):
         store_port: StorePort | None = None,
         **numbers: Any,
     ) -> None:
-        """Make the context of a rank.
-
-        Args:
-            run: id of the run.
-            send: sends a message to the agent.
-            board: shared memory in which this rank counts its batches and steps, for its agent.
-            store_port: address of the store at which ranks make their process groups.
-            **numbers: the arguments of :class:`RankContext`, such as ``rank``.
-        """
         super().__init__(**numbers)
         self.run = run
         self.store_port = store_port
@@ -369,22 +311,12 @@ class LaunchedContext(RankContext):
 
         With the rank's scoreboard, the child's batches and steps would count as those of the rank,
         and at a stop other ranks would wait for the child.
-
-        Args:
-            board: a scoreboard that only the child uses.
         """
         self._board, self._row = board, board.row(self.local_rank)
         self._did = 0
         self._pass = (0, None)
 
     def begin_call(self, number: int, *, has_group: bool, grace: float = 0.0) -> None:
-        """Begin a call: later counts and reports belong to this call.
-
-        Args:
-            number: number of the call.
-            has_group: whether the rank is in a process group already.
-            grace: seconds that ranks get after an interrupt.
-        """
         self.call = number
         self.made_group = has_group
         self.lost_group = self.left_with_all = self._is_stepping = False
@@ -440,7 +372,6 @@ class LaunchedContext(RankContext):
         return training.memory_parts(error) if training else {}
 
     def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
-        """Return a message of class ``kind`` with these fields, about this rank's current call."""
         return kind(run=self.run, call=self.call, rank=self.rank, **fields)
 
     def report(self, kind: type[wire.Message], /, **fields: Any) -> None:
@@ -592,11 +523,7 @@ class LaunchedContext(RankContext):
 
 
 def _whole(step: Any) -> int:
-    """Return a step as an int; numbers of NumPy and torch are accepted.
-
-    Raises:
-        ConfigError: ``step`` cannot become an int, or does not fit into 64 bits.
-    """
+    """Return a step as an int; numbers of NumPy and torch are accepted."""
     try:
         number = int(step)
     except (TypeError, ValueError, OverflowError):
@@ -642,7 +569,6 @@ def enter(context: RankContext, *, whole_process: bool = True) -> None:
     """Have :func:`current` return ``context`` in this thread from now on.
 
     Args:
-        context: the context of a rank.
         whole_process: whether threads without a context of their own get ``context``, too.
     """
     global _process_context
@@ -658,7 +584,6 @@ def wait_for_device(seconds: float | None = None, index: int | None = None) -> b
     copy may hold the GIL meanwhile.
 
     Args:
-        seconds: the longest wait; None for no limit.
         index: of the accelerator; None for the current one.
     """
     torch: Any = sys.modules.get("torch")

@@ -29,26 +29,15 @@ class LaunchRequest:
     """What the user asked for: one launch, one call of a session, or the ranks of a session.
 
     Attributes:
-        config: the settings of the launch.
         function, args, kwargs: each rank calls ``function(*args, **kwargs)``. A request for the
             ranks of a session leaves them out.
         name: name of the run; "" stands for the name of the function.
-        view: shows the run.
-        sources: the source of the notebook's cells, for error messages and exports.
-        setup: what the notebook did to libraries, which ranks repeat before the call.
-        block: whether the launch waits for the end of the run and raises the run's error.
-        timeout: seconds after which the run is ended; None for no limit.
-        detach: whether the run goes on when this process ends (detached.py).
-        notices: lines for the user that are known before the launch.
-        advise: whether to tell the user at the end what the function seems to have forgotten.
         asked: ranks for which a call of a session is meant; views show that the other ranks were
             not asked. None for all ranks.
         brings_globals: whether the notebook's globals that the function uses are sent with the
             function; otherwise the function uses the session's globals of these names.
-        keeps_error: whether a rank keeps the exception that the call raises, for a debugger.
         environment: environment variables of every rank, without those that the engine adds; if
             empty, the launcher fills it in.
-        arguments: the function's arguments as a short text, which the launcher fills in.
         notebook: pickled state of the notebook other than its variables, such as random generators
             and loggers; b"" for the state of this process.
         run_id: id of the run, if it is already known; else "".
@@ -79,5 +68,4 @@ class LaunchRequest:
     poll: Callable[[], None] = _nothing
 
     def without_function(self) -> LaunchRequest:
-        """Return a copy without the user's function and arguments, which should not be kept."""
         return replace(self, function=_nothing, args=(), kwargs={})

@@ -46,7 +46,6 @@ class _ListedRun:
     Attributes:
         handle: weak reference to the handle that the launch returned, so that the list does not
             keep the run's results alive.
-        run: a handle without results; the launch's own handle if :func:`keep` was called for it.
     """
 
     handle: weakref.ref[Run]
@@ -141,28 +140,13 @@ def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
     """Return the run of this id: from the list, or from disk if another process launched it.
 
     It is the function behind ``notebook_accel.find_run``.
-
-    Args:
-        run_id: the run's id.
-        view: makes the view of a run that another process launched.
-
-    Raises:
-        NotebookAccelError: no run has this id.
     """
     here = next((run for run in runs() if run.id == run_id), None)
     return here or read_run(run_id, view=view)
 
 
 def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """Return the run of this id from its folder on disk.
-
-    Args:
-        run_id: the run's id.
-        view: makes the view of the run.
-
-    Raises:
-        NotebookAccelError: no run has this id, or its state cannot be read.
-    """
+    """Return the run of this id from its folder on disk."""
     on_disk = {folder.id: folder for folder in run_folders()}
     found = _read_run(on_disk[run_id], view) if run_id in on_disk else None
     if found is None:
@@ -174,12 +158,7 @@ def read_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
 
 
 def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) -> list[Run]:
-    """Return the runs in the list, the oldest first, for ``notebook_accel.runs``.
-
-    Args:
-        everywhere: whether to add the runs on disk that the list does not have.
-        view: makes the view of a run that another process launched.
-    """
+    """Return the runs in the list, the oldest first, for ``notebook_accel.runs``."""
     unread = {} if _unread is None else {_unread.id: _unread}
     here = [known.handle() or unread.get(known.run.id, known.run) for known in _newest()]
     if not everywhere:
@@ -232,14 +211,7 @@ class PastCall(Call):
 
 
 def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
-    """Return the run that a folder on disk describes; None if its state cannot be read.
-
-    A run that has not ended, and whose kernel or keeper is gone, counts as failed.
-
-    Args:
-        folder: the run's folder.
-        view: makes the view of the run.
-    """
+    """Return the run that a folder on disk describes; None if its state cannot be read."""
     # In this order: a kernel that ends between the two has saved the run's end before.
     is_held = folder.is_held
     state = folder.load()

@@ -30,14 +30,7 @@ _FIRST_RANGE = re.compile(r"\[(\w+)[^\]]*\]")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmStep:
-    """A step of a Slurm job with one task on each of several nodes; this process is one of them.
-
-    Attributes:
-        num_nodes: number of nodes of the step, 2 or more.
-        node_rank: number of this task's node, from 0 on.
-        master_addr: host name of the first node.
-        port: a port that is the same on all nodes, since it depends on the job's id alone.
-    """
+    """A step of a Slurm job with one task on each of several nodes; this process is one of them."""
 
     num_nodes: int
     node_rank: int
@@ -46,14 +39,7 @@ class SlurmStep:
 
 
 def slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
-    """Return the step over several nodes in which this process is a task; None if there is none.
-
-    Args:
-        environment: the environment variables of this process, with those that ``srun`` has set.
-
-    Raises:
-        ConfigError: the step starts several tasks on one node.
-    """
+    """Return the step over several nodes in which this process is a task; None if there is none."""
     num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if num_nodes < 2:
         return None
@@ -82,13 +68,6 @@ class OtherNodes:
     def __init__(
         self, command: Sequence[str], num_nodes: int, variables: Mapping[str, str]
     ) -> None:
-        """Start the command.
-
-        Args:
-            command: the command line, which runs once on each of the other nodes.
-            num_nodes: number of other nodes.
-            variables: environment variables of the command, in addition to those of this process.
-        """
         environment = {**os.environ, **variables}
         # The job's own numbers count all nodes, and would be taken for those of the step.
         options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
@@ -122,10 +101,6 @@ def has_other_nodes(environment: Mapping[str, str], num_nodes: int) -> bool:
 
     The job must have at least that number of nodes besides the node of this process, and the
     command ``srun`` must exist. The result is False if this process belongs to no job.
-
-    Args:
-        environment: the environment variables of this process, with those that Slurm has set.
-        num_nodes: number of nodes, not counting the node of this process.
     """
     is_on_node = "SLURMD_NODENAME" in environment and shutil.which("srun") is not None
     return is_on_node and int(environment.get("SLURM_JOB_NUM_NODES", "1")) > num_nodes

@@ -44,16 +44,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base class of all messages, with the fields that every message carries.
 
     Attributes:
-        run: id of the run that started the rank processes; for ranks of a session the id of the
-            session, whatever call the message is about.
         call: number of the call that the message is about, from 1 on; 0 for a message about the
             rank processes.
-        process: pid of the sender.
-        rank: the rank that the message is about; None for a message about a whole machine.
         monotonic: the sender's ``time.monotonic()``, seconds.
         wall: the sender's ``time.time()``, seconds.
-        from_rank: whether a rank may send messages of this class at any time. During a call it may
-            also send ``Returned`` or ``Raised``; its agent drops messages of other classes.
     """
 
     from_rank: ClassVar[bool] = False
@@ -73,8 +67,6 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sizes: length in bytes of each buffer of the pickle.
-        inline: the buffers themselves; empty if they are in a segment, whose descriptor is sent
-            with the message.
     """
 
     sizes: tuple[int, ...] = ()
@@ -88,8 +80,6 @@ class RankReady(Message, frozen=True, kw_only=True):
     """From a rank: its environment is set up, and it waits for calls.
 
     Attributes:
-        pid: pid of the rank's process, if the agent did not start it itself (ranks on TPUs); else
-            0.
         host: the rank into whose file the process writes its stacks: on TPUs, where ranks are
             threads, the first rank of the process. None stands for the rank that sends this.
     """
@@ -112,7 +102,6 @@ class Metric(Message, frozen=True, kw_only=True):
     Its agent collects these messages, and passes them on as :class:`Metrics`.
 
     Attributes:
-        values: the values by the names of the metrics.
         step: the step that the values belong to; None for no step.
     """
 
@@ -126,13 +115,9 @@ class Bar(Message, frozen=True, kw_only=True):
     """From a rank: the state of one progress bar.
 
     Attributes:
-        bar: number of the bar among those of the rank.
-        name: what the bar shows before its numbers.
         n, total: items done, and items in all; ``total`` is None if unknown.
         rate: items per second; None if unknown.
         elapsed: seconds since the bar was opened.
-        unit: what an item is called.
-        postfix: what the bar shows after its numbers ("loss=0.31").
         closed: whether the bar has ended.
     """
 
@@ -153,12 +138,7 @@ class Displayed(Message, frozen=True, kw_only=True):
     """From a rank: rich output that it displayed, such as a figure.
 
     Attributes:
-        data: the output by MIME type; binary data in base64, as in Jupyter.
         display_id: id by which the rank may replace the output later; "" if it may not.
-        replaces: whether it replaces the call's output of the same id. If the call has no output of
-            that id, it is shown as new output.
-        clears: whether it clears all earlier output of the call first. Without data and id, that is
-            all that it does.
     """
 
     from_rank: ClassVar[bool] = True
@@ -186,17 +166,7 @@ class Imported(Message, frozen=True, kw_only=True):
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective that a rank has begun, as torch's flight recorder has it.
-
-    Attributes:
-        group: name of its process group, and the backend ("0 nccl").
-        number: its number in that group, from 1; ranks that agree give it to the same operation.
-        operation: torch's name for it, such as "all_reduce".
-        sizes: the sizes of its inputs, "[2, 3] [4]".
-        is_pending: whether it is not done yet.
-        frames: the Python stack that began it, newest first: file, line, function. Empty if no
-            Python code did.
-    """
+    """A collective that a rank has begun, as torch's flight recorder has it."""
 
     group: str
     number: int
@@ -207,12 +177,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Collectives(Message, frozen=True, kw_only=True):
-    """From a rank whose agent was asked for stacks: its newest collectives.
-
-    Attributes:
-        groups: the ranks of each process group, by the name of the group.
-        begun: of each group some around the first that is not done, and the newest.
-    """
+    """From a rank whose agent was asked for stacks: its newest collectives."""
 
     from_rank: ClassVar[bool] = True
 
@@ -226,11 +191,7 @@ class Returned(Message, frozen=True, kw_only=True):
     A file descriptor comes along if the buffers of ``value`` are not inline.
 
     Attributes:
-        value: what the function returned, pickled.
         is_none: whether the function returned None.
-        made_group: whether the rank was in a process group at any time in this call.
-        lost_group: whether the rank's connections to the other ranks were cut during the call, so
-            that its process group cannot be used any more.
     """
 
     value: Packet
@@ -245,17 +206,7 @@ class Raised(Message, frozen=True, kw_only=True):
     Attributes:
         kind: "exception", "exit" (SystemExit), "interrupted" (KeyboardInterrupt), "stopped"
             (RunStopped) or "lost peer" (torch raised an error because another rank has ended).
-        type_name: name of the exception's class.
-        text: ``str(exception)``.
-        traceback: the formatted traceback, with the cells' own names and lines.
-        exitcode: the exit code that the process has if this is its last call.
         pickled: the pickled exception; None if it could not be pickled.
-        rescued: this rank's part of the training state, if the call was stopped or interrupted.
-        made_group: as in :class:`Returned`.
-        ended_by_agent: whether the agent had interrupted the rank because another rank failed.
-        after_interrupt: whether the agent had already sent SIGINT, SIGTERM or SIGKILL when the
-            rank raised the exception, by the clock of its machine. The agent sets this attribute
-            and ``ended_by_agent``.
     """
 
     kind: str
@@ -317,15 +268,7 @@ class RankFailed(Message, frozen=True, kw_only=True):
 
 
 class KnobMade(Message, frozen=True, kw_only=True):
-    """From rank 0: the function has made a knob, or the knob has a new value.
-
-    Attributes:
-        name: of the knob.
-        value: its value now.
-        low, high: the smallest and greatest value; None for no limit.
-        log: whether a slider has a logarithmic scale.
-        choices: the values to choose from; empty if any in the range is good.
-    """
+    """From rank 0: the function has made a knob, or the knob has a new value."""
 
     from_rank: ClassVar[bool] = True
 
@@ -351,9 +294,6 @@ class Output(Message, frozen=True, kw_only=True):
     """From an agent: new output that a rank has printed in the call with number ``call``.
 
     Attributes:
-        text: the newest part of the new output.
-        skipped: number of lines of the new output before ``text``; only the rank's log file has
-            them.
         start, end: offsets in bytes of the new output, with the skipped lines, in the log file.
     """
 
@@ -364,15 +304,7 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """Where the time of a rank's steps goes: sums over the last minute or so, in nanoseconds.
-
-    Attributes:
-        num_steps, total: number of steps in the sums, and how long they took.
-        data, forward, backward, optimizer, rest: parts of them on the host (step_timer.py).
-        collectives: backward waits for other ranks: no part of ``backward`` on a CPU; on an
-            accelerator by the device's own clock.
-        data_wait: the part of ``data`` in which a device had nothing to compute; on a CPU all.
-    """
+    """Where the time of a rank's steps goes: sums over the last minute or so, in nanoseconds."""
 
     num_steps: int = 0
     total: int = 0
@@ -389,15 +321,11 @@ class Sample(Message, frozen=True, kw_only=True):
     """From an agent: resource use and counters of a rank.
 
     Attributes:
-        batches, total_batches, pass_start, steps: what the rank has counted, as explained by
-            ``RankState`` (control/state.py).
         memory, device_memory: bytes of memory that the rank's process uses, and bytes that are used
             on the rank's device; None if unknown.
-        device_peak, device_limit, step_times: as in ``RankState``.
         cpu: use of the CPU in percent of one core; None if unknown.
         device_use: percentage of the time in which the device was busy; None if unknown.
         device: name of the rank's device; "" if unknown.
-        is_suspended: whether SIGSTOP or a debugger has stopped the rank's process.
     """
 
     batches: int = 0
@@ -421,9 +349,6 @@ class RankEnded(Message, frozen=True, kw_only=True):
     Attributes:
         exitcode: exit code of the process; None if a signal killed it.
         signal: number of the signal that killed the process; None if no signal did.
-        ended_by_agent: whether the agent had sent the process SIGTERM or SIGKILL.
-        after_interrupt: whether the agent had already sent the call's ranks SIGINT, SIGTERM or
-            SIGKILL when the process ended.
     """
 
     exitcode: int | None = None
@@ -438,10 +363,6 @@ class Stacks(Message, frozen=True, kw_only=True):
     An agent sends one answer per rank: the traces of the rank's threads, in the format of
     faulthandler. The keeper of a detached run sends a single answer for the whole request, with
     the ``monotonic`` of the request.
-
-    Attributes:
-        text: the traces.
-        tells_collectives: whether the rank was asked for ``Collectives``, too.
     """
 
     text: str
@@ -455,9 +376,6 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank that an agent starts: its numbers, environment and device.
 
     Attributes:
-        rank: its number among all ranks of the run.
-        local_rank: its number among the ranks of its agent.
-        environment: variables of this rank alone, which override those of all ranks.
         device: index of its accelerator among those that the rank sees; None if that is
             ``local_rank``.
     """
@@ -472,17 +390,10 @@ class Launch(Message, frozen=True, kw_only=True):
     """Request to an agent: start the rank processes, which then wait for calls.
 
     Attributes:
-        world_size: number of ranks of the run.
-        ranks: ranks that this agent starts, in the order of their local ranks.
-        environment: complete environment of every rank.
-        directory: current directory of the ranks.
-        path: ``sys.path`` of the ranks.
         log_dir: folder of the ranks' log files. None if the agent's machine does not see the
             kernel's files: the agent then writes logs to a folder of its own, and sends the bytes.
         num_threads: number of threads that each rank gives to ``torch.set_num_threads``.
         start_method: how the agent makes rank processes: "fork", or "xla" for ranks on TPUs.
-        notebook: pickled state of the notebook other than its variables, such as random generators
-            (payload/notebook_state.py).
     """
 
     world_size: int
@@ -503,16 +414,6 @@ class BeginCall(Message, frozen=True, kw_only=True):
     of ``payload`` are in a memory segment.
 
     Attributes:
-        payload: the function and its arguments, pickled.
-        grace: seconds that a rank gets to end the call after a ``Stop`` before it is interrupted,
-            and again after a KeyboardInterrupt before the agent takes a harder step.
-        last: whether the rank processes end after the call, as after a ``Shutdown``.
-        keeps_error: whether the rank keeps the exception that the call raises, for a debugger.
-        by_value: whether the notebook's classes and functions in a result are pickled with their
-            code, for a kernel that lacks them.
-        group_generation: number of earlier calls in which a rank did not return, or was cut off
-            from other ranks. If the number has grown since the previous call, each rank destroys
-            its process group before this call.
         master_port: the ranks' MASTER_PORT; 0 if the agent of rank 0 is to fill in a port that it
             has reserved.
     """
@@ -587,11 +488,6 @@ class Detach(Message, frozen=True, kw_only=True):
     """Request to a keeper, from the kernel that started it: launch this detached run.
 
     A descriptor comes along if the buffers of ``payload`` are not inline.
-
-    Attributes:
-        request: a pickled tuple: the ``LaunchRequest``, the ``PackedCall`` without its pickle,
-            ``sys.path``, and what the notebook has imported (``ImportItem``).
-        payload: the function and its arguments, pickled.
     """
 
     request: bytes
@@ -602,9 +498,6 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
     """From the keeper of a detached run: the run's state.
 
     Attributes:
-        state: the ``RunState``, encoded by msgpack.
-        timeout: seconds after which the run is ended; None for no limit.
-        timed_out: whether the timeout has ended the run.
         rescued_as: Python code that gets the training state of a stopped run; "" if none was kept.
     """
 
@@ -632,11 +525,6 @@ class ForkAgent(Message, frozen=True, kw_only=True):
     """Request to the template: fork an agent.
 
     A descriptor comes along: the agent's end of the channel between kernel and agent.
-
-    Attributes:
-        secret: a random secret. The agent and the kernel first prove to each other, over the
-            channel, that they know it.
-        is_prepared: whether the agent, and so its ranks, may have the notebook's libraries.
     """
 
     secret: bytes
@@ -669,20 +557,11 @@ class ImportItem(msgspec.Struct, frozen=True):
 
     @property
     def root(self) -> str:
-        """Name of the library."""
         return self.module.partition(".")[0]
 
 
 class Import(Message, frozen=True, kw_only=True):
-    """To a template: import these, in the background.
-
-    Attributes:
-        items: what to import, in this order.
-        environment, path, directory: environment variables, ``sys.path`` and current directory of
-            the notebook at this moment.
-        is_awaited: whether a launch that comes earlier waits for it.
-        first: number of the first item among all that this template was asked for.
-    """
+    """To a template: import these, in the background."""
 
     items: tuple[ImportItem, ...]
     environment: dict[str, str]
@@ -696,10 +575,8 @@ class Importing(Message, frozen=True, kw_only=True):
     """From a prepared template: it begins with the item ``number``, or why that must not be there.
 
     Attributes:
-        number: number of the item, as in ``Import.first``.
         problem: "" before the import. After it, what it left behind, such as a thread, so that the
             process must not fork ranks.
-        error: the exception that the import raised.
     """
 
     number: int
@@ -717,8 +594,6 @@ class Imports(Message, frozen=True, kw_only=True):
     Attributes:
         pid: of the prepared template; 0 if there is none.
         importing: the library for whose import a launch should wait now; "" for none.
-        libraries: names of the libraries that the prepared template has.
-        left_out: by library or module, why each rank must import it itself.
         problem: why there is no prepared template; "" if nothing speaks against it.
     """
 
@@ -739,10 +614,7 @@ class Devices(Message, frozen=True, kw_only=True):
     """Answer to ``CountDevices``: the accelerators.
 
     Attributes:
-        kind: torch's device type of the accelerators; "cpu" if there are none.
-        names: name of each accelerator.
         memory: total memory of each accelerator in bytes, 0 if unknown; empty if all are unknown.
-        versions: versions of torch and of the accelerators' library, by name.
         problem: why torch can use no accelerator, such as an old driver; "" if torch gives no
             reason.
         error: why the accelerators could not be counted; "" if they were.
@@ -766,7 +638,6 @@ class StreamOpened(Message, frozen=True, kw_only=True):
     on one machine, or the bytes of a growing log file.
 
     Attributes:
-        stream: number of the stream among those of the sender.
         size: size of the memory segment in bytes; None for a log file.
     """
 
@@ -796,16 +667,7 @@ class MachineJoined(Message, frozen=True, kw_only=True):
     """From a machine that offers itself for ranks: its versions, environment and devices.
 
     Attributes:
-        host: name of the machine.
-        user: name of the user whose process joins.
-        python, torch: their versions. Python's must be that of the notebook, since functions travel
-            as bytecode.
-        environment: environment variables of the process on the machine that joins.
-        directory: current directory of this process.
-        path: ``sys.path`` of this process.
-        num_cores: number of cores that this process may use.
         interface: the network interface by which the machine reaches the notebook; "" if unknown.
-        devices: names of its accelerators.
         num_ranks: number of ranks that the machine is to have; 0 if the notebook decides.
     """
 
@@ -840,13 +702,7 @@ class MachineReleased(Message, frozen=True, kw_only=True):
 
 
 class StartMachineAgent(Message, frozen=True, kw_only=True):
-    """Request to a machine that joined: start an agent, and pass it all bytes that follow.
-
-    Attributes:
-        directory: current directory of the agent's ranks, if the machine has a folder of this path.
-        environment, path: of the ranks; the agent has what libraries read as they load.
-        imports: libraries that the template there is to import before it forks the agent.
-    """
+    """Request to a machine that joined: start an agent, and pass it all bytes that follow."""
 
     directory: str
     environment: dict[str, str]
@@ -862,7 +718,6 @@ class MachineAgentStarted(Message, frozen=True, kw_only=True):
     """Answer to ``StartMachineAgent``: an agent was started, or could not be.
 
     Attributes:
-        directory: the directory in which the agent's ranks will start.
         error: why no agent was started; "" if one was.
     """
 
@@ -874,7 +729,6 @@ class MachineAgentEnded(Message, frozen=True, kw_only=True):
     """From a machine that joined: its agent has ended.
 
     Attributes:
-        how: the end of a sentence about the agent, such as "(pid 7) was killed by SIGKILL".
         traceback: traceback of the exception that ended the agent; "" if no exception did.
     """
 

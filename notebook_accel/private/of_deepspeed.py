@@ -22,9 +22,6 @@ def forget_groups(library: Any) -> None:
     A rank calls this before a training if an earlier training used a process group that is gone.
     This uses ``_release_process_group_references``. If DeepSpeed removed it, the second training of
     a session would use the old groups and fail.
-
-    Args:
-        library: the module ``deepspeed``.
     """
     release = getattr(library.utils.groups, "_release_process_group_references", None)
     if release is not None:

@@ -14,11 +14,6 @@ def publish_status(kernel: Any, status: str, request: Any) -> None:
     After a click, a page waits for the status "idle" before it sends the next click. This uses
     ``Kernel._publish_status``. If ipykernel removed it, a click while a cell runs would raise an
     error, and the page would hold back further clicks.
-
-    Args:
-        kernel: the ipykernel.
-        status: "busy" or "idle".
-        request: the message that the status answers.
     """
     kernel._publish_status(status, "shell", parent=request)
 

@@ -50,12 +50,6 @@ def replace_stash(wrap: Callable[[Any], Any]) -> bool:
 
     Without the replacement, a rank on the CPU that drops its model after its process group may
     hang.
-
-    Args:
-        wrap: takes torch's function and returns the replacement.
-
-    Returns:
-        whether the function was replaced; False if this torch lacks the name.
     """
     return _replace(sys.modules["torch"]._C, "_stash_obj_in_tls", wrap)
 
@@ -66,13 +60,6 @@ def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
     Without the replacement, the sockets of a group are not known, so that a rank that waits in a
     collective cannot be freed. A rank that destroys a group right after it was made may also break
     the group of a rank that is still connecting.
-
-    Args:
-        wrap: takes torch's function and returns the replacement.
-
-    Returns:
-        whether the function was replaced; False if this torch lacks the name, or has other
-        parameters.
     """
     module = sys.modules["torch.distributed.distributed_c10d"]
     return _replace(module, "_new_process_group_helper", wrap, ("group_size", "group_rank"))
@@ -83,13 +70,6 @@ def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
 
     Without the replacement, a function that destroys its group and makes another may fail or hang:
     a rank can connect to the first group's server, which is about to close.
-
-    Args:
-        wrap: takes torch's function and returns the replacement.
-
-    Returns:
-        whether the function was replaced; False if this torch lacks the name, or has other
-        parameters.
     """
     module = sys.modules["torch.distributed.rendezvous"]
     expected = ("hostname", "port", "rank", "world_size", "timeout")
@@ -101,14 +81,6 @@ def replace_store_parameters(wrap: Callable[[Any], Any], expected: tuple[str, ..
 
     Without the replacement, a store that a function opens at MASTER_PORT listens on all network
     interfaces.
-
-    Args:
-        wrap: takes torch's method and returns the replacement.
-        expected: names of the parameters that the method must have, in this order, since the
-            replacement passes them by position.
-
-    Returns:
-        whether the method was replaced; False if this torch has other parameters.
     """
     store = sys.modules["torch.distributed"].TCPStore
     # It is made in C++: its text says what it takes.
@@ -137,9 +109,6 @@ def forget_half_made_groups() -> bool:
 
     Torch names groups by this count (``_world.group_count``). If one rank failed to make a group,
     the counts differ. The ranks would then wait for ever, each for a group of another name.
-
-    Returns:
-        False if this torch has no such count; else True.
     """
     module: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not hasattr(getattr(module, "_world", None), "group_count"):
@@ -170,9 +139,6 @@ def is_asynchronous(backends: str) -> bool:
     """Return whether one of a group's backends only queues its collectives on a device.
 
     NCCL and its kin do (xccl, hccl, tpu_dist, ...).
-
-    Args:
-        backends: as torch names them, "gloo" or "cpu:gloo,cuda:nccl".
     """
     return any(one.rpartition(":")[2] not in _OF_HOST for one in backends.split(",") if one)
 
@@ -288,10 +254,6 @@ def drop_whole_gradients(module: Any, weights: Container[int]) -> None:
     This uses ``_fsdp_param_group`` or, in newer torch, ``_fsdp_param_groups``, and
     ``_unsharded_param``. If torch removed them, gradients that a script clears during gradient
     accumulation would come back at the next step.
-
-    Args:
-        module: a module on which ``fully_shard`` was called.
-        weights: the ids of the sharded weights whose gradients are dropped.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -320,10 +282,6 @@ def at_other_device(spread: Any, local: torch.Tensor) -> torch.Tensor:
 
     This uses ``DTensor._spec``. If torch removed it, the copy of a sharded weight that is saved in
     the background would take memory of its GPU.
-
-    Args:
-        spread: the DTensor.
-        local: a copy of that DTensor's local shard; it may be on another device than ``spread``.
     """
     if hasattr(spread, "_spec"):
         part: torch.Tensor = type(spread)(local, spread._spec, requires_grad=False)
@@ -339,9 +297,6 @@ def part_of_file(stored: Mapping[str, Any]) -> Any:
     """Return torch's record of where a shard lies in a checkpoint's files.
 
     This uses ``_StorageInfo``. If torch removed it, the record is an object with the same fields.
-
-    Args:
-        stored: the fields of the record, by name.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -358,12 +313,6 @@ def unscale_by(
 
     Without the replacement, fp16 training raises an error if an optimizer has both sharded and
     plain weights, and ranks may skip different steps.
-
-    Args:
-        scaler: the class.
-        unscale: the replacement, called with three arguments: torch's method as a function of an
-            optimizer, ``allow_fp16`` and the device of all its gradients; the optimizer; the
-            tensor in which an overflow is noted.
     """
     plain = getattr(scaler, "_unscale_grads_", None)
     if plain is None:
@@ -424,9 +373,6 @@ def parts_of_module(attributes: dict[str, Any]) -> dict[str, Any]:
 
     Errors about values that cannot be pickled then say ``model.x``, not ``model._modules['x']``.
     For an object that is no module, return an empty dictionary.
-
-    Args:
-        attributes: copy of the attributes of a module or any other object, changed in place.
     """
     taken = (attributes.pop(name, None) for name in ("_modules", "_parameters"))
     return {

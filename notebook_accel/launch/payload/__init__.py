@@ -85,9 +85,7 @@ class Registry:
     instance has the notebook's class.
 
     Attributes:
-        sent: the classes, functions and type variables of a call, by their numbers.
         earlier: those of earlier calls of the session that the notebook still has: weak references.
-        held: those of ``earlier`` that results of this call may contain: all while it runs.
         num_sent: how many numbers were given. None is given twice: a rank that could not unpickle
             a call may still have the objects of an older one.
     """
@@ -99,7 +97,6 @@ class Registry:
 
     @property
     def objects(self) -> dict[int, Any]:
-        """All of the objects, by their numbers."""
         return {**self.earlier, **self.sent}
 
     def hold_only(self, numbers: Iterable[int]) -> None:
@@ -109,16 +106,7 @@ class Registry:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCall:
-    """A pickled function with its arguments, ready for any number of ranks.
-
-    Attributes:
-        packed: the pickle and its buffers, for :func:`unpack_call`.
-        registry: the objects sent by value, for :func:`unpack_result` and :func:`unpack_exception`.
-        notices: lines to show to the user, such as that tensors on a GPU arrive on the CPU.
-        models: names of those arguments and used variables that are a ``torch.nn.Module``.
-        uses_torch: whether the pickle contains the word "torch" or, for an importable function, the
-            function's module has a global variable ``torch``.
-    """
+    """A pickled function with its arguments, ready for any number of ranks."""
 
     packed: Packed
     registry: Registry
@@ -129,16 +117,7 @@ class PackedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class UnpackedCall:
-    """A function and its arguments, as unpickled in a rank.
-
-    Attributes:
-        function: the function to call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        sent: this rank's copies of the objects in the notebook's :class:`Registry`, by the same
-            numbers.
-        sources: sources of the notebook cells that define the function and what it uses.
-    """
+    """A function and its arguments, as unpickled in a rank."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -162,17 +141,9 @@ def pack_call(
     """Pickle a function, its arguments, and the notebook's definitions and variables that it uses.
 
     Args:
-        function: to be called on each rank.
-        args, kwargs: arguments of the function.
-        sources: all cells of the notebook; only those that define a pickled function are packed.
         session: None for a launch. For a session, whose ranks serve several calls: the registry of
             the previous call (empty for the first). The notebook's functions then travel without
             their global variables, and use the session's variables of the same names.
-        setup: what each rank does before it unpickles the function (launch/setup).
-
-    Raises:
-        LaunchError: something cannot be pickled, or would be useless in a rank; the message names
-            it and says what to do.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     make = CallPickler if session is None else SessionPickler
@@ -219,10 +190,7 @@ def unpack_call(
     ``linecache``.
 
     Args:
-        packed: the packed call. Its buffers must be writable and private to this process, since the
-            tensors use their memory.
         sent_before: :attr:`UnpackedCall.sent` of this process's previous call; None for the first.
-        take_over: called with the ``setup`` of :func:`pack_call` before the function is unpickled.
     """
     (sources, setup), body, buffers = _open_pickle(packed)
     cells.install_sources(sources)
@@ -246,13 +214,7 @@ def unpack_call(
 def _dump(
     make: Callable[..., P], value: Callable[[P], object]
 ) -> tuple[bytes, list[pickle.PickleBuffer], P]:
-    """Pickle an object; return the pickle, its out-of-band buffers, and the pickler that was used.
-
-    Args:
-        make: makes the pickler, called as ``make(file, buffer_callback)``.
-        value: returns the object to pickle, given the pickler. The object may contain a list that
-            the pickler fills while it pickles.
-    """
+    """Pickle an object; return the pickle, its out-of-band buffers, and the pickler."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = make(file, buffers.append)
@@ -324,7 +286,6 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
     the notebook's own are sent.
 
     Args:
-        value: what the function returned.
         call: the call that returned it, from :func:`unpack_call`; None pickles without references.
 
     Raises:
@@ -344,15 +305,7 @@ def numbers_in(result: Packed) -> tuple[int, ...]:
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:
-    """Unpickle, in the notebook, what :func:`pack_result` packed in a rank.
-
-    Args:
-        packed: the packed result. Its buffers must be writable, since the tensors use their memory.
-        registry: registry of the :class:`PackedCall` that the rank answers.
-
-    Raises:
-        Exception: any exception that the result's classes raise while instances are rebuilt.
-    """
+    """Unpickle, in the notebook, what :func:`pack_result` packed in a rank."""
     _, body, buffers = _open_pickle(packed)
     return load(body, buffers=buffers, objects=registry.objects)
 
@@ -373,10 +326,6 @@ def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> by
 
 def unpack_exception(data: bytes | None, registry: Registry) -> BaseException | None:
     """Unpickle, in the notebook, the exception that a rank raised.
-
-    Args:
-        data: what :func:`pack_exception` returned in the rank.
-        registry: registry of the :class:`PackedCall` that the rank answers.
 
     Returns:
         the exception; None if ``data`` is None or cannot be unpickled here.

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CellSource:
-    """The source of a notebook cell, sent to the ranks for their tracebacks.
-
-    Attributes:
-        filename: name of the "file" in the cell's code objects (``co_filename``).
-        label: what tracebacks call the cell instead: "Cell In[3]".
-        text: source code of the cell.
-    """
+    """The source of a notebook cell, sent to the ranks for their tracebacks."""
 
     filename: str
     label: str
@@ -63,12 +57,7 @@ def label_of(filename: str) -> str:
 
 
 def name_cells(text: str, labels: Mapping[str, str] | None = None) -> str:
-    """Return a formatted traceback with the labels of cells in place of their file names.
-
-    Args:
-        text: the traceback.
-        labels: labels by file name; None takes those of :func:`install_sources` in this process.
-    """
+    """Return a formatted traceback with the labels of cells in place of their file names."""
     known = _labels if labels is None else labels
     return _FILE.sub(lambda match: known.get(match[1], match[0]), text)
 
@@ -91,10 +80,6 @@ def fill_main(objects: Iterable[Any]) -> None:
     Plain pickle, as in ``torch.save`` and DataLoader workers, looks them up there. A name that has
     a value already keeps it if other code assigned the value. A value that an earlier call of this
     function assigned is replaced.
-
-    Args:
-        objects: the classes, functions and type variables that the notebook sent by value. Those of
-            other modules than ``__main__``, and nested ones, are skipped.
     """
     namespace = main_namespace()
     filled = namespace.setdefault(_FILLED, {})

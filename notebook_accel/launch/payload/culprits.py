@@ -39,10 +39,7 @@ class Culprit(NamedTuple):
     """The innermost value that cannot be pickled, found after a call or a result failed to pickle.
 
     Attributes:
-        path: the value as the user would write it: "config['conn']".
-        value: the value itself.
         user: name of the function or class that uses the value; "" if none does.
-        error: exception that pickling this value alone raised.
     """
 
     path: str
@@ -51,13 +48,7 @@ class Culprit(NamedTuple):
     error: BaseException
 
     def sentence(self, verb: str, advice: str) -> str:
-        """Return the error message: the value and its type, ``verb``, and what to do.
-
-        Args:
-            verb: words after the value, with a leading space or comma: " cannot travel".
-            advice: what to do, shown with Python's error; unused if the value's type has its own
-                advice (see ``remedy_of``).
-        """
+        """Return the error message: the value and its type, ``verb``, and what to do."""
         if isinstance(self.error, Refused):
             what = str(self.error)
         else:
@@ -72,17 +63,7 @@ _Part = tuple[str, Any, str]
 def _find_culprit(
     parts: Iterable[_Part], make: Callable[..., Any], seen: dict[int, Any] | None = None
 ) -> Culprit | None:
-    """Find the innermost value that cannot be pickled, although each of its parts can.
-
-    Args:
-        parts: the values to search, with their paths and users.
-        make: makes the pickler to try, called as ``make(file, buffer_callback)``.
-        seen: values at fault that were searched already, by ``id``, so that the search ends if a
-            value contains itself.
-
-    Returns:
-        the value; None if each of ``parts`` can be pickled alone.
-    """
+    """Find the innermost value that cannot be pickled, although each of its parts can."""
     seen = {} if seen is None else seen
     for path, value, user in parts:
         error = None if id(value) in seen else _error_of(make, value)
@@ -129,12 +110,7 @@ def _parts(path: str, value: Any, user: str) -> Iterator[_Part]:
 
 
 def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a function uses, by name: globals, closure variables, and defaults.
-
-    Args:
-        function: the function.
-        names: the globals that the function uses, by name.
-    """
+    """Return the values that a function uses, by name: globals, closure variables, and defaults."""
     code = function.__code__
     found = dict(names)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -163,10 +139,7 @@ def arguments(
 
 
 def _type_name(value: object) -> str:
-    """Return the name of a value's type for a message: "Net", or "sqlite3.Connection".
-
-    The module is left out for built-in types and those of the notebook or of this package.
-    """
+    """Return the name of a value's type for a message: "Net", or "sqlite3.Connection"."""
     kind = type(value)
     if kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("notebook_accel"):
         return kind.__qualname__
@@ -206,13 +179,7 @@ def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchEr
 
 
 def cannot_return(value: object, sent: Mapping[int, Any], error: BaseException) -> TypeError:
-    """Return the error for a result that could not be pickled; it names the value at fault.
-
-    Args:
-        value: what the function returned in this rank.
-        sent: the objects that came from the notebook, as in :attr:`UnpackedCall.sent`.
-        error: the exception that pickling ``value`` raised.
-    """
+    """Return the error for a result that could not be pickled; it names the value at fault."""
     culprit = _find_culprit([("result", value, "")], functools.partial(ResultPickler, sent=sent))
     culprit = culprit or Culprit("result", value, "", error)
     advice = "return values, tensors or models instead"
@@ -220,11 +187,7 @@ def cannot_return(value: object, sent: Mapping[int, Any], error: BaseException) 
 
 
 def pickled(dump: Callable[[], T], refusal: Callable[[BaseException], LaunchError]) -> T:
-    """Return ``dump()``; if it fails, call it once more with objects of libraries by their names.
-
-    Raises:
-        LaunchError: what ``refusal`` returns for the second failure.
-    """
+    """Return ``dump()``; if it fails, try again with objects of libraries by their names."""
     try:
         return dump()
     except (Exception, SystemExit):  # whatever a user's object does to be pickled

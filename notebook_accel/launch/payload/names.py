@@ -34,15 +34,7 @@ _SAMPLE_BYTES = 1_024
 
 @dataclass(frozen=True)
 class NameFacts:
-    """Facts about a notebook variable: a digest of its value, the names it uses, its size.
-
-    Attributes:
-        digest: hash of the value; a hash that differs from an earlier one shows that the value has
-            changed.
-        names: names of the globals that functions and classes in the value use, including names
-            that the notebook does not define.
-        num_bytes: size of the memory of the value's tensors and arrays.
-    """
+    """Facts about a notebook variable: a digest of its value, the names it uses, its size."""
 
     digest: bytes
     names: frozenset[str]
@@ -50,16 +42,7 @@ class NameFacts:
 
 
 def look_at(name: str, value: object) -> NameFacts:
-    """Return the facts about a notebook variable.
-
-    Args:
-        name: name of the variable, for the error.
-        value: its value.
-
-    Raises:
-        LaunchError: the value cannot be pickled; the message names the part at fault and says what
-            to do.
-    """
+    """Return the facts about a notebook variable."""
 
     def look() -> NameFacts:
         file = _Digest()
@@ -71,11 +54,7 @@ def look_at(name: str, value: object) -> NameFacts:
 
 
 def names_used(value: object) -> frozenset[str]:
-    """Return the names of the globals that functions and classes in ``value`` use.
-
-    Raises:
-        Exception: any exception that pickling ``value`` raises.
-    """
+    """Return the names of the globals that functions and classes in ``value`` use."""
     pickler = _NamesPickler(_Digest())
     pickler.dump(value)
     return frozenset(pickler.names)
@@ -101,9 +80,6 @@ class _LookingPickler(SessionPickler):
 
     Checksums of that memory, and the tensors' change counts and addresses, go into the digest
     instead: these suffice to see whether the value has changed.
-
-    Attributes:
-        num_bytes: size of the memory of all tensors and arrays so far.
     """
 
     def __init__(self, file: _Digest) -> None:

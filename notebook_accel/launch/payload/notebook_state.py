@@ -60,20 +60,8 @@ class NotebookState:
     """Settings and generator states of the notebook's process, which each rank takes over.
 
     Attributes:
-        python: ``random.getstate()``.
-        numpy: state of numpy's global generator, or an int to seed it with.
-        torch_seed: ``torch.initial_seed()``, from which the generators of devices start.
         torch_state: state of torch's generator on the CPU; None if the generator starts from
             ``torch_seed``, for example since the notebook has not imported torch.
-        torch_settings: the default dtype, deterministic algorithms and the like, by the names in
-            :func:`_torch_settings`; empty if the notebook has not imported torch.
-        torch_flags: values of those settings in :data:`_FLAGS` that the notebook's torch has, by
-            their path below ``torch``.
-        loggers: arguments of :func:`_apply_logger` for each logger that differs from the defaults,
-            the root logger first.
-        disabled_level: level that was given to ``logging.disable``.
-        warning_filters: arguments of ``warnings.filterwarnings``, highest precedence first.
-        authkey: by which proxies of the notebook's ``multiprocessing.Manager()`` reach it.
     """
 
     python: tuple[Any, ...]
@@ -172,10 +160,7 @@ def _loggers() -> tuple[tuple[Any, ...], ...]:
 
 
 def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
-    """Return a logger's settings as arguments of ``_apply_logger``; None if it has the defaults.
-
-    Handlers of a library's logger are left out: the library adds them again in the rank.
-    """
+    """Return a logger's settings as arguments of ``_apply_logger``; None if it has the defaults."""
     is_root = logger is logging.root
     # A library that is imported in a rank adds its own handlers there: lines would come twice.
     is_of_library = not is_root and logger.name.partition(".")[0] in sys.modules

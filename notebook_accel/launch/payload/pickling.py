@@ -332,12 +332,8 @@ def _as_usual(_value: Any) -> Any:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Base of the picklers to and from ranks.
 
-    It handles tensors, definitions, modules and exceptions, and raises :class:`Refused` for objects
-    for which :func:`remedy_of` returns a text.
-
     Attributes:
         moved: (device, number of bytes) of each storage that was copied to the CPU to be pickled.
-        num_shared: number of storages in shared memory, of which each process gets a copy.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
@@ -441,11 +437,7 @@ def _goes_by_value(reduced: Any) -> bool:
 
 
 def _is_made_anew(value: Any, reduced: Any) -> bool:
-    """Return whether a rank rebuilds ``value`` from its pickle instead of importing it.
-
-    Return True for a TypeVar of the notebook, and for other values if ``reduced`` is a tuple.
-    Return False for any class: callers check classes by :func:`_goes_by_value`.
-    """
+    """Return whether a rank rebuilds ``value`` from its pickle instead of importing it."""
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
     return isinstance(reduced, tuple) and not isinstance(value, type)
@@ -542,13 +534,7 @@ def importing() -> Iterator[None]:
 
 
 class CallPickler(_Pickler):
-    """Pickles a function and its arguments in the notebook, for ranks.
-
-    Attributes:
-        imported: the name of each object that ranks import, since it cannot be pickled.
-        sent: the classes, functions and type variables that are pickled by value, in order.
-        used: each function that is pickled by value, and the globals that are pickled with it.
-    """
+    """Pickles a function and its arguments in the notebook, for ranks."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
         super().__init__(file, buffer_callback)
@@ -608,9 +594,6 @@ class SessionPickler(CallPickler):
     The globals of the notebook's functions are not pickled: a function uses the session's globals
     of the same names. The caller decides for each name in ``names`` whether to send its value as
     well, since the session itself defines some of these globals.
-
-    Attributes:
-        names: names of the globals that the pickled functions use, defined in the notebook or not.
     """
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
@@ -638,13 +621,7 @@ class ResultPickler(_Pickler):
     """Pickles a result or an exception in a rank, for the notebook.
 
     Args:
-        file: the pickle is written to it.
         buffer_callback: takes the memory of tensors and arrays; None puts it into the pickle.
-        sent: this rank's copies of the objects that the notebook sent by value, as in
-            ``UnpackedCall.sent``. Each is pickled as its number there.
-
-    Attributes:
-        returning: the numbers that are in the pickle.
     """
 
     def __init__(
@@ -709,15 +686,9 @@ def _unwrap(value: Any) -> Any:
 def load(data: Any, *, buffers: Sequence[Any] = (), objects: Mapping[int, Any] = _NOTHING) -> Any:
     """Unpickle ``data``; the caller has made sure that it comes from a process of this package.
 
-    Args:
-        data: the pickle.
-        buffers: its out-of-band buffers, in order.
-        objects: the notebook's own objects, to which numbers in the pickle refer.
-
     Raises:
         RuntimeError: a class in the pickle raised SystemExit. It is converted, since reading a
             result must not end the process.
-        Exception: any other exception that a class in the pickle raises.
     """
     # Read by notebook_object, which pickle calls without arguments of ours.
     token = _objects.set(objects)

@@ -35,12 +35,7 @@ class Step:
     """One thing that the notebook has done, for the ranks.
 
     Attributes:
-        key: what it changes. A session sends a step again only when the one that it sent last
-            under this key was another.
-        label: what the user wrote, for messages.
         module: the module that it changes; "" for none.
-        body: the pickled pair of a function and its arguments; the module, if there is one, comes
-            before them.
     """
 
     key: str
@@ -62,11 +57,7 @@ def pack_step(
 
 
 class _StepPickler(CallPickler):
-    """Pickles a library's function that a cell has replaced as the one that the rank still has.
-
-    ``original = torch.load; torch.load = patched``, where ``patched`` calls ``original``: it is
-    no longer found at its name, and would travel by value with the globals of its module.
-    """
+    """Pickles a library's function that a cell has replaced as the one that the rank still has."""
 
     def _reduce_definition(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType) and _was_replaced(value):
@@ -98,15 +89,7 @@ _replaced: dict[tuple[str, str], Any] = {}
 
 
 def take_over(steps: Iterable[Step], notice: Callable[[str], None]) -> None:
-    """Repeat steps in this process, in their order; those whose module is not imported, later.
-
-    Args:
-        steps: what the notebook has done.
-        notice: takes a line for the user about a step that fails here.
-
-    Raises:
-        Exception: a cell of ``%%everywhere`` failed.
-    """
+    """Repeat steps in this process, in their order; those whose module is not imported, later."""
     for step in steps:
         if step.module:
             change_module(step.module, partial(_repeat, step, notice))

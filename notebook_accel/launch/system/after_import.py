@@ -24,11 +24,7 @@ def change_module(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _AfterImport:
-    """A finder in ``sys.meta_path`` that calls ``change`` right after one module's import.
-
-    The finder stays in that list until the module is really imported, because code may first look
-    for the module by ``importlib.util.find_spec``, which imports nothing.
-    """
+    """A finder in ``sys.meta_path`` that calls ``change`` right after one module's import."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self._name = name

@@ -58,10 +58,7 @@ def held(*, patience: int | None = 1) -> Iterator[Presses]:
 
 
 class _CountingHandler:
-    """The handler of SIGINT that :func:`held` installs: counts interrupts and holds them back.
-
-    After ``patience`` interrupts it calls the previous handler, which raises KeyboardInterrupt.
-    """
+    """The handler of SIGINT that :func:`held` installs: counts interrupts and holds them back."""
 
     def __init__(
         self, previous: Callable[[int, FrameType | None], object], patience: int | None
@@ -83,9 +80,6 @@ def let_through() -> Iterator[None]:
     It is for user code that is run inside of :func:`held`, since the user may interrupt that code.
     In threads other than the main thread it does nothing, since Python interrupts only the main
     thread.
-
-    Raises:
-        KeyboardInterrupt: an interrupt was held back before this block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -66,11 +66,7 @@ def too_many_files() -> LaunchError:
 
 @contextlib.contextmanager
 def naming_what_is_short() -> Iterator[None]:
-    """Turn an ``OSError`` of a block that starts processes into an error that says what to do.
-
-    Raises:
-        LaunchError: in place of an ``OSError`` of the block.
-    """
+    """Turn an ``OSError`` of a block that starts processes into an error that says what to do."""
     try:
         yield
     except OSError as error:
@@ -84,11 +80,7 @@ def naming_what_is_short() -> Iterator[None]:
 
 
 def check_open_files() -> None:
-    """Raise this process's limit of open files, and check that a launch can still open its files.
-
-    Raises:
-        LaunchError: too many files are open, or the system is out of resources.
-    """
+    """Raise the limit of open files, and check that a launch can still open its own."""
     raise_limit(_FILES_OF_KERNEL)
     numbers: list[int] = []
     try:

@@ -34,13 +34,10 @@ def is_readable(
     It uses poll(2), which works even if no more files can be opened; epoll would open a descriptor.
 
     Args:
-        source: a descriptor, or an object with ``fileno()``.
         seconds: how long to wait; 0 does not wait, None waits without a limit.
-        or_writable: whether to return True also if there is room to write.
 
     Returns:
         True if there is something to read, the other end was closed, or (with ``or_writable``)
-        there is room to write; False if the time is over.
     """
     poll = select.poll()
     poll.register(source, select.POLLIN | (select.POLLOUT if or_writable else 0))
@@ -67,9 +64,6 @@ def die_with_parent(parent: int) -> None:
     """Have the system SIGKILL this process when the thread that forked it ends.
 
     If the parent process is gone already, this process kills itself at once.
-
-    Args:
-        parent: pid of the process that forked this one.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -124,10 +118,6 @@ def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
 
     It must be used in the main thread. It is for a process that is busy in the block, for example
     with imports, and that cannot wait in a second thread, since the process forks.
-
-    Args:
-        exit_fd: a descriptor of :func:`watch_exit`, readable once the watched process has ended.
-        act: called at each poll that finds ``exit_fd`` readable; it usually ends this process.
     """
 
     def look(*_: object) -> None:
@@ -155,7 +145,6 @@ def describe_exit(exitcode: int | None, number: int | None = None) -> str:
     """Return how a process ended, as the rest of a sentence: ``was killed by SIGKILL``.
 
     Args:
-        exitcode: exit code of the process; as in ``subprocess``, -9 if signal 9 killed it.
         number: the signal that killed the process, if ``exitcode`` does not have it; else None.
     """
     if number is None and exitcode is not None and exitcode < 0:
@@ -208,12 +197,6 @@ def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
     """SIGKILL all descendants of this process, except those in ``keep`` and their descendants.
 
     A process that runs as another user (sudo) cannot be killed, and is left alone.
-
-    Args:
-        keep: pids of the processes that are not killed.
-
-    Returns:
-        The pids of the killed children of this process, which were reaped (waited for).
     """
     me = os.getpid()
     reaped: list[int] = []
@@ -232,11 +215,7 @@ def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
 
 
 def _descendants(*, outside: Collection[int]) -> list[tuple[psutil.Process, int]]:
-    """Return a pair (descendant, its parent's pid) for each process below this one.
-
-    It leaves out the processes whose pids are in ``outside``, and all below these. It lists the
-    machine's processes only once: listing them once for each of 300 children took 4 s.
-    """
+    """Return a pair (descendant, its parent's pid) for each process below this one."""
     found: list[tuple[psutil.Process, int]] = []
     if not has_children():
         return found
@@ -257,14 +236,6 @@ def kill_leftovers(*, session: int, variable: tuple[str, str]) -> list[int]:
 
     It is for a run whose agent and template were killed or are stuck: no other process is left that
     could kill the descendants of its ranks.
-
-    Args:
-        session: id of the session: the pid of the agent that led it. While the agent lives, the
-            processes of the session are not killed.
-        variable: name and value of the environment variable.
-
-    Returns:
-        The pids of the killed processes.
     """
     killed: list[int] = []
     for _ in range(_MAX_ROUNDS):

@@ -53,13 +53,7 @@ def folder(run: str, agent: int) -> Path:
 
 
 def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
-    """Remove the temporary files that an agent and its ranks have left behind.
-
-    Args:
-        run: id of the agent's run.
-        agent: pid of the agent.
-        used_by: pids of the processes that have used the files; they have ended.
-    """
+    """Remove the temporary files that an agent and its ranks have left behind."""
     shutil.rmtree(folder(run, agent), ignore_errors=True)
     for path in _SHARED.glob(f"sem.{_name(run, agent)}-*"):
         with contextlib.suppress(OSError):
@@ -68,11 +62,7 @@ def remove(run: str, agent: int, *, used_by: Collection[int]) -> None:
 
 
 def _remove_tensors(pids: Collection[int]) -> None:
-    """Remove tensors that dead processes have left in shared memory.
-
-    When torch shares a tensor, a file with the pid of the process in its name exists for a moment.
-    A process that is killed in that moment leaves the file behind.
-    """
+    """Remove tensors that dead processes have left in shared memory."""
     # A process that lives under this pid is a newer one, which has the number now.
     prefixes = tuple(f"torch_{pid}_" for pid in pids if not processes.lives(pid))
     with contextlib.suppress(OSError):

@@ -6,12 +6,7 @@ import time
 
 
 class TokenBucket:
-    """Limits a rate: each action takes tokens out of a bucket, which fills up again with time.
-
-    Args:
-        capacity: size of the bucket, which starts full; the largest burst.
-        per_second: tokens that come back each second; the long-term rate.
-    """
+    """Limits a rate: each action takes tokens out of a bucket, which fills up again with time."""
 
     def __init__(self, capacity: int, per_second: float) -> None:
         self._capacity = capacity
@@ -20,7 +15,6 @@ class TokenBucket:
         self._filled_at = time.monotonic()
 
     def available(self) -> int:
-        """Return the number of tokens now; it is negative while more were taken than came back."""
         now = time.monotonic()
         gained = (now - self._filled_at) * self._per_second
         self._tokens = min(self._capacity, self._tokens + gained)

@@ -45,10 +45,6 @@ def traceback_of(pid: int, output: str) -> str:
     """Return the traceback of the exception that ended a child; "" if no exception ended it.
 
     Called in the kernel.
-
-    Args:
-        pid: of the child, which the template forked.
-        output: all that the template and its children wrote to standard error.
     """
     _, found, text = output.rpartition(_FAILED.format(pid))
     return text.partition(_END)[0] if found else ""
@@ -58,9 +54,6 @@ def fork_orphan(act: Callable[[], None]) -> tuple[int, int]:
     """Fork a grandchild that calls ``act`` and exits, whose parent ends at once.
 
     The next ancestor that adopts orphans becomes its parent.
-
-    Returns:
-        The pids of the grandchild, and of its parent, which the caller must reap.
 
     Raises:
         OSError: there is no room for one more process.
@@ -103,13 +96,7 @@ def end_everything(runs: Mapping[int, str] | None = None) -> None:
 
 
 def run_agent(message: wire.ForkAgent, fd: int, kernel: int) -> None:
-    """Run the agent of a run in this process, in a session of its own.
-
-    Args:
-        message: the kernel's request.
-        fd: the agent's end of its channel to the kernel.
-        kernel: a descriptor that becomes readable when the kernel's process ends.
-    """
+    """Run the agent of a run in this process, in a session of its own."""
     from notebook_accel.launch.agent import agent
 
     os.setsid()

@@ -115,21 +115,10 @@ class Template:
     """The kernel's handle of a template process. Safe to use from several threads.
 
     :func:`template` makes it. Code that needs an agent or a count of devices calls its methods.
-
-    Attributes:
-        pid: of the template process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the template process, without waiting until it has imported its modules.
-
-        Args:
-            environment: of the process; only the variables for the number of threads and for the
-                loading of torch's device backends are set to other values.
-
-        Raises:
-            LaunchError: the system cannot start one more process or open one more descriptor.
-        """
+        """Start the template process, without waiting until it has imported its modules."""
         secret = new_secret()
         self._lock = threading.Lock()
         self._exits: dict[int, wire.AgentExited] = {}
@@ -165,7 +154,6 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs, and this handle was not closed."""
         return self._socket.fileno() >= 0 and self._process.poll() is None
 
     @property
@@ -178,7 +166,6 @@ class Template:
         """Wait until the process has imported all that it preloads.
 
         Raises:
-            LaunchError: the process ended before that.
             UnresponsiveTemplateError: it was not ready in time, and was killed.
         """
         with self._lock:
@@ -194,7 +181,6 @@ class Template:
         """Return how far the imports are.
 
         Raises:
-            LaunchError: the template died.
             UnresponsiveTemplateError: it did not answer in time, and was killed.
         """
         while True:
@@ -219,13 +205,8 @@ class Template:
         Args:
             sock: the agent's end of a socket pair, which is sent to the agent; the caller may close
                 its own copy once this returns.
-            run: id of the run.
-            secret: the agent's secret. The caller must then prove to the agent, at the other end of
-                the pair, that it knows the secret.
-            is_prepared: whether the agent's ranks may have the libraries that were imported.
 
         Raises:
-            LaunchError: the template died, or could not fork.
             UnresponsiveTemplateError: it did not answer in time, and was killed.
         """
         request = wire.ForkAgent(run=run, secret=secret, is_prepared=is_prepared)
@@ -244,7 +225,6 @@ class Template:
         contain VISIBLE (such as CUDA_VISIBLE_DEVICES) are the same.
 
         Raises:
-            LaunchError: the template died, or the accelerators could not be counted.
             UnresponsiveTemplateError: it did not answer in time, and was killed.
         """
         chosen = tuple(sorted(item for item in environment.items() if "VISIBLE" in item[0]))
@@ -263,10 +243,6 @@ class Template:
         """Return the template's report that an agent has ended, with the agent's exit code.
 
         None if no report arrives within ``timeout`` seconds, or if the template itself is gone.
-
-        Args:
-            pid: of the agent.
-            timeout: seconds; with 0, only reports that have arrived already are read.
         """
         deadline = time.monotonic() + timeout
         while pid not in self._exits:
@@ -292,7 +268,6 @@ class Template:
             self._channel.close()
 
     def kill(self) -> None:
-        """Kill the template process and all its descendants, the agents and ranks included."""
         processes.kill_tree([self.pid])
         self._process.wait()
         self.close()
@@ -339,13 +314,7 @@ class Template:
             return found
 
     def _wait(self, source: socket.socket | Channel, seconds: float) -> None:
-        """Wait until ``source`` is readable, or a request queued in it can be written.
-
-        Raises:
-            EOFError: the process has ended.
-            UnresponsiveTemplateError: the wait took longer than ``seconds``; the process was
-                killed.
-        """
+        """Wait until ``source`` is readable, or a request queued in it can be written."""
         deadline = time.monotonic() + seconds
         wants_to_write = isinstance(source, Channel) and source.num_pending > 0
         while not is_readable(source, _LOOK_SECONDS, or_writable=wants_to_write):
@@ -371,11 +340,6 @@ class Template:
             self._exits.pop(message.pid, None)
 
     def _broken(self, error: str) -> LaunchError:
-        """Return the error to raise for an unusable connection; kill the process if it still runs.
-
-        Args:
-            error: what was wrong with the connection, for the message.
-        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
@@ -390,11 +354,7 @@ class Template:
         )
 
     def _lost(self, how: str) -> UnresponsiveTemplateError:
-        """Kill the template process but not its agents; return the error to raise.
-
-        Args:
-            how: what the process did wrong, as a verb phrase for the message.
-        """
+        """Kill the template process but not its agents; return the error to raise."""
         error = UnresponsiveTemplateError(
             f"the helper process from which ranks are started (pid {self.pid}) {how}, and was "
             "ended. Launch again: a new one is made. If it happens again, look for what stops "
@@ -442,9 +402,6 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
     A template fits if it runs and was started with the same values of all variables that Python,
     torch and the C libraries read at import, except the numbers of threads. A template that does
     not fit is closed.
-
-    Args:
-        environment: of the launch; None for that of this process.
     """
     global _current
     environment = os.environ if environment is None else environment
@@ -468,7 +425,6 @@ def ask_template(environment: Mapping[str, str], question: Callable[[Template], 
     No other thread can close the template until this returns.
 
     Raises:
-        LaunchError: the template could not be started, or ``question`` raised the error.
         UnresponsiveTemplateError: the second template did not answer either.
     """
     with _asking:
@@ -509,10 +465,6 @@ def follow(items: Iterable[wire.ImportItem], *, is_awaited: bool = True) -> None
 
     Returns at once. Nothing is imported twice. Without :func:`warm`, this does nothing: a script
     has one launch or few, and a template that waits for more would hold memory for nothing.
-
-    Args:
-        items: what was imported, in this order.
-        is_awaited: whether a launch that comes before the end of the imports waits for it.
     """
     with _following:
         new = tuple(dict.fromkeys(item for item in items if item not in _known))
@@ -538,11 +490,7 @@ def followed() -> tuple[wire.ImportItem, ...]:
 
 
 def imports_line() -> str:
-    """Return which libraries are imported for all ranks, and which are not; "" if there is none.
-
-    Raises:
-        LaunchError: the template died, or did not answer in time.
-    """
+    """Return which libraries are imported for all ranks, and which are not; "" if there is none."""
     with _asking:
         if _current is None or not _current[1].alive or not _current[1].is_ready:
             return ""
@@ -575,12 +523,7 @@ def _directory() -> str:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return a key that is equal for launches which can use the same template.
-
-    It has this process's pid (a fork of the kernel needs its own template), the interpreter, and
-    the variables that Python, torch and the C libraries read at import. The numbers of threads
-    (such as OMP_NUMITS_THREADS) are left out, since they are set in each rank.
-    """
+    """Return a key that is equal for launches which can use the same template."""
     variables = tuple(
         sorted(
             (name, value)

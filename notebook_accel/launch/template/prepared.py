@@ -77,10 +77,7 @@ class _Prepared:
     """A prepared template.
 
     Attributes:
-        num_items: how many of the wanted items it has, or is to import.
-        current: number of the item that it imports now.
         deadline: time in monotonic seconds by which it must have said more.
-        files: the files that it has imported, with the times of their last changes.
     """
 
     pid: int
@@ -105,10 +102,7 @@ class Preparer:
         """Make one that has nothing to import yet.
 
         Args:
-            kernel: a descriptor that becomes readable when the kernel's process ends.
-            selector: of the event loop.
             own: returns the descriptors that a child of the clean template must close.
-            on_end: called once a prepared template has been reaped.
         """
         self._kernel = kernel
         self._selector = selector
@@ -172,7 +166,6 @@ class Preparer:
             self._leave_out(self._trial, f"its import took longer than {_IMPORT_SECONDS:.0f} s")
 
     def end(self) -> None:
-        """Kill all prepared templates."""
         self._wanted.clear()
         for each in self._living():
             self._drop(each)
@@ -277,7 +270,6 @@ class Preparer:
         self._go_on()
 
     def _drop(self, made: _Prepared) -> None:
-        """Kill a prepared template, which is reaped once it has ended."""
         self._forget(made)
         with suppress(ProcessLookupError):
             os.kill(made.pid, signal.SIGKILL)
@@ -350,7 +342,6 @@ class _Server:
         self._files: dict[str, int] = {}
 
     def run(self) -> None:
-        """Serve requests until the clean template ends, or until this process becomes an agent."""
         self._await_adoption()
         processes.die_with_parent(self._template)
         while True:
@@ -452,11 +443,7 @@ def _native_threads() -> list[str]:
 
 
 def _left_behind(own: set[int]) -> str:
-    """Return what this process has that does not survive a fork.
-
-    Args:
-        own: descriptors of sockets that it may have.
-    """
+    """Return what this process has that does not survive a fork."""
     if names := [each.name for each in threading.enumerate()[1:]] or _native_threads():
         return f"it starts a thread ({names[0]})"
     if processes.has_children():

@@ -69,11 +69,6 @@ def serve(fd: int, kernel_pid: int, imports_fd: int) -> None:
     The connection's secret, 32 bytes, is read from standard input. This returns once the kernel has
     closed the connection and all agents have ended. When the kernel's process ends, this kills all
     agents and exits the process.
-
-    Args:
-        fd: socket to the kernel.
-        kernel_pid: of the kernel, which must be this process's parent; else this returns at once.
-        imports_fd: socket by which the kernel sends what it imports; it needs no answer.
     """
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
@@ -112,13 +107,6 @@ class Server:
     """The event loop of the template process: answers the kernel's requests, reaps ended agents."""
 
     def __init__(self, channel: Channel, kernel: int, imports: Channel | None = None) -> None:
-        """Make the loop.
-
-        Args:
-            channel: to the kernel, for requests and answers.
-            kernel: a descriptor that becomes readable when the kernel's process ends.
-            imports: from the kernel, which asks by it for imports.
-        """
         self._channel = channel
         self._kernel = kernel
         self._imports = imports
@@ -139,7 +127,6 @@ class Server:
         self._selector.unregister(sock)
 
     def run(self) -> None:
-        """Serve the kernel until it has closed the connection, and all agents have ended."""
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
         while self._agents or self._preparer.pids or not self._is_retired:
             self._turn()
@@ -234,7 +221,6 @@ class Server:
         self._tell(wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: wire.Message) -> None:
-        """Send the kernel a message; do nothing if the kernel has closed the connection."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
@@ -246,19 +232,7 @@ class Server:
         self._tell(msgspec.structs.replace(answer, run=message.run))
 
     def _ask_child(self, environment: dict[str, str]) -> wire.Message:
-        """Return the accelerators, counted in a forked child process.
-
-        Counting may initialise a device, after which a fork of this process would be unsafe.
-
-        Args:
-            environment: of the child; it decides which accelerators are visible.
-
-        Returns:
-            A ``Devices`` message; its ``error`` is set if the child failed, died or took too long.
-
-        Raises:
-            OSError: the child could not be forked.
-        """
+        """Return the accelerators, counted in a forked child process."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             me = os.getpid()

@@ -87,14 +87,7 @@ def as_shown(line: str) -> str:
 
 @dataclass(frozen=True)
 class Tail:
-    """The newest lines of a program's output; :func:`append_output` adds to them.
-
-    Attributes:
-        lines: the lines as a terminal would show them.
-        is_open: whether the last line has no newline yet, so that further output continues it.
-        is_rewound: whether the last line is open and its output so far ends with a carriage return,
-            so that further output replaces it.
-    """
+    """The newest lines of a program's output; :func:`append_output` adds to them."""
 
     lines: tuple[str, ...] = ()
     is_open: bool = False
@@ -124,11 +117,7 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
 
 
 def _both_ends(line: str) -> str:
-    """Return a line without its middle if it has more than ``MAX_LINE`` characters.
-
-    A line that grows can be cut again and again: its start stays the same, and its end is always
-    the newest output.
-    """
+    """Return a line without its middle if it has more than ``MAX_LINE`` characters."""
     if len(line) <= MAX_LINE:
         return line
     half = (MAX_LINE - len(GAP)) // 2

@@ -51,16 +51,7 @@ def without_watcher(text: str) -> str:
 
 @dataclass(frozen=True)
 class CellNames:
-    """The names that a cell uses and assigns.
-
-    Attributes:
-        used: names that the cell may read before it has assigned them, so from earlier cells.
-        dotted: names with attributes, as they stand anywhere in the cell: "os.path.join".
-        assigned: global names that the cell assigns or deletes, also as ``global`` in a function.
-        certain: those of ``assigned`` that exist whenever the cell ends without an error, whatever
-            branches ran. The variable of a ``for`` loop counts, too. Names assigned in a nested
-            block count only if it is the block of a ``with``.
-    """
+    """The names that a cell uses and assigns."""
 
     used: frozenset[str] = frozenset()
     dotted: frozenset[str] = frozenset()
@@ -69,11 +60,7 @@ class CellNames:
 
 
 def names_of(text: str) -> CellNames:
-    """Return the names that a cell uses and assigns; no names for a text that is not Python.
-
-    Args:
-        text: source of the cell, with IPython's own syntax turned into Python.
-    """
+    """Return the names that a cell uses and assigns; no names for a text that is not Python."""
     reader, certain = _Reader(), set[str]()
     try:
         reader.block(ast.parse(text).body, certain)
@@ -92,10 +79,6 @@ def submodules(dotted: Iterable[str], namespace: Mapping[str, Any]) -> frozenset
 
     ``import xml.dom.minidom`` assigns ``xml`` only. A process that is given ``xml`` must import
     ``xml.dom`` and ``xml.dom.minidom`` too before it can use them.
-
-    Args:
-        dotted: names with attributes: "xml.dom.minidom.parse".
-        namespace: variables that may be packages.
     """
     found: set[str] = set()
     for names in dotted:
@@ -130,13 +113,6 @@ class _Reader:
         self.assigned: set[str] = set()
 
     def block(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
-        """Read statements that run one after the other.
-
-        Args:
-            statements: such as the body of a cell or of an ``if``.
-            own: the names that are certainly assigned so far; names that the statements certainly
-                assign are added to it.
-        """
         for statement in statements:
             if not isinstance(statement, (ast.Break, ast.Continue)):
                 self._statement(statement, own)
@@ -163,12 +139,7 @@ class _Reader:
             self.block(block, own if is_certain else own | ({caught} if caught else set()))
 
     def _read(self, node: ast.stmt, own: set[str]) -> None:
-        """Read a statement, but not the blocks of statements in it.
-
-        Args:
-            node: the statement; its blocks are replaced by a call.
-            own: the names that are certainly assigned so far; updated by what the statement does.
-        """
+        """Read a statement, but not the blocks of statements in it."""
         for part in ast.walk(node):
             self.dotted |= _dotted(part)
             for text in _texts_for_ipython(part) if isinstance(part, ast.Call) else ():
@@ -183,15 +154,7 @@ class _Reader:
         self._code(compile(module, "", "exec", flags, dont_inherit=True), own)
 
     def _code(self, code: types.CodeType, own: set[str], local: set[str] | None = None) -> None:
-        """Follow the instructions of compiled code in their order, and record the names in them.
-
-        Args:
-            code: the code of a statement, or of a function, class or comprehension in a statement.
-            own: the global names that are certainly assigned so far; updated by code that runs in
-                the cell's scope.
-            local: names that a class or function has assigned in its own scope so far; None for
-                code that runs in the cell's scope.
-        """
+        """Follow the instructions of compiled code in their order, and record the names in them."""
         for step in dis.get_instructions(code):
             name = step.argval
             if isinstance(name, types.CodeType):
@@ -231,11 +194,7 @@ def _exported(name: str | None) -> set[str]:
 
 
 def _texts_for_ipython(call: ast.Call) -> list[str]:
-    """Return the texts that a transformed magic or shell command passes to IPython.
-
-    IPython turns ``!ls {folder}`` into ``get_ipython().system('ls {folder}')``, of which the text
-    is ``ls {folder}``. An empty list for any other call.
-    """
+    """Return the texts that a transformed magic or shell command passes to IPython."""
     function = call.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
         return []

@@ -70,7 +70,6 @@ def rate(per_second: float, unit: str) -> str:
 
     Args:
         per_second: items per second; the result is "" if they are not above 0, or not finite.
-        unit: what an item is called, such as "it".
     """
     if per_second <= 0 or not math.isfinite(per_second):
         return ""
@@ -96,10 +95,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 class _Arguments(reprlib.Repr):
-    """Makes short texts of arguments; an object such as a model becomes the name of its type.
-
-    The ``repr`` of a model or a table may be long and slow.
-    """
+    """Makes short texts of arguments; an object such as a model becomes the name of its type."""
 
     def repr_instance(self, x: Any, level: int) -> str:
         if x is None or isinstance(x, (Number, PurePath)):

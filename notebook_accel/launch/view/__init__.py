@@ -34,9 +34,6 @@ class View:
     waits for the run, the other methods by the thread that launches the run or shows it again. An
     inline run, whose function is called in the kernel itself, has no thread that receives messages:
     ``update`` is never called.
-
-    Attributes:
-        is_shown: whether the user sees the run's notices, so that its error need not repeat them.
     """
 
     is_shown = False
@@ -50,7 +47,6 @@ class View:
         session has a view of its own.
 
         Args:
-            name: of the function.
             importing: the library that is being imported for all ranks; "" while the template
                 starts.
         """
@@ -60,9 +56,6 @@ class View:
 
         It is called once more if the text changes. ``open`` or ``launch_failed`` follows; with
         ``block=False`` the run is open already.
-
-        Args:
-            text: the text to show, with the command.
         """
 
     def launch_failed(self) -> None:

@@ -29,18 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewLines:
-    """Lines that a rank has printed since the previous read.
-
-    Attributes:
-        lines: the newest of these lines; the run's state has a limited number.
-        num_missing: number of the lines before ``lines``; only the rank's log file has them.
-    """
+    """Lines that a rank has printed since the previous read."""
 
     lines: tuple[str, ...] = ()
     num_missing: int = 0
 
     def newest(self, number: int) -> NewLines:
-        """Return the newest ``number`` of the lines, or all; the other lines count as missing."""
         lines = self.lines[-number:]
         return NewLines(lines, self.num_missing + len(self.lines) - len(lines))
 
@@ -58,13 +52,6 @@ class LineReader:
         return has_open_line or rank.num_lines != self._num_read
 
     def read(self, rank: RankState, *, last: bool = False) -> NewLines:
-        """Return the lines since the previous read.
-
-        Args:
-            rank: the rank's newest state.
-            last: whether this is the final read, which also returns a line without a newline at its
-                end. Earlier reads leave such a line for later.
-        """
         if rank.num_lines < self._num_read:  # the rank was started again
             self._num_read = 0
         ended = rank.tail[:-1] if rank.open_line else rank.tail
@@ -95,14 +82,7 @@ class PlainView(View):
 
     Args:
         stream: where to print; None for ``sys.stdout``, looked up at each print.
-        burst: number of lines of the ranks that may be printed at once.
-        lines_per_second: number of further lines that may be printed each second on average; a
-            line that says how many lines were left out counts, too. Lines above this rate wait; if
-            too many wait, only the newest are printed. At the end of the run each rank's last line
-            is always printed.
         progress_seconds: seconds between two lines about a rank's progress.
-        is_cell: whether the run is a cell (``%%accelerate``). If a cell ends within a second, its
-            summary is one line, without a table.
     """
 
     is_shown = True
@@ -170,7 +150,6 @@ class PlainView(View):
     # ---- what other views of text do in their own way --------------------------------------
 
     def write(self, lines: Sequence[str]) -> None:
-        """Print lines of plain text."""
         if lines:
             stream = self._stream if self._stream is not None else sys.stdout
             stream.write("\n".join(lines) + "\n")
@@ -220,7 +199,6 @@ class PlainView(View):
                 self.write([f"[rank {rank.rank}] {text}"])
 
     def print_summary(self, run: Run) -> None:
-        """Print the summary of the run: a table, or one line if the run is a short cell."""
         lines = summary_lines(run.state, now=run.state.now())
         self.write(lines[:1] if self.is_short_cell(run) else lines)
 
@@ -265,14 +243,7 @@ def _printable(line: str) -> str:
 
 
 def _progress(rank: RankState, throughput: float | None) -> str:
-    """Return a rank's progress as one line of text; "" if there is none, or the rank has ended.
-
-    For example ``epoch 1  50%  50/100  10.0 it/s  0:05 left  loss 0.25``.
-
-    Args:
-        rank: the rank's state.
-        throughput: batches or steps per second, for a rank that draws no bar; None if unknown.
-    """
+    """Return a rank's progress as one line of text; "" if there is none, or the rank has ended."""
     lines = progress_lines(rank, throughput=throughput)
     if rank.has_ended or not lines[0].count:
         return ""

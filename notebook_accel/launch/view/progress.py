@@ -44,7 +44,6 @@ class ProgressLine:
         rate: "12.3 it/s"; "" if unknown.
         remaining: time left, "0:05"; "" if unknown. Of several bars, only the outermost has a time,
             since the user waits for its end.
-        text: label and count in one phrase.
     """
 
     label: str = ""
@@ -61,7 +60,6 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
     A rank that draws no bar has a single line, about its batches and steps.
 
     Args:
-        rank: the rank's state.
         throughput: batches or steps per second (:func:`counted_items`), for a rank that draws no
             bar; None if unknown.
     """
@@ -81,9 +79,6 @@ def named_lines(rank: RankState, *, throughput: float | None = None) -> list[Pro
     If the rank's function returned, only the line of the outermost bar is returned ("epochs: 3/3").
     If it did not return, the lines of all bars are returned, since the inner bars tell how far the
     rank came ("epochs: 1/3, train: 20/100").
-
-    Args:
-        rank, throughput: as for :func:`progress_lines`.
     """
     lines = progress_lines(rank, throughput=throughput)
     return lines[:1] if rank.returned else lines
@@ -142,15 +137,7 @@ def _remaining(seconds: float | None) -> str:
 
 
 def _seconds_left(bars: Sequence[BarState]) -> float | None:
-    """Return the seconds until the outermost of nested bars is full; None if unknown or full.
-
-    An outer bar, of epochs for example, moves rarely. The bar inside it, of batches, tells how much
-    of the current epoch is done. Before the first epoch ends, the inner bar also tells how long an
-    epoch takes.
-
-    Args:
-        bars: the outermost bar, and the bars inside it.
-    """
+    """Return the seconds until the outermost of nested bars is full; None if unknown or full."""
     outer, inner = bars[0], bars[1:]
     if outer.total is None or outer.n >= outer.total:
         return None

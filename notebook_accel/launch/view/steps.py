@@ -89,10 +89,7 @@ def _peak(own: _Means) -> str:
 
 
 def _slowest(means: dict[int, _Means]) -> tuple[float, str, int]:
-    """Return the slow rank, behind the reason, and the part of a step that it takes longer.
-
-    The reason is a part of the step, or "" where none of the host's is: the device is slow then.
-    """
+    """Return the slow rank, behind the reason, and the part of a step that it takes longer."""
     found = []
     for rank in {
         max(means, key=lambda rank: means[rank]["data_wait"]),

@@ -150,11 +150,6 @@ def hidden_ranks(
     """Return a line about the ranks without a row; "" if all ranks have a row.
 
     For example ``… and 96 more: 93 running, 3 failed``.
-
-    Args:
-        ranks: all ranks.
-        shown: the ranks that have a row.
-        status_of: returns the word for a rank's state under which it is counted, such as "running".
     """
     with_row = {rank.rank for rank in shown}
     hidden = Counter(status_of(rank) for rank in ranks if rank.rank not in with_row)
@@ -170,7 +165,6 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
     """Return a rank's row of the summary table: its cells in the order of :data:`COLUMNS`.
 
     Args:
-        rank: the rank's state.
         seconds: how long the run has taken; the rate of a rank without bars is a mean over it.
     """
     items, _ = counted_items(rank)
@@ -187,12 +181,7 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
 
 
 def summary_lines(state: RunState, *, now: float) -> list[str]:
-    """Return the summary of a run as lines: a title, the table of ranks, the metrics' last values.
-
-    Args:
-        state: the run's state.
-        now: wall time in seconds, which stands for the end of a run that has not ended.
-    """
+    """Return the summary as lines: a title, the table of ranks, the metrics' last values."""
     seconds = elapsed(state, now)
     shown = ranks_with_row(state.ranks)
     name = one_line(state.name, _MAX_NAME)

@@ -99,12 +99,6 @@ def display(
 ) -> Any:
     """Send values to the notebook, in place of IPython's ``display``.
 
-    Args:
-        values: to be displayed.
-        raw: whether each value is already a dictionary from MIME types to data.
-        display_id: id by which the display can be replaced later; True makes a new id.
-        update: whether to replace the earlier display that has this ``display_id``.
-
     Returns:
         IPython's ``DisplayHandle`` if there is a ``display_id``, else None.
 
@@ -128,11 +122,7 @@ def display(
 
 
 def clear_output(wait: bool = False) -> None:
-    """Clear what this rank has displayed in this call, in place of IPython's ``clear_output``.
-
-    Args:
-        wait: whether to wait for the next display, which then takes the place of the earlier ones.
-    """
+    """Clear what this rank has displayed in this call, in place of IPython's ``clear_output``."""
     if not _is_muted:
         _outbox.clear(wait=wait)
 
@@ -166,10 +156,7 @@ class _Outbox:
         from a child process.
 
         Args:
-            data: the display by MIME type.
             display_id: id by which it can be replaced later; "" if it cannot.
-            is_update: whether to replace the display of this id, perhaps later
-                (:meth:`send_waiting`). If none of this id was sent, a new one is made.
         """
         text = str(data.get("text/plain", ""))
         size = _size(data)
@@ -276,7 +263,6 @@ def _size(data: Mapping[str, str]) -> int:
 
 
 def _handle(display_id: str) -> Any:
-    """Return IPython's own ``DisplayHandle``; its methods call the ``display`` of this module."""
     return import_module("IPython.display").DisplayHandle(display_id)
 
 

@@ -43,10 +43,6 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
 
     Called in the rank's main thread; the caller then exits the process. If the steps after the
     threads take more than five seconds, the process is ended from here, by another thread.
-
-    Args:
-        code: the exit code if the process is ended from here.
-        notice: shows the user one line of text; called only if the process is ended from here.
     """
     of_python.join_threads()
     # Never cancelled, so that it also bounds what multiprocessing does after this function.

@@ -93,12 +93,7 @@ def are_asynchronous() -> bool:
 
 
 def _abort_groups() -> bool:
-    """Abort all process groups of this process if one is of NCCL; wait five seconds at most.
-
-    Returns:
-        False if the abort is not complete, since it waits for another rank to abort too; the abort
-        goes on in its thread. True if it is complete, or there is nothing to abort.
-    """
+    """Abort all process groups of this process if one is of NCCL; wait five seconds at most."""
     global _aborting
     # Groups that torch has aborted are in none of its tables.
     abort = of_torch.abort_groups()
@@ -160,11 +155,7 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
 
 
 def _disconnect_groups(store_ports: set[int]) -> None:
-    """Shut down the TCP connections that this process's groups made or accepted.
-
-    Args:
-        store_ports: ports of this rank at which it may serve the store; connections to them stay.
-    """
+    """Shut down the TCP connections that this process's groups made or accepted."""
     # A group that connects its ranks at their first collective has only listened until then. Of
     # each connection one end has been accepted.
     listening = {

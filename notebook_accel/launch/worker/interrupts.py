@@ -36,12 +36,6 @@ class Interrupts:
     """
 
     def __init__(self, row: RankRow) -> None:
-        """Become the process's handler of SIGINT.
-
-        Args:
-            row: the rank's shared counters. The agent writes there which call it interrupts, and
-                reads there whether the rank has handled the signal.
-        """
         self._row = row
         self._call = 0
         self._in_call = False
@@ -60,15 +54,10 @@ class Interrupts:
         signal.signal(WAKE_SIGNAL, lambda *_: None)
 
     def _raise(self) -> None:
-        """Raise KeyboardInterrupt in the rank's thread; called in the signal handler."""
         raise KeyboardInterrupt
 
     def begin_call(self, call: int) -> None:
-        """Begin the call with this number: from now on SIGINT raises KeyboardInterrupt.
-
-        Raises:
-            KeyboardInterrupt: the agent interrupted this call before the rank had read the request.
-        """
+        """Begin the call with this number: from now on SIGINT raises KeyboardInterrupt."""
         self._came_meanwhile = False
         self._call = call
         self._in_call = True
@@ -142,11 +131,6 @@ class Sender:
         Does nothing in a child that the rank forked, and does not raise if the agent is gone. If
         the thread is inside another ``send`` already (a signal handler reports something), the
         message is queued, and the outer ``send`` writes it after its own.
-
-        Args:
-            message: the message.
-            fds: descriptors to send with it. They are closed once sent, not duplicated: the user's
-                code may have used up all descriptors.
         """
         # A child of the rank has a copy of the channel, and of a lock that somebody may hold.
         if os.getpid() != self._pid:

@@ -117,11 +117,7 @@ def _follow_summary_writer(module: Any) -> None:
 
 
 def lightning_callbacks(package: str = "lightning.pytorch") -> list[Any]:
-    """Return the callbacks that Lightning's Trainer adds by itself; none outside of our ranks.
-
-    Args:
-        package: the module of Lightning that asks.
-    """
+    """Return the callbacks that Lightning's Trainer adds by itself; none outside of our ranks."""
     if not (rank.has_context() and rank.current().launched):
         return []
     lightning: Any = sys.modules[package]

@@ -118,16 +118,8 @@ class Inherited:
     """What a rank process inherits from its agent by fork.
 
     Attributes:
-        agent_pid: pid of the agent.
-        launch: the request from the kernel that started the run.
-        spec: the rank's numbers, own environment variables and device.
-        master_port: MASTER_PORT before the first call; each call brings its own.
         store_socket: socket on which rank 0 serves the store of the ranks' process groups; None if
             the ranks are on several machines, or have another store.
-        channel: connection to the agent, for messages in both directions.
-        board: counters in shared memory of all ranks of this agent.
-        log: descriptor of the file for the rank's output.
-        stacks: descriptor of the file into which faulthandler writes stack traces.
         disconnect: eventfd that the agent writes to when the rank is to shut down its connections
             to other ranks.
         collectives: eventfd that the agent writes to when the rank is to tell its collectives.
@@ -150,7 +142,6 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
     """Run this forked process as a rank until there are no more calls, then exit the process.
 
     Args:
-        inherited: what the agent prepared for this rank.
         unneeded: inherited descriptors of the agent and of other ranks, to be closed.
     """
     processes.die_with_parent(inherited.agent_pid)
@@ -177,11 +168,6 @@ class Worker:
     """Runs one rank: gets it ready, serves its calls and reports how each ended.
 
     For a rank that has its process for itself; ``HostedRank`` is for ranks that are threads.
-
-    Attributes:
-        context: the rank's numbers and connection to the agent, returned by ``rank.current()``.
-        row: the rank's counters in memory that it shares with the agent.
-        interrupts: the rank's handler of SIGINT.
     """
 
     def __init__(self, inherited: Inherited, interrupts: Interrupts) -> None:
@@ -239,14 +225,10 @@ class Worker:
         return code
 
     def _enter(self) -> None:
-        """Have ``rank.current()`` return this rank's context from now on."""
         rank.enter(self.context)
 
     def _where(self) -> dict[str, int]:
-        """Return the fields of ``RankReady`` that tell the agent in which process the rank runs.
-
-        Empty here, since the agent has started this process itself.
-        """
+        """Return the fields of ``RankReady`` that tell the agent in which process the rank runs."""
         return {}
 
     def _set_up(self) -> None:
@@ -263,11 +245,7 @@ class Worker:
         self.context.count_on(Scoreboard(self._inherited.board.num_ranks))
 
     def report_lost_output(self, error: OSError) -> None:
-        """Tell the user that output of this rank is lost, since its log cannot be written.
-
-        Args:
-            error: the error of the failed write.
-        """
+        """Tell the user that output of this rank is lost, since its log cannot be written."""
         is_full = error.errno in FULL_DISK
         why, do = ("disk full", "Make room on") if is_full else (error.strerror, "Look after")
         log_dir = self._inherited.launch.log_dir or "the logs"
@@ -319,19 +297,6 @@ class Worker:
                 return 0
 
     def _answer(self, message: wire.BeginCall, fds: list[int]) -> int:
-        """Run one call and send the agent its result or error.
-
-        After an error in a call that is not the last one, this rank drops its process group, since
-        other ranks may wait for it in a collective.
-
-        Args:
-            message: the request.
-            fds: descriptor of the memory segment with the pickled function and arguments; empty if
-                they are in the message itself.
-
-        Returns:
-            The exit code that the process has if this was its last call.
-        """
         self._enter_call(message)
         outcome = self.run_call(message, fds)
         if outcome.sent is not None:
@@ -372,11 +337,6 @@ class Worker:
 
         No exception leaves this method: whatever the function, its unpickling or SIGINT raises
         becomes a part of the outcome.
-
-        Args:
-            message: the request.
-            fds: descriptor of the memory segment with the pickled function and arguments, closed
-                here; empty if they are in the message itself.
         """
         if message.keeps_error and self.context.kept_error is not None:
             # The frames of the error before go, with all that they hold of the device's memory.
@@ -525,9 +485,6 @@ def enter_notebook(launch: wire.Launch) -> None:
     """Give this process the notebook's directory, ``sys.path``, thread number and other settings.
 
     Called in a rank's process; the environment variables must be set before.
-
-    Raises:
-        LaunchError: the notebook's directory cannot be entered.
     """
     import torch
 
@@ -559,10 +516,6 @@ def enter_notebook(launch: wire.Launch) -> None:
 
 
 def _store_port(inherited: Inherited) -> rank.StorePort | None:
-    """Return the address of the store for the run's process groups, with its socket in rank 0.
-
-    Any other rank closes its copy of the socket. None if no port was reserved for the store.
-    """
     bound = inherited.store_socket
     if bound is None:
         return None
@@ -581,9 +534,6 @@ class Outcome:
     """How a call ended in this rank, ready to be sent to the agent.
 
     Attributes:
-        message: the message to send.
-        fds: descriptors to send with the message, which are closed once they are sent.
-        exitcode: the exit code that the process has if this was its last call.
         sent: the notebook's classes and functions that came with this call and earlier ones, as
             ``UnpackedCall.sent``; None if this call could not be unpacked.
     """
@@ -605,10 +555,6 @@ def _end_forked_child(context: rank.LaunchedContext, error: BaseException | None
     """Exit this process if it is a child that the user's function forked; else do nothing.
 
     Such a child comes back here when it leaves the function, and must not report as the rank.
-
-    Args:
-        context: the rank's context, which knows the pid of the rank.
-        error: what the function raised in the child, which is printed; None if it returned.
     """
     if context.is_own_process:
         return
@@ -643,17 +589,7 @@ def _raised(
     *,
     is_ending: bool = False,
 ) -> Outcome:
-    """Return the outcome of a call that raised; ``sys.exit(0)`` counts as returning None.
-
-    Also prints the traceback to the rank's log, except for a stop, an interrupt or an exit.
-
-    Args:
-        error: the exception.
-        context: the rank's context.
-        call: the function that was called; None if it could not be unpacked.
-        is_ending: whether the rank had handled an interrupt from the agent in this call. If so, the
-            training state is sent along, as it is after a stop or a KeyboardInterrupt.
-    """
+    """Return the outcome of a call that raised; ``sys.exit(0)`` counts as returning None."""
     if _is_success(error):
         packed = payload.pack_result(None, call)
         _flush_output()
@@ -693,21 +629,13 @@ def _raised(
 
 
 def _is_success(error: BaseException) -> bool:
-    """Whether the error comes from ``sys.exit()`` or ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and exit_code(error) == 0
 
 
 def _pack_training(
     context: rank.LaunchedContext, call: payload.UnpackedCall
 ) -> tuple[wire.Packet | None, tuple[int, ...]]:
-    """Pack this rank's part of the training state, to be saved after the run was stopped.
-
-    The context offers several forms of the state; the first that can be pickled is taken.
-
-    Returns:
-        The packet and the descriptors to send with it; (None, ()) if there is no training, or if no
-        form can be pickled; in the second case the user is told.
-    """
+    """Pack this rank's part of the training state, to be saved after the run was stopped."""
     problem: Exception | None = None
     try:
         for part in context.parts_to_rescue(free_memory()):
@@ -723,11 +651,7 @@ def _pack_training(
 
 
 def _classify(error: BaseException) -> tuple[str, int]:
-    """Return the ``kind`` of the error for ``wire.Raised``, and the process's exit code.
-
-    The kind is "stopped", "interrupted", "exit", "lost peer" or "exception". For
-    ``sys.exit("text")``, the text is also printed, as Python would do.
-    """
+    """Return the ``kind`` of the error for ``wire.Raised``, and the process's exit code."""
     if isinstance(error, RunStopped):
         return "stopped", 0
     if isinstance(error, KeyboardInterrupt):
@@ -740,12 +664,7 @@ def _classify(error: BaseException) -> tuple[str, int]:
 
 
 def _hint(error: BaseException, traceback: str) -> str:
-    """Return advice on full shared memory, or a device that fails for good; "" for other errors.
-
-    Args:
-        error: what the call raised.
-        traceback: its formatted traceback.
-    """
+    """Return advice on full shared memory, or a device that fails for good; "" for other errors."""
     if isinstance(error, OSError):
         # The locks of a loader's queues lie there, as its batches do.
         return _FULL_SHM if error.errno == errno.ENOSPC and "SemLock" in traceback else ""
@@ -769,10 +688,7 @@ def _memory_report(error: BaseException, context: rank.LaunchedContext) -> str:
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether torch raised the error because it lost the connection to another rank.
-
-    Then the other rank's error, not this one, is the cause to show to the user.
-    """
+    """Whether torch raised the error because it lost the connection to another rank."""
     is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     is_plain = type(error) is RuntimeError
     return (is_torch or is_plain) and _says_lost_peer(error_text(error))
@@ -796,11 +712,7 @@ def _write_error(text: str) -> None:
 
 
 def _flush_output() -> None:
-    """Send waiting displays and flush ``sys.stdout`` and ``sys.stderr``.
-
-    Called before the agent is told that the call has ended, so that the call's output is complete
-    then.
-    """
+    """Send waiting displays and flush ``sys.stdout`` and ``sys.stderr``."""
     displays.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -25,14 +25,7 @@ _STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def redirect(fd: int, *, on_lost: Callable[[OSError], None]) -> None:
-    """Redirect standard output and error of this process to ``fd``, line buffered.
-
-    Args:
-        fd: descriptor of the file for this rank's output.
-        on_lost: called with the error when the disk first fails a write, once for each of the two
-            streams. What cannot be written is lost, but ``print`` does not raise, so that the
-            user's function goes on.
-    """
+    """Redirect standard output and error of this process to ``fd``, line buffered."""
     for number in (1, 2):
         os.dup2(fd, number)
     processes.line_buffer_c_output()
@@ -44,9 +37,6 @@ def reopen_streams(on_lost: Callable[[OSError], None]) -> None:
     """Open ``sys.stdout`` and ``sys.stderr`` again if user code closed them or set them to None.
 
     Called at the start of each call: in a session, every later cell would fail without them.
-
-    Args:
-        on_lost: as for :func:`redirect`.
     """
     for name in _STREAMS:
         stream = getattr(sys, name, None)

@@ -47,9 +47,6 @@ class Host:
     """A process whose threads are ranks; made in its main thread before any rank starts.
 
     ``agent/spawning.py`` makes one per process and calls :meth:`serve` in each rank's thread.
-
-    Args:
-        parent: pid of this process's parent; this process is killed when the parent ends.
     """
 
     def __init__(self, parent: int) -> None:
@@ -69,12 +66,6 @@ class Host:
 
         All ranks of the process must call this, each in its own thread: they wait for each other
         before their first call.
-
-        Args:
-            inherited: what the agent prepared for the rank.
-            num_here: number of ranks of this process.
-            check: raises an error if the rank's device is not as planned; each call of the rank
-                then raises that error.
         """
         with self._lock:
             if not self._ranks:
@@ -96,11 +87,6 @@ class Host:
         return self._exit_code
 
     def _begin(self, first: Inherited) -> None:
-        """Set up this process for its ranks: environment, output, patches of libraries.
-
-        Args:
-            first: what the agent prepared for the first rank of the process.
-        """
         # Once more after the fork, which has seeded Python's random numbers anew.
         enter_notebook(first.launch)
         name_rank(first)
@@ -160,12 +146,7 @@ class HostedRank(Worker):
     """Runs one rank that shares its process with others, in the thread that calls ``serve``.
 
     Args:
-        inherited: what the agent prepared for the rank.
         first: the first rank of this process; None if this is the first.
-        check: raises an error if the rank's device is not as planned.
-        all_told: barrier of the ranks of this process, passed once each has told the agent in which
-            process it runs. If a call ended the process before that, the agent would not know which
-            ranks died with it.
     """
 
     interrupts: _ThreadInterrupts
@@ -210,10 +191,7 @@ class HostedRank(Worker):
 
 
 class _RankStreams:
-    """The log files of the ranks of this process, for a ``sys.stdout`` that all of them share.
-
-    What a thread prints goes to the log of its rank; a thread without a rank gets the first rank's.
-    """
+    """The log files of the ranks of this process, for a ``sys.stdout`` that all of them share."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, io.TextIOWrapper] = {}

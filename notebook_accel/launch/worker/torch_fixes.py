@@ -87,9 +87,6 @@ def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None
     is made. A gloo group is returned only once all its ranks have made it. Without this wait, a
     rank could destroy its group right after making it. That closes connections which other ranks
     still wait for, and their ``init_process_group`` fails ("Connection closed by peer").
-
-    Args:
-        making: returns a context manager, entered around the making of each group.
     """
     if not _is_on() or "torch.distributed.distributed_c10d" not in sys.modules:
         return
@@ -128,10 +125,6 @@ def _wait_until_all_have(group: Any, store: Any) -> None:
     this wait about a second later (agent/ending.py). If the user's function catches the error, the
     wait lasts until the store's timeout: the failed rank cannot report sooner, since torch gave it
     no store of this group, and its other store may be what failed.
-
-    Args:
-        group: the new process group.
-        store: the key-value store of this group.
     """
     # A store may have served a group of the same name before.
     generation, num_before = divmod(store.add("made", 1) - 1, group.size())
@@ -211,9 +204,6 @@ def meet_at_one_store(port: int) -> None:
     failed because of it. Only groups of all ranks at ``port`` are affected. A ``TCPStore`` that the
     user's function opens itself stays separate, unless this package's server has the same port.
     Called at the start of each call.
-
-    Args:
-        port: MASTER_PORT of the call that begins.
     """
     global _port_of_call, _meets
     _port_of_call = port

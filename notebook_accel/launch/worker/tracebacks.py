@@ -30,13 +30,7 @@ _MAX_CHARACTERS = 50_000
 
 
 def format_error(error: BaseException, *, caller: str) -> str:
-    """Return the exception with its traceback and causes as text, from the user's code on.
-
-    Args:
-        error: the exception.
-        caller: path of the package's file that called the user's function; its frames at the top of
-            the traceback are left out.
-    """
+    """Return the exception with its traceback and causes as text, from the user's code on."""
     # A module that was edited meanwhile shows the lines that it has now.
     linecache.checkcache()
     entry = users_frames(error, caller=caller)
@@ -53,7 +47,6 @@ def users_frames(error: BaseException, *, caller: str = "") -> TracebackType | N
     are no other frames, the traceback is returned in full.
 
     Args:
-        error: the exception.
         caller: path of the package's file that called the user's function; "" for none.
     """
     entry = error.__traceback__
