@@ -58,10 +58,8 @@ def _wants_weights_in_parts(request: Request) -> bool:
 
 
 class Choice(NamedTuple):
-    """An entry of ``STRATEGIES``: a strategy class, and the condition for choosing it.
-
-    ``module`` is the name of the module in this package that has the class, ``name`` the class's
-    name. The first entry whose ``is_asked_for(request)`` is True is chosen.
+    """A strategy's class ``name`` in ``module`` of this package; the first choice that is asked for
+    is taken.
     """
 
     is_asked_for: Callable[[Request], bool]
@@ -99,15 +97,7 @@ _WRAPPERS = {
 
 
 def resolve_plugins(arguments: Mapping[str, Any]) -> dict[str, StrategyPlugin]:
-    """Return the plugins in use, by the name of the ``Accelerator`` argument.
-
-    Args:
-        arguments: the plugins that the user passed. A plugin that was not passed is made if its
-            environment variable is set, such as ``ACCELERATE_USE_FSDP``.
-
-    Raises:
-        ConfigError: an argument is of the wrong class, or two plugins cannot be combined.
-    """
+    """Return the plugins in use, by the name of the ``Accelerator`` argument."""
     resolved = {
         name: kind.resolve(name, arguments.get(name)) for name, kind in PLUGIN_ARGUMENTS.items()
     }

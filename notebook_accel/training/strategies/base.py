@@ -46,25 +46,10 @@ if TYPE_CHECKING:
 class Strategy:
     """Base class of the kinds of parallelism, and the strategy for a single device.
 
-    The ``Accelerator`` of each rank has a strategy, which wraps or shards the prepared models, runs
-    backward, and collects state dicts for checkpoints.
-
     Attributes:
-        distributed_type: the value of ``accelerator.distributed_type``; None if that value follows
-            from the device and the number of ranks.
-        topology: rank, number of ranks and device of this process.
-        precision: the mixed precision.
-        handlers: the ``kwargs_handlers`` of the user.
-        dynamo: settings of ``torch.compile``.
-        scaling: the loss scaling of fp16; None if losses are not scaled, or if the strategy's
-            library scales them (DeepSpeed).
-        kind_of_scaling: the class of ``scaling``.
+        distributed_type: None if the value follows from the device and the number of ranks.
+        scaling: None if losses are not scaled, or if the library scales them (DeepSpeed).
         mesh: the device mesh of the ranks; None without ``parallelism_config`` or sharding.
-        spreads_weights: whether weights are sharded or divided over ``mesh``.
-        prepares_together: whether a model and its optimizer are prepared in one step, so that
-            ``prepare_model`` and ``prepare_optimizer`` of an ``Accelerator`` are not called.
-        parallelism: number of ranks for each kind of parallelism; None if it was not set.
-        data_group: which ranks read different samples, and which read the same.
     """
 
     distributed_type: DistributedType | None = None
@@ -87,11 +72,7 @@ class Strategy:
         measure_steps(self.topology.device)
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off.
-
-        Raises:
-            ConfigError: the scaler is of a class that this strategy does not support.
-        """
+        """Scale losses with another ``GradScaler`` from now on; None turns loss scaling off."""
         kind = self.kind_of_scaling
         if scaler is not None and not isinstance(scaler, kind.kind_of_scaler):
             raise ConfigError(
@@ -106,9 +87,8 @@ class Strategy:
 
     @property
     def saves_shards(self) -> bool:
-        """Whether each rank writes its shards of the weights into a checkpoint.
-
-        If False, rank 0 writes full weights.
+        """Whether each rank writes its shards of the weights; if False, rank 0 writes full
+        weights.
         """
         return False
 
@@ -128,23 +108,14 @@ class Strategy:
         return [self.prepare_model(each) for each in call.models], call.optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """Return the model that the training loop calls.
-
-        The base class moves the model to its device and compiles it if asked for; subclasses also
-        wrap or shard it. :meth:`prepare` has already set the mixed precision of the model's
-        forward.
+        """Return the model that the training loop calls: moved, compiled, and wrapped or
+        sharded.
         """
         return compile_model(self.place(given), self.dynamo)
 
     def renew(self, model: Module) -> bool:
-        """Update the wrapper of a prepared model that is passed to ``prepare`` again, in place.
-
-        User code may have frozen or unfrozen weights, or added a layer, since the model was
-        prepared.
-
-        Returns:
-            True if the prepared model can be used from now on; False if the caller must prepare it
-            like a new model.
+        """Update a prepared model's wrapper in place; False if it must be prepared like a new
+        model.
         """
         return True
 
@@ -165,13 +136,6 @@ class Strategy:
     def wrap_optimizer(
         self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
     ) -> AcceleratedOptimizer:
-        """Return the optimizer that the loop steps.
-
-        Args:
-            optimizer: an optimizer that :meth:`prepare` returned.
-            accumulation: the state of gradient accumulation.
-            moves_state: whether the optimizer's state is moved to the device of its weights.
-        """
         return AcceleratedOptimizer(
             optimizer,
             moves_state,
@@ -184,32 +148,13 @@ class Strategy:
     def wrap_scheduler(
         self, scheduler: LRScheduler, optimizers: list[AcceleratedOptimizer], **settings: Any
     ) -> AcceleratedScheduler:
-        """Return the scheduler that the loop steps.
-
-        Args:
-            scheduler: the scheduler to wrap.
-            optimizers: the prepared optimizers whose learning rates it sets.
-            **settings: further arguments of ``AcceleratedScheduler``.
-        """
         return AcceleratedScheduler(scheduler, optimizers, **settings)
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context manager that turns the gradient exchange of backward on or off.
-
-        Args:
-            model: the prepared model.
-            enabled: whether backward inside the block exchanges gradients between the ranks.
-        """
+        """Return a context manager that turns the gradient exchange of backward on or off."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
-        """Compute the gradients of one batch's loss.
-
-        Args:
-            loss: the loss. It is divided by ``num_steps``, and multiplied by the loss scale.
-            num_steps: number of batches whose gradients are accumulated for a step.
-            **kwargs: arguments of ``loss.backward``.
-        """
         if num_steps > 1:
             loss = loss / num_steps
         if self.scaling is not None:
@@ -225,11 +170,7 @@ class Strategy:
         loss_function: Callable[[Any, Any], torch.Tensor],
         num_steps: int = 1,
     ) -> torch.Tensor:
-        """Run forward, loss and backward of one batch; return the loss, detached.
-
-        The arguments are those of ``Accelerator.forward_backward``; ``num_steps`` is that of
-        :meth:`backward`.
-        """
+        """Run forward, loss and backward of one batch; return the loss, detached."""
         loss = loss_function(call_model(model, inputs), targets)
         self.backward(loss, num_steps)
         return loss.detach()
@@ -240,16 +181,7 @@ class Strategy:
         seq_dims: Sequence[int],
         no_restore: set[torch.Tensor],
     ) -> AbstractContextManager[Any]:
-        """Return a context manager in which tensors hold this rank's part of their sequences.
-
-        It serves context parallelism. Without context parallelism, as in this base class, the block
-        changes nothing.
-
-        Args:
-            buffers: the tensors, which are changed in place.
-            seq_dims: the sequence dimension of each buffer.
-            no_restore: buffers that need not be restored after the block.
-        """
+        """Return a context manager in which tensors hold this rank's part of their sequences."""
         return nullcontext()
 
     def clip_grad_norm(
@@ -269,7 +201,6 @@ class Strategy:
         """Return the state dict of an unwrapped model; with sharded weights, all ranks call it.
 
         Args:
-            model: the model.
             full: whether sharded tensors are joined to full ones. False returns this rank's shards.
             keeps: False for a rank that only helps to join tensors for other ranks. Such a rank may
                 get an empty dictionary, which saves memory.
@@ -281,13 +212,8 @@ class Strategy:
         return False
 
     def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        """Return this rank's part of a model's state dict, without a collective.
-
-        Each rank calls it on its own when a run was stopped, to send its part to the notebook.
-
-        Returns:
-            The state dict, with sharded tensors as they are; None if the notebook could not join
-            the parts of the ranks.
+        """Return this rank's part without a collective; None if the notebook could not join the
+        parts.
         """
         return dict(model.state_dict())
 
@@ -296,18 +222,11 @@ class Strategy:
         model.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
-        """Return the full state dict of an optimizer; with sharded weights, all ranks call it.
-
-        ``keeps`` has the same meaning as in :meth:`state_dict`.
-        """
+        """Return the full state dict of an optimizer; with sharded weights, all ranks call it."""
         return optimizer.state_dict()
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return this rank's part of an optimizer's state dict, without a collective.
-
-        It is None if the notebook could not join the parts of the ranks (see
-        :meth:`own_state_dict`).
-        """
+        """Return this rank's part without a collective, as :meth:`own_state_dict` does."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -315,35 +234,18 @@ class Strategy:
         optimizer.load_state_dict(state)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
-        """Drop accumulated gradients that are not in the ``grad`` of the optimizer's weights.
-
-        ``fully_shard`` keeps gradients elsewhere until they are reduced over the ranks. On a single
-        device, as in this base class, there are no such gradients, and nothing is dropped.
+        """Drop accumulated gradients that are not yet in the ``grad`` of the optimizer's
+        weights.
         """
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:
-        """Return the piece of a checkpoint that the strategy's library writes itself, if any.
-
-        Args:
-            options: further arguments of ``save_state``, for that library.
-
-        Returns:
-            A piece with the models and optimizers (DeepSpeed); None if this package writes them.
+        """Return the piece that the strategy's library writes itself; None if this package writes
+        all.
         """
         return None
 
     def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
-        """Have the strategy's library load the files that :meth:`own_piece` wrote.
-
-        Args:
-            folder: the checkpoint.
-            options: further arguments of ``load_state``, for that library.
-            strict: whether the names of weights must match exactly.
-
-        Returns:
-            True if the models and optimizers were loaded; False if the checkpoint has no such
-            files, so that this package must load them.
-        """
+        """Load what :meth:`own_piece` wrote; False if the checkpoint has no such files."""
         return False
 
     def make_whole(self, values: Any) -> Any:
@@ -351,14 +253,10 @@ class Strategy:
         return values
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this method."""
         topology.barrier()
 
     def forget(self) -> None:
         """Release the prepared objects, so that others can be prepared in their place."""
 
     def close(self) -> None:
-        """Release resources that the strategy made for itself, such as a process group.
-
-        ``Accelerator.end_training`` calls it.
-        """
+        """Release resources that the strategy made for itself, such as a process group."""

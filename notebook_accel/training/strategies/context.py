@@ -45,15 +45,7 @@ _POSITIONS = "positions of a part"
 
 
 class SequenceDivider:
-    """Makes the context managers in which ranks divide the sequences of a batch.
-
-    The strategy makes one per ``Accelerator`` with ``cp_size``.
-
-    Args:
-        mesh: a mesh of one dimension: the ranks that divide a sequence.
-        device: the device of this rank.
-        exchange: how torch's ring attention exchanges keys and values: "allgather" or "alltoall".
-    """
+    """Makes the context managers in which ranks divide the sequences of a batch."""
 
     def __init__(self, mesh: DeviceMesh, *, device: torch.device, exchange: str) -> None:
         self._mesh = mesh
@@ -78,11 +70,6 @@ class SequenceDivider:
             buffers: tensors with a sequence dimension. Inside the block they hold this rank's part;
                 after it they are restored.
             seq_dims: the sequence dimension of each buffer.
-            no_restore: buffers that need not be restored after the block.
-
-        Raises:
-            ConfigError: no buffers were given, their number differs from that of ``seq_dims``, or
-                the length of a sequence is no multiple of twice the number of ranks.
         """
         _check(self._mesh, buffers, seq_dims)
         for buffer in buffers:
@@ -109,13 +96,7 @@ class SequenceDivider:
             yield
 
     def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions in a sequence that this rank has, and those that all ranks have.
-
-        The second tensor has the positions of all ranks, one rank after the other. The ranks of the
-        mesh call this together, with the same length, since a collective gathers the positions. If
-        the length equals that of the previous call, the stored result is returned. A rank learns
-        its own positions by letting ``context_parallel`` divide the tensor 0, 1, 2, ...
-        """
+        """Return the positions that this rank has, and those of all ranks one after the other."""
         if length != self._length:
             own = torch.arange(length, device=self._device)
             with context_parallel(
@@ -157,7 +138,6 @@ def _replaced_attention(
     work (on the CPU).
 
     Args:
-        group: the ranks that divide a sequence.
         own: the positions of this rank's part, of shape (part,).
         of_ranks: the positions of all ranks, one rank after the other, of shape (length,).
     """
@@ -193,10 +173,7 @@ def _replaced_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Differentiable all-gather along the sequence (dimension -2).
-
-    Backward sums the gradients over the ranks, and returns those of this rank's part.
-    """
+    """All-gather along the sequence (dimension -2); backward sums, and returns this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

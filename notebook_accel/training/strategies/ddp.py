@@ -97,11 +97,8 @@ class DDPStrategy(TakesSpreadModels):
 
 
 class _WrappedFor(NamedTuple):
-    """The state of a model's weights when its DDP wrapper was made, and how to renew the wrapper.
-
-    ``weights`` are the model's parameters, ``trains`` their ``requires_grad`` and ``sizes`` their
-    shapes at that time. ``wrap_again(wrapped)`` makes the wrapper anew, in place; all ranks call
-    it.
+    """The state of a model's weights when its DDP wrapper was made, and how to renew the
+    wrapper.
     """
 
     weights: list[Parameter]
@@ -111,10 +108,8 @@ class _WrappedFor(NamedTuple):
     wrap_again: Callable[[Any], None]
 
     def fits(self, wrapped: Module) -> bool:
-        """Return whether the wrapper can be used without making it anew.
-
-        True if the model's weights, their shapes and their ``requires_grad`` are still the same;
-        True also if no weight trains now, since torch would refuse to wrap such a model.
+        """Return whether the wrapper can stay; also True if no weight trains: torch would not wrap
+        it.
         """
         weights = list(wrapped.parameters())
         trains = [weight.requires_grad for weight in weights]

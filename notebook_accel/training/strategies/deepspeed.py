@@ -55,13 +55,7 @@ _GROUP = "process group that DeepSpeed knows"
 
 
 class DeepSpeedZero(Strategy):
-    """Strategy that trains one model by a DeepSpeed engine.
-
-    Attributes:
-        plugin: the user's ``DeepSpeedPlugin``.
-        engine: the wrapper of the engine that trains the model; None until a model and its
-            optimizer are prepared.
-    """
+    """Strategy that trains one model by a DeepSpeed engine."""
 
     distributed_type = DistributedType.DEEPSPEED
     saves_shards = True
@@ -99,16 +93,7 @@ class DeepSpeedZero(Strategy):
         return models, stepped
 
     def _pair(self, call: PrepareCall, new: list[Optimizer]) -> ModelToPrepare:
-        """Return the model of a ``prepare`` call whose weights the new optimizer steps.
-
-        Args:
-            call: the objects of the call.
-            new: the optimizers of the call that no engine steps yet; exactly one is allowed.
-
-        Raises:
-            ConfigError: ``new`` has several optimizers, an engine exists already, or the model of
-                the optimizer is not in the call.
-        """
+        """Return the model of a ``prepare`` call whose weights the new optimizer steps."""
         if len(new) > 1 or self.engine is not None:
             raise ConfigError(
                 "DeepSpeed trains one model by one optimizer an Accelerator, and prepare() got "
@@ -326,13 +311,7 @@ class DeepSpeedZero(Strategy):
 
 
 def _load_library(device: torch.device, local_rank: int) -> ModuleType:
-    """Import DeepSpeed, set it up for this device and process group, and return the module.
-
-    Without a process group (one process), a group of one rank is made, since DeepSpeed needs one.
-
-    Raises:
-        ConfigError: DeepSpeed was set up for another kind of device.
-    """
+    """Import DeepSpeed, set it up for this device and process group, and return the module."""
     # DeepSpeed reads DS_ACCELERATOR as it is imported, and else takes whatever it finds.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -364,14 +343,8 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
 def _check_sections(
     config: dict[str, Any], optimizer: Optimizer, schedulers: list[LRScheduler]
 ) -> None:
-    """Check that optimizer and schedulers are defined either in the configuration or in the code.
-
-    If the configuration has the section "optimizer", ``optimizer`` must be a ``DummyOptim``, else
-    an optimizer of torch. The section "scheduler" goes with a ``DummyScheduler`` in the same way. A
-    ``DummyScheduler`` with an ``lr_scheduler_callable`` is accepted in both cases.
-
-    Raises:
-        ConfigError: an object is defined in both places, or in neither.
+    """Check that optimizer and schedulers are defined either in the configuration or in the
+    code.
     """
     makes_own = [one for one in schedulers if not getattr(one, "lr_scheduler_callable", None)]
     for section, stand_in, given in (
@@ -409,10 +382,8 @@ def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Return the full tensor of a sharded weight, on the CPU; all ranks call it.
-
-    If DeepSpeed keeps a float32 copy of the weight, which the optimizer steps, that copy is
-    returned. A value that is not a parameter is returned unchanged.
+    """Return the full tensor of a sharded weight (its float32 copy, if any) on the CPU; all ranks
+    call it.
     """
     if not isinstance(value, torch.nn.Parameter):
         return value

@@ -31,14 +31,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
-    """Return nested ``values`` with full tensors in place of ``DTensor`` ones; all ranks call it.
-
-    Args:
-        values: any nesting of tensors and other objects; plain tensors are returned unchanged.
-        keeps: False for a rank that only helps to join tensors for other ranks: it gets empty
-            tensors, which saves memory.
-        to_cpu: whether full tensors are moved to the CPU.
-    """
+    """Return ``values`` with full tensors, empty ones where not ``keeps``; all ranks call it."""
 
     def join(part: Any) -> torch.Tensor:
         whole: torch.Tensor = part.detach().full_tensor()
@@ -50,15 +43,7 @@ def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
 
 
 def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False) -> dict[str, Any]:
-    """Return the state dict of a sharded model with full tensors; all ranks call it.
-
-    Args:
-        model: the model, without wrapper.
-        keeps: False for a rank that only helps to join tensors for other ranks: it gets an empty
-            dictionary.
-        to_cpu: whether each full tensor is moved to the CPU at once, since a device may have no
-            memory for all of them.
-    """
+    """Return a state dict of full tensors, empty where not ``keeps``; all ranks call it."""
     joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
     whole: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -84,13 +69,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Clip the norm of the gradients of sharded weights, in place; all ranks call it.
-
-    The norm is that of the full gradients of all weights, which may lie on different meshes.
-
-    Returns:
-        The norm before clipping, a plain tensor on ``device``; 0 if there are no gradients.
-    """
+    """Clip the norm over all meshes, in place; return the norm before. All ranks call it."""
     weights = [weight for weight in parameters if weight.grad is not None]
     total = total_grad_norm(weights, norm_type, device)
     scale_grads(weights, max_norm, total)
@@ -100,13 +79,7 @@ def clip_grad_norm(
 def total_grad_norm(
     weights: Iterable[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of the full gradients of weights, sharded ones among them.
-
-    The weights may lie on different meshes; all ranks of these meshes call it.
-
-    Returns:
-        A plain tensor on ``device``; 0 if there are no weights.
-    """
+    """Return the norm of the full gradients over all meshes, a plain tensor; all ranks call it."""
     # The norm of norms is the norm of all, for every p; one group can be taken together. Weights
     # in parts may be offloaded to the host while those that are kept whole are not.
     norms = [
@@ -122,23 +95,13 @@ def total_grad_norm(
 
 
 def scale_grads(weights: Iterable[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
-    """Scale gradients in place so that their norm is at most ``max_norm``.
-
-    Args:
-        weights: the weights with the gradients.
-        max_norm: the largest norm allowed.
-        total: the present norm of all gradients together.
-    """
+    """Scale gradients in place so that their norm is at most ``max_norm``."""
     for group in by_mesh(weights):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
 
 
 def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Shard a full tensor like ``target``; all ranks call it, with the same ``whole``.
-
-    ``whole`` is returned unchanged if ``target`` is a plain tensor, or if ``whole`` is a
-    ``DTensor`` already.
-    """
+    """Shard a full tensor like ``target`` if that is a ``DTensor``; all ranks call it."""
     if not isinstance(target, DTensor) or isinstance(whole, DTensor):
         return whole
     local = whole.detach().to(target.device)
@@ -146,10 +109,8 @@ def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def accept_whole_weights(model: Module) -> None:
-    """Add hooks so that ``load_state_dict`` of a sharded model accepts full tensors.
-
-    The hooks shard each full tensor like the weight of the same name. ``load_state_dict`` of a
-    module inside the model accepts full tensors, too.
+    """Add hooks so that ``load_state_dict`` of a sharded model, or a part of it, accepts full
+    tensors.
     """
     for part in model.modules():
         if any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
@@ -168,14 +129,7 @@ def _divide_weights(module: Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
-    """Replace old weights in an optimizer by the sharded ones, in place, and keep their state.
-
-    Args:
-        optimizer: the optimizer. If it was made after the weights were sharded, it has no old
-            weights, and only its ``foreach`` may be changed (``turn_off_foreach_where_mixed``).
-        replaced: the new weight of each old weight. None: the old weight belongs to another
-            pipeline stage, and is removed from the optimizer.
-    """
+    """Put new weights for old into an optimizer, and keep their state; None removes a weight."""
     for group in optimizer.param_groups:
         old = list(group["params"])
         new = [replaced.get(weight, weight) for weight in old]
@@ -191,11 +145,7 @@ def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | N
 
 
 def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
-    """Return one weight's optimizer state, sharded like the weight; all ranks call it.
-
-    Only tensors that have the shape of the weight (such as Adam's moments) are sharded. Other
-    entries are returned unchanged.
-    """
+    """Return one weight's state, entries of its shape sharded like it; all ranks call it."""
     return {
         name: like(value, weight)
         if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim
@@ -231,10 +181,7 @@ class AgreeingScaler(torch.amp.GradScaler):
 
 
 class _OwnGradients:
-    """Stands in for an optimizer when torch's scaler unscales gradients.
-
-    Its ``param_groups`` has plain tensors, whose ``grad`` is this rank's part of each gradient.
-    """
+    """Stands in for an optimizer when torch's scaler unscales gradients."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self.param_groups = [{"params": weights}]
@@ -245,19 +192,7 @@ def unscale_in_parts(
     optimizer: Optimizer,
     found_inf: torch.Tensor,
 ) -> dict[torch.device, torch.Tensor]:
-    """Divide sharded and plain gradients by the loss scale, in place; all ranks call it.
-
-    It replaces ``GradScaler._unscale_grads_``.
-
-    Args:
-        as_torch: torch's implementation, called as ``as_torch(optimizer, allow_fp16, device)``; it
-            returns a flag tensor for each device.
-        optimizer: the optimizer of the gradients.
-        found_inf: a tensor of 0 on the scaler's device.
-
-    Returns:
-        The flag that torch's scaler expects, by device: 1 if any rank found an overflow, else 0.
-    """
+    """Divide sharded and plain gradients by the loss scale, in place; all ranks call it."""
     own: dict[torch.device, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for weight in group["params"]:
@@ -276,10 +211,7 @@ of_torch.unscale_by(AgreeingScaler, unscale_in_parts)
 
 
 class AgreeingScaling(LossScaling):
-    """Loss scaling for sharded weights: all ranks unscale if any rank has gradients.
-
-    :class:`AgreeingScaler` unscales in a collective, which all ranks must enter together.
-    """
+    """Loss scaling for sharded weights: all ranks unscale if any rank has gradients."""
 
     kind_of_scaler = AgreeingScaler
 
@@ -288,11 +220,7 @@ class AgreeingScaling(LossScaling):
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors by their device mesh, since torch's operations accept only one mesh.
-
-    Returns:
-        A list of tensors for each mesh, and one for plain tensors.
-    """
+    """Group tensors by their device mesh, since torch's operations accept only one mesh."""
     found: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         key = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -301,14 +229,8 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def drop_unreduced(model: Module, weights: Container[int]) -> None:
-    """Drop the accumulated gradients that ``fully_shard`` has not reduced over the ranks yet.
-
-    While ranks do not exchange gradients (gradient accumulation), ``fully_shard`` keeps full
-    gradients in its own unsharded parameters. ``optimizer.zero_grad()`` cannot see these.
-
-    Args:
-        model: the sharded model.
-        weights: the ids of the sharded weights whose gradients are dropped.
+    """Drop gradients that ``fully_shard`` keeps unreduced, where ``zero_grad()`` cannot see
+    them.
     """
     for part in model.modules():
         if isinstance(part, FSDPModule):

@@ -57,11 +57,6 @@ def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> lis
 
 
 def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -> int:
-    """Append the modules that a policy chooses, inner ones first, to ``chosen``.
-
-    Returns:
-        The number of weight elements that the chosen modules in ``module`` have.
-    """
     size = sum(weight.numel() for weight in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=size):
         return 0
@@ -85,13 +80,6 @@ def checkpoint_activations(
     Backward then computes their forwards again, so that activations take less memory. Each module's
     forward is replaced, rather than the module wrapped by torch's ``CheckpointWrapper``: a wrapper
     would change the names of the modules inside, by which PEFT looks up its adapters.
-
-    Args:
-        chosen: the modules of :func:`choose_modules`.
-        plugin: its ``activation_checkpointing_offload`` moves the kept inputs to the CPU.
-
-    Raises:
-        ConfigError: no module was chosen.
     """
     if not chosen:
         raise ConfigError(
@@ -105,11 +93,7 @@ def checkpoint_activations(
 
 
 class _CheckpointedForward(ReplacedForward):
-    """Replaces a module's forward by one with activation checkpointing.
-
-    Backward computes the forward again from its inputs. With ``offload``, these inputs wait on the
-    CPU until then.
-    """
+    """A forward whose backward computes it again; with ``offload``, inputs wait on the CPU."""
 
     def __init__(self, module: Module, *, offload: bool) -> None:
         super().__init__(module)
@@ -124,15 +108,8 @@ class _CheckpointedForward(ReplacedForward):
 def units(
     model: Module, chosen: Sequence[Module], blocks: Sequence[Module]
 ) -> list[tuple[Module, list[Module]]]:
-    """Return a list of pairs: a module to shard, and the chosen modules inside of it.
-
-    Without a pipeline, the only module to shard is the model. In a pipeline, it is each of
-    ``blocks``, except those with a weight that is tied to a module outside of the block.
-
-    Args:
-        model: the model.
-        chosen: the modules that are gathered one at a time, inner ones first.
-        blocks: the pipeline's blocks on this rank; empty without a pipeline.
+    """Return pairs: a module to shard (the model, or a pipeline's block), and the chosen ones
+    inside.
     """
     if not blocks:
         return [(model, list(chosen))]
@@ -161,14 +138,8 @@ def shard(
     Args:
         model: the model. Every rank has its full weights, or their part over another dimension of
             the mesh (tensor parallelism).
-        chosen: the modules that are gathered one at a time, inner ones first.
         mesh: a mesh of one dimension (shards), or of two (replicas, shards).
-        plugin: settings of the sharding.
         dtype: the type that the model computes in; None for the type of its weights.
-        device: the device of this rank.
-        ignored: weights that are not sharded.
-        make_ready: called with each module right before it is sharded; it moves the weights to the
-            device, and fills those on the meta device.
     """
     inside = plugin.precision_policy(dtype)
     options = {
@@ -207,11 +178,6 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
     ``fully_shard`` does not touch weights that it ignores: without the hooks, each rank would
     update them by the gradients of its own samples. With gradient accumulation, each backward
     averages the earlier sum again, which is harmless: that sum is equal on all ranks already.
-
-    Args:
-        weights: the weights. In each backward, all ranks of the group must use the same ones,
-            since each hook is a collective.
-        group: the ranks that compute on different samples, or different parts of sequences.
     """
     size = dist.get_world_size(group)
 

@@ -46,14 +46,8 @@ if TYPE_CHECKING:
 
 
 class MeshParallel(TakesSpreadModels):
-    """Strategy for sharded weights: torch's ``fully_shard`` and tensor parallelism over one mesh.
-
-    It is chosen for ``fsdp_plugin``, or for a ``parallelism_config`` that asks for more than
-    replicas, if there are several ranks.
-
-    Attributes:
-        parallelism: number of ranks for each kind of parallelism.
-        plugin: settings of the sharding; defaults if the user gave none.
+    """Strategy for sharded weights: torch's ``fully_shard`` and tensor parallelism over one
+    mesh.
     """
 
     spreads_weights = True
@@ -101,9 +95,6 @@ class MeshParallel(TakesSpreadModels):
 
         Its step treats all weights as one vector. In a pipeline, a rank has only the weights of its
         stages, and weights of several meshes cannot be joined into a vector.
-
-        Raises:
-            ConfigError: the optimizer is LBFGS, in one of these two cases.
         """
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
@@ -153,18 +144,7 @@ class MeshParallel(TakesSpreadModels):
         return model
 
     def _refuse_shared_weights(self, model: Module, others: set[int]) -> None:
-        """Refuse a model that shares weights with another prepared model, if they would diverge.
-
-        Sharding replaces the weights of a model: two models would each train a copy of their own.
-
-        Args:
-            model: the model, not sharded yet by this strategy.
-            others: the ids of the present weights of all other models that are sharded.
-
-        Raises:
-            ConfigError: a trainable weight is shared; or sharded weights are shared, and the model
-                has further trainable weights, whose gradients nothing would average.
-        """
+        """Refuse a model that shares weights with another prepared model, if they would diverge."""
         weights = dict(model.named_parameters())
         for name, weight in weights.items():
             if weight.requires_grad and weight in self._replaced:
@@ -234,11 +214,8 @@ class MeshParallel(TakesSpreadModels):
         return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
-        """Return the names of the buffers that this rank leaves out of a sharded checkpoint.
-
-        Buffers such as BatchNorm's running averages differ from rank to rank. Of the ranks that
-        have the same layers, only the first one saves them, so that a checkpoint has one
-        well-defined value.
+        """Return the buffers that another rank saves, so that a checkpoint has one value of
+        each.
         """
         assert self.mesh is not None
         places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
@@ -262,12 +239,7 @@ class MeshParallel(TakesSpreadModels):
 
 
 def shared_weight(model: Module, name: str) -> ConfigError:
-    """Return the error for a weight that a model shares with another prepared model.
-
-    Args:
-        model: the model that is being prepared.
-        name: the name of the shared weight in ``model``.
-    """
+    """Return the error for a weight that a model shares with another prepared model."""
     return ConfigError(
         f"{type(model).__name__} has the weight {name!r} in common with a model that was prepared "
         "before, and where weights are spread over the ranks the two would part: expected models "

@@ -56,10 +56,6 @@ def weights_outside(model: nn.Module, prefix: str) -> dict[int, nn.Parameter]:
     All ranks must list them in the same order, since they sum the gradients one by one. So weights
     are found by all their names: ``model.parameters()`` lists a tied weight by its first name,
     which only some ranks have.
-
-    Args:
-        model: the model.
-        prefix: the common prefix of the names of all blocks.
     """
     return {
         id(weight): weight
@@ -73,9 +69,6 @@ class StageEnds(BaseException):
 
     The first block after the stage raises it, and ``Pipeline`` catches it. It derives from
     ``BaseException``, so that an ``except Exception`` in the model does not catch it.
-
-    Attributes:
-        hidden: the hidden states, which go to the next stage.
     """
 
     def __init__(self, hidden: Any) -> None:
@@ -85,14 +78,7 @@ class StageEnds(BaseException):
 
 @dataclass
 class Running:
-    """The state of a stage's forward while it runs, for the replaced forwards of the blocks.
-
-    Attributes:
-        blocks: indices of the stage's blocks.
-        is_last: whether the stage is the last one.
-        received: hidden states from the stage before; None at the first stage.
-        seen: indices of the blocks that have run so far.
-    """
+    """The state of a stage's forward; ``received`` is None at the first stage."""
 
     blocks: range
     is_last: bool
@@ -102,18 +88,7 @@ class Running:
 
 @dataclass
 class _MicroBatch:
-    """A part of a batch.
-
-    All micro-batches of a batch have the same size, which torch's schedules need. If the batch is
-    too short, copies of its last sample fill up the inputs of the last micro-batches. The loss
-    ignores these copies.
-
-    Attributes:
-        inputs: the model's arguments, filled up.
-        targets: the targets of the real samples.
-        size: number of samples in ``inputs``.
-        num_real: number of samples without the copies.
-    """
+    """A part of a batch, filled up to the common size by copies, which the loss ignores."""
 
     inputs: Any
     targets: Any
@@ -123,17 +98,7 @@ class _MicroBatch:
 
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
-    """Runs batches through the stages of one model; each rank of the pipeline has one.
-
-    ``stages.cut`` makes it. Methods that run the model are collectives: all ranks of the pipeline
-    call them.
-
-    Each stage is a range of blocks, given in ``ranges`` by their indices. A batch is divided into
-    ``num_microbatches`` parts. ``note_weights`` fills ``own_weights``, ``shared_weights`` and
-    ``sharded_blocks``. ``exchanges_gradients`` is False while gradients accumulate and ranks do not
-    exchange them; ``has_added_up`` tells whether the gradients of ``shared_weights`` were summed
-    over the ranks.
-    """
+    """Runs batches through the stages of one model; all ranks of the pipeline call what runs it."""
 
     schedule: str
     """Its name in ``SCHEDULES``."""
@@ -172,7 +137,6 @@ class Pipeline:
 
     @property
     def blocks_name(self) -> str:
-        """Name of the module whose children are the blocks, for error messages."""
         return self.prefix.removesuffix(".") or self.model_name
 
     @property
@@ -181,10 +145,7 @@ class Pipeline:
         return len(self.ranges) - 1 in self.own_stages
 
     def note_weights(self, model: nn.Module) -> None:
-        """Set ``own_weights``, ``shared_weights`` and ``sharded_blocks`` from the cut model.
-
-        Call it after the model was sharded, since sharding replaces weights.
-        """
+        """Set the three kinds of weights from the cut model, after sharding has replaced them."""
         outside = weights_outside(model, self.prefix)
         self.shared_weights = list(outside.values())
         self.own_weights = [part for part in model.parameters() if id(part) not in outside]
@@ -203,15 +164,7 @@ class Pipeline:
         All ranks of the pipeline call it, with the same batch.
 
         Args:
-            model: the model that was cut into stages.
-            inputs: the model's arguments for the full batch.
             targets: second argument of ``loss_function``, for the full batch.
-            loss_function: called with outputs and targets; returns the mean over the samples.
-            for_backward: called with each micro-batch's loss; returns the tensor on which backward
-                is run, such as the loss times the loss scale.
-
-        Returns:
-            The mean loss over the batch, detached, on every rank.
         """
         losses: dict[int, torch.Tensor] = {}
 
@@ -256,11 +209,7 @@ class Pipeline:
         return found
 
     def _schedule_for(self, model: nn.Module) -> Any:
-        """Return torch's schedule for the current batch.
-
-        A new schedule is made if the shapes of micro-batches differ from those of the previous
-        batch: at its first use, a schedule fixes the shapes of the tensors that stages exchange.
-        """
+        """Return torch's schedule for a batch; new shapes need a new one, which fixes them."""
         shapes = [
             (tuple(part.shape), part.dtype)
             for part in leaves(self._micro_batches[0].inputs)
@@ -291,17 +240,7 @@ class Pipeline:
     def run_micro_batch(
         self, model: Callable[..., Any], stage: int, number: int, received: torch.Tensor | None
     ) -> Any:
-        """Run the forward of a stage on a micro-batch; ``_Stage`` calls it for torch's schedule.
-
-        Args:
-            model: the model that was cut.
-            stage: index of the stage.
-            number: index of the micro-batch.
-            received: hidden states from the stage before; None at stage 0.
-
-        Returns:
-            Hidden states for the next stage; at the last stage, the loss for backward.
-        """
+        """Run the forward of a stage; ``received`` is None at stage 0."""
         inputs = self._micro_batches[number].inputs
         outputs = self._run(stage, received, lambda: call_model(model, inputs))
         assert self._end is not None
@@ -310,12 +249,7 @@ class Pipeline:
     def _mean_loss(
         self, outputs: Any, batch: _MicroBatch, loss_function: Callable[[Any, Any], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a micro-batch's contribution to the mean loss over the batch.
-
-        The contributions of all micro-batches sum up to the mean loss. A micro-batch without real
-        samples (see :class:`_MicroBatch`) contributes a 0 with an autograd graph, so that backward
-        still runs through all stages.
-        """
+        """Return a micro-batch's share of the mean loss; without real samples a 0 with a graph."""
         if not batch.num_real:
             tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
             # Nothing, but backward must run through all stages. No number is multiplied by 0:
@@ -352,13 +286,7 @@ class Pipeline:
         return outputs
 
     def evaluate(self, forward: Callable[[], Any]) -> Any:
-        """Run all stages on a batch, without backward, and return the outputs on every rank.
-
-        All ranks of the pipeline call it, with the same batch.
-
-        Args:
-            forward: calls the model with the batch. It is run once for each stage of this rank.
-        """
+        """Run all stages without backward; all ranks call it, and get the outputs."""
         outputs = None
         for stage in range(len(self.ranges)):
             owner = self._rank_of(stage)
@@ -368,14 +296,10 @@ class Pipeline:
         return outputs
 
     def _rank_of(self, stage: int) -> int:
-        """Return the global rank of the process that has a stage of this pipeline."""
         return dist.get_global_rank(self.group, stage % dist.get_world_size(self.group))
 
     def _spread(self, values: Any, source: int) -> Any:
-        """Broadcast nested tensors of global rank ``source`` to all ranks of the pipeline.
-
-        All ranks of the pipeline call it. On ranks other than ``source``, ``values`` is ignored.
-        """
+        """Broadcast nested tensors of global rank ``source``; all ranks of the pipeline call it."""
         form = [recursively_apply(lambda part: part.to("meta"), values)]
         collectives.broadcast_object_list(form, source, group=self.group)
         if dist.get_rank() != source:
@@ -388,13 +312,7 @@ class Pipeline:
 
 
 def _take(values: Any, size: int, samples: slice | list[int]) -> Any:
-    """Return some samples of a batch.
-
-    Args:
-        values: nested tensors. Those whose first dimension is not ``size`` are returned unchanged.
-        size: number of samples in the batch.
-        samples: indices of the samples to return.
-    """
+    """Return some samples; tensors whose first dimension is not ``size`` are returned unchanged."""
     return recursively_apply(
         lambda part: part[samples] if part.ndim and len(part) == size else part, values
     )
@@ -425,15 +343,8 @@ class _StageWithShards(PipelineStage):
 
 
 class _Stage(nn.Module):
-    """The module of one stage, which torch's schedules call.
-
-    It runs the model's own forward, restricted to the blocks of the stage. The first call is
-    torch's trial run to learn the shapes: it leaves buffers and random states unchanged.
-
-    Args:
-        pipeline: the pipeline of the stage.
-        model: the model that was cut.
-        index: index of the stage.
+    """The module of one stage for torch's schedules: the model's forward with these blocks
+    alone.
     """
 
     def __init__(self, pipeline: Pipeline, model: nn.Module, index: int) -> None:
@@ -465,15 +376,7 @@ class _Stage(nn.Module):
 def add_up_gradients(
     weights: Sequence[nn.Parameter], group: dist.ProcessGroup, divide_by: int = 1
 ) -> None:
-    """Sum the gradients of weights over a group, in place; all ranks of the group call it.
-
-    The ``grad`` of a weight that has no gradient on any rank stays None.
-
-    Args:
-        weights: weights that every rank of the group has, in the same order.
-        group: the ranks.
-        divide_by: divisor of the sums; the number of ranks gives the mean.
-    """
+    """Sum the weights' gradients over a group; None on all ranks stays None. All ranks call it."""
     weights = [weight for weight in weights if weight.requires_grad]
     if not weights:
         return

@@ -68,11 +68,7 @@ def parallelize(
         model: the user's model. Every rank has it in full, on any device, or divided over the mesh
             dimension "tp" already.
         mesh: all ranks, with the dimensions of ``parallelism`` that are larger than 1.
-        parallelism: number of ranks for each kind of parallelism, and its settings.
-        plugin: settings of the sharding.
-        dynamo: settings of ``torch.compile``.
         dtype: the type that the model computes in; None for the type of its weights.
-        device: the device of this rank.
     """
     dimensions = mesh.mesh_dim_names or ()
     data = _data_dimensions(parallelism, dimensions)
@@ -136,19 +132,7 @@ def _make_ready(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """Initialize the weights of a model, or of a module of it, before it is sharded.
-
-    All ranks call it, since rank 0's weights may be sent to all.
-
-    Args:
-        model: the model or module. Weights that are sharded already are left unchanged.
-        home: the device where weights on the meta device get memory.
-        plugin: how weights on the meta device are filled, and whether all ranks get rank 0's
-            (``sync_module_states``).
-        dtype: the type that sharded weights are gathered in; None for their own type, or if there
-            is no sharding.
-        device: the device of this rank.
-    """
+    """Initialize a module's weights before it is sharded; all ranks call it."""
     fill_empty(model, home, plugin)
     if dtype is not None:
         keep_in_full_precision(model, dtype)
@@ -207,15 +191,7 @@ def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
 
 
 def start_alike(model: Module, device: torch.device) -> None:
-    """Broadcast rank 0's weights and buffers to all ranks, as DDP does; all ranks call it.
-
-    Weights that are sharded already are left unchanged.
-
-    Args:
-        model: the model, on the CPU or on the device.
-        device: the device of this rank. Tensors are copied to it one by one to be sent, since the
-            process group's backend for this device is the fastest.
-    """
+    """Broadcast rank 0's unsharded weights and buffers, as DDP does; all ranks call it."""
     with torch.no_grad():
         for values in (*model.parameters(), *model.buffers()):
             if not has_parts([values]):
@@ -237,15 +213,7 @@ def _is_empty(module: Module) -> bool:
 
 
 def _data_dimensions(parallelism: ParallelismConfig, dimensions: Sequence[str]) -> tuple[str, ...]:
-    """Return the mesh dimensions for ``fully_shard``: of the replicas (if any), then of the shards.
-
-    The tuple is empty if ``fully_shard`` is not used: in a pipeline without sharding, or with
-    tensor parallelism alone.
-
-    Args:
-        parallelism: number of ranks for each kind of parallelism.
-        dimensions: the names of the mesh's dimensions.
-    """
+    """Return the mesh dimensions of replicas and shards; empty if ``fully_shard`` is not used."""
     if parallelism.pp_enabled and not parallelism.dp_shard_enabled:
         return ()
     shards = [name for name in ("dp_shard", "cp") if name in dimensions]

@@ -124,9 +124,6 @@ class PipelineParallel(MeshParallel):
         All ranks of the pipeline call it. An optimizer that was made before ``prepare`` has the
         weights of all stages, and their order is kept. An optimizer that was made after ``prepare``
         has this rank's weights alone: then the keys of all ranks are joined and sorted.
-
-        Args:
-            groups: the optimizer's weights before ``prepare`` changed them, by parameter group.
         """
         mine = [
             [self._key_of(weight, number, index) for index, weight in enumerate(group)]
@@ -244,15 +241,7 @@ class PipelineParallel(MeshParallel):
         return {keys[index]: state for index, state in optimizer.state_dict()["state"].items()}
 
     def _numbered(self, optimizer: Optimizer, by_key: Mapping[_Key, Any]) -> dict[str, Any]:
-        """Return an optimizer's state dict in torch's format, for the weights of all stages.
-
-        That format numbers the weights in the optimizer's order.
-
-        Args:
-            optimizer: the optimizer.
-            by_key: the state of each weight, by the key of :meth:`_key_of`; weights without an
-                entry get no state.
-        """
+        """Return an optimizer's state dict in torch's format, numbered over all stages."""
         layout = self._layouts[optimizer]
         numbers = iter(range(sum(map(len, layout))))
         groups = [
@@ -281,7 +270,6 @@ class PipelineParallel(MeshParallel):
         super().load_optimizer_state(optimizer, {**state, "state": found, "param_groups": groups})
 
     def _own_keys(self, optimizer: Optimizer) -> list[_Key]:
-        """Return the keys of this rank's weights in an optimizer, in the optimizer's order."""
         return [
             self._key_of(weight, number, index)
             for number, group in enumerate(_weights_of(optimizer))
@@ -289,21 +277,12 @@ class PipelineParallel(MeshParallel):
         ]
 
     def _key_of(self, weight: torch.Tensor, group: int, index: int) -> _Key:
-        """Return the key that identifies a weight on all ranks.
-
-        For a weight of no prepared model, the key is made of the weight's position in the
-        optimizer: the index ``group`` of its parameter group, and its ``index`` in that group.
-        """
+        """Return the key of a weight; of no prepared model: by its place in the optimizer."""
         position = (math.inf, group, index)
         return self._keys.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
 
     def _join(self, own: dict[Any, Any]) -> dict[Any, Any]:
-        """Join the dictionaries of all stages; all ranks of the pipeline call it.
-
-        If several ranks have the same key, the value of the last of them is taken: only the last
-        rank runs the model's forward to its end, and so updates buffers after the blocks
-        (BatchNorm).
-        """
+        """Join the dictionaries of all stages; the last rank's value of a key is taken."""
         of_stages = collectives.gather_object([own], group=self._group)
         return {key: value for found in of_stages for key, value in found.items()}
 
@@ -313,11 +292,7 @@ _NAMES = "_notebook_accel_names"
 
 
 def _name_all(names: list[str]) -> Callable[..., None]:
-    """Return a state dict hook for a cut model, which attaches the names of the uncut model.
-
-    The hook stores ``names`` as an attribute of the state dict. ``make_whole`` completes the state
-    dicts that have this attribute.
-    """
+    """Return a hook that attaches the uncut model's names to a state dict, for ``make_whole``."""
 
     def note(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
         if not prefix:
@@ -327,10 +302,8 @@ def _name_all(names: list[str]) -> Callable[..., None]:
 
 
 def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with full tensors on the CPU; all ranks of the stage call it.
-
-    All names of a tied weight get the same tensor object: pickled separately, it would be in a file
-    twice.
+    """Return full tensors on the CPU, one object for a tied weight; all ranks of the stage
+    call it.
     """
     seen: dict[Any, torch.Tensor] = {}
     found = dict(state)

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The settings and the number of ranks by which a strategy is chosen and made.
-
-    ``accumulation`` is the state of gradient accumulation, which DeepSpeed needs.
-    """
+    """The settings and the number of ranks by which a strategy is chosen and made."""
 
     topology: Topology
     precision: Precision
@@ -52,11 +49,7 @@ class ModelToPrepare:
 
 @dataclass
 class PrepareCall:
-    """All objects of one ``prepare`` call; DeepSpeed needs them together.
-
-    ``optimizers`` are those of torch, without ``AcceleratedOptimizer``. A learning-rate schedule
-    advances by ``schedule_steps`` with each step of its optimizer.
-    """
+    """All objects of one ``prepare`` call; DeepSpeed needs them together."""
 
     models: list[ModelToPrepare] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)

@@ -62,10 +62,7 @@ class _SpreadScaling(LossScaling):
 
 
 class TakesSpreadModels(Strategy):
-    """Base class of strategies that also accept models which the user has wrapped or sharded.
-
-    The class itself is the strategy for a single rank.
-    """
+    """Base class of strategies that also accept models which the user has wrapped or sharded."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -103,15 +100,7 @@ class TakesSpreadModels(Strategy):
 
     @contextmanager
     def _reducing(self, model: Any, enabled: bool) -> Iterator[None]:
-        """Turn gradient reduction in a sharded model's backward on or off in a ``with`` block.
-
-        After the block, the setting from before the block holds again.
-
-        Args:
-            model: a model on which ``fully_shard`` was called.
-            enabled: True reduces gradients over the ranks; False accumulates full gradients on each
-                rank.
-        """
+        """Turn gradient reduction in a sharded model's backward on or off in a ``with`` block."""
         before = self._reduces.get(model, True)
         self._set_reducing(model, enabled)
         try:

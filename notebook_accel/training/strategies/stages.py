@@ -54,23 +54,7 @@ PLAIN_LOOP = (
 def cut(
     model: nn.Module, mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device
 ) -> list[nn.Module]:
-    """Cut a model into stages, in place: this rank drops the blocks of other ranks' stages.
-
-    Modules outside of the blocks are kept. The forwards of the model and its blocks are replaced,
-    so that they run by stages. Each rank calls it; there is no collective.
-
-    Args:
-        model: the model, the same on every rank, with full weights.
-        mesh: a mesh of one dimension: the ranks of one pipeline.
-        parallelism: the schedule, and the number of micro-batches.
-        device: the device of this rank.
-
-    Returns:
-        The blocks that this rank keeps.
-
-    Raises:
-        ConfigError: the model has fewer blocks than stages, or two stages share a weight.
-    """
+    """Cut a model into stages, in place, by replacing forwards: other ranks' blocks are dropped."""
     num_stages = mesh.size() * SCHEDULES[parallelism.pp_schedule][1]
     prefix, container = _find_blocks(model, num_stages)
     parts = _list_blocks(container)
@@ -115,25 +99,13 @@ class _OnOtherStage(nn.Module):
 
 
 def _take_nothing(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Remove the weights of another rank's block from a state dict that is being loaded.
-
-    As a load hook of the placeholder, it lets ``load_state_dict`` accept the uncut model's weights.
-    """
+    """Remove another rank's block from a state dict, so that an uncut model's weights load."""
     for name in [name for name in state if name.startswith(prefix)]:
         del state[name]
 
 
 class _BlockForward(ReplacedForward):
-    """Replaces the forward of one block, and decides by the running stage what the block does.
-
-    A block of the running stage runs. A block before that stage returns the hidden states of the
-    previous stage. A block after it raises :class:`StageEnds`.
-
-    Args:
-        module: the block, or its placeholder.
-        pipeline: the pipeline, which knows the stage that runs now.
-        index: index of the block in the uncut model.
-    """
+    """A block's forward: runs, passes on what was received, or ends the stage."""
 
     def __init__(self, module: nn.Module, pipeline: Pipeline, index: int) -> None:
         super().__init__(module)
@@ -155,12 +127,7 @@ class _BlockForward(ReplacedForward):
 
 
 class _PipelinedForward(ReplacedForward):
-    """Replaces the forward of a cut model, for evaluation: all ranks of the pipeline call it.
-
-    It runs all stages and returns the outputs on every rank. In training with gradients it raises
-    ``ConfigError``, since ``forward_backward`` must be used. While a stage runs, it calls the
-    model's own forward.
-    """
+    """A cut model's forward: runs all stages for evaluation, and is refused in training."""
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         super().__init__(module)
@@ -176,23 +143,11 @@ class _PipelinedForward(ReplacedForward):
 
 
 def _count_weights(module: nn.Module) -> int:
-    """Return the number of elements in all weights of a module."""
     return sum(weight.numel() for weight in module.parameters())
 
 
 def _find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
-    """Find the list of blocks: the ``ModuleList`` or ``Sequential`` with the most weights.
-
-    If the model itself is a ``Sequential`` with at least one child per stage, it is the list, even
-    if a list inside it would be one as well.
-
-    Returns:
-        The prefix of the names of the blocks, such as "layers.", and the module whose children they
-        are.
-
-    Raises:
-        ConfigError: no list in the model has at least one block per stage.
-    """
+    """Find the list of blocks: the ``ModuleList`` or ``Sequential`` with the most weights."""
     found = [
         (f"{name}." if name else "", part)
         for name, part in model.named_modules()
@@ -211,11 +166,7 @@ def _find_blocks(model: nn.Module, num_stages: int) -> tuple[str, nn.Module]:
 
 
 def _list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, block) for each child of ``container``, all of them distinct objects.
-
-    A module that is a child twice (such as one activation) is copied, since the two places may
-    belong to different stages.
-    """
+    """Return (name, block) of each child; one that is a child twice is copied."""
     blocks: list[tuple[str, nn.Module]] = []
     for name, block in container.named_modules(remove_duplicate=False):
         if not name or "." in name:
@@ -226,15 +177,7 @@ def _list_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Divide consecutive blocks into stages, such that the largest cost of a stage is minimal.
-
-    Args:
-        costs: the cost of each block (its number of weights).
-        num_stages: number of stages; each gets at least one block.
-
-    Returns:
-        For each stage, the index of its last block plus 1.
-    """
+    """Divide consecutive blocks into stages, such that the largest cost of a stage is minimal."""
 
     @cache
     def divide(start: int, stages: int) -> tuple[int, tuple[int, ...]]:
@@ -256,18 +199,7 @@ def _refuse_shared_weights(
     ranges: Sequence[range],
     outside: Collection[int],
 ) -> None:
-    """Refuse a model that has one weight in the blocks of two stages.
-
-    Args:
-        prefix: the common prefix of the names of all blocks.
-        blocks: name and module of each block.
-        ranges: indices of the blocks of each stage.
-        outside: ids of weights that also have a name outside of the blocks. Every rank has these,
-            so that stages may share them.
-
-    Raises:
-        ConfigError: two stages share a weight, and would train two copies of it.
-    """
+    """Refuse a model that has one weight in the blocks of two stages."""
     seen: dict[int, tuple[int, str]] = {}
     for stage, indices in enumerate(ranges):
         for index in indices:

@@ -56,15 +56,9 @@ def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | Non
     All ranks of the mesh call it.
 
     Args:
-        model: the model, the same on every rank, with full weights. A model with divided or sharded
-            weights is left unchanged.
         mesh: a mesh of one dimension.
         plan: style of each layer, by module name or pattern ("layers.*.up": "colwise"). None takes
             the model's attribute ``tp_plan`` or ``_tp_plan``, which Transformers sets.
-
-    Raises:
-        ConfigError: there is no plan, no module's name matches it, a style is unknown, a layer
-            cannot be divided evenly, or a tied weight would be divided in two ways.
     """
     if has_parts(model.parameters()):
         return
@@ -123,18 +117,7 @@ def _as_style(name: str, given: Any) -> ParallelStyle:
 
 
 def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
-    """Refuse a layer that cannot be divided evenly, since later layers would get wrong shapes.
-
-    Args:
-        name: the name of the layer in messages.
-        part: the layer.
-        style: how the plan divides the layer: a name such as "colwise", or a ``ParallelStyle``,
-            which is accepted unchecked.
-        size: number of ranks.
-
-    Raises:
-        ConfigError: the divided dimension is no multiple of the number of ranks.
-    """
+    """Refuse a layer that cannot be divided evenly, since later layers would get wrong shapes."""
     weight = getattr(part, "weight", None)
     if weight is None or not isinstance(style, str) or "wise" not in style:
         return
@@ -149,15 +132,7 @@ def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
 
 
 def _check_alike(model: Module, ties: Sequence[Sequence[str]]) -> None:
-    """Refuse a model in which the plan divides a tied weight differently under its names.
-
-    Args:
-        model: the divided model.
-        ties: groups of names that were one weight before.
-
-    Raises:
-        ConfigError: the weights of a group are divided in different ways.
-    """
+    """Refuse a model in which the plan divides a tied weight differently under its names."""
     for names in ties:
         weights = [model.get_parameter(name) for name in names]
         layouts = {weight.placements if isinstance(weight, DTensor) else None for weight in weights}

@@ -99,14 +99,7 @@ class XlaParallel(Strategy):
         return _host_copy(values)
 
     def _average(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Average the gradients of weights over the ranks, in place; all ranks call it.
-
-        Weights of unprepared models, and weights whose gradients were averaged since the newest
-        backward, are left out.
-
-        Returns:
-            ``parameters`` as a list.
-        """
+        """Average gradients that were not averaged since the newest backward; all ranks call it."""
         weights = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         world_size = self.topology.num_processes
         own = [one for one in weights if self._is_own(one) and id(one) not in self._averaged]
@@ -128,11 +121,7 @@ class XlaParallel(Strategy):
         return known is not None and known() is weight
 
     def _watch_steps(self) -> None:
-        """Install hooks on the steps of all optimizers of the process, while this strategy lives.
-
-        Before a step, the gradients of prepared weights are averaged. After it, the recorded graph
-        is run.
-        """
+        """Average gradients before each step of any optimizer, and run the graph after it."""
         strategy = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: Any) -> None:

@@ -28,19 +28,7 @@ def complete(
     num_steps: int,
     precision: str,
 ) -> dict[str, Any]:
-    """Return the configuration for a DeepSpeed engine, without "auto" entries.
-
-    The plugin's configuration is completed in place, too.
-
-    Args:
-        plugin: the user's plugin.
-        model: the model that is prepared.
-        call: the objects of the ``prepare`` call, from which batch sizes, learning rates and
-            schedule lengths are taken.
-        topology: number of ranks, and the device of this rank.
-        num_steps: number of batches accumulated for an optimizer step.
-        precision: "no", "bf16" or "fp16".
-    """
+    """Complete the plugin's configuration in place, and return it without "auto" entries."""
     config = plugin.hf_ds_config
     config.reopen()
     for name in ("fp16", "bf16"):
@@ -89,10 +77,7 @@ def complete(
 
 
 def _buckets(model: Module) -> dict[str, Any]:
-    """Return ZeRO bucket sizes, computed from the hidden size of a Transformers model.
-
-    The keys are names of configuration entries. For other models the dictionary is empty.
-    """
+    """Return ZeRO's bucket sizes by a Transformers model's hidden size; else nothing."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     widths = getattr(config, "hidden_sizes", None) or [getattr(config, "hidden_size", None) or 0]

@@ -40,12 +40,7 @@ __all__ = [
 
 
 class DeepSpeedEngineWrapper:
-    """Drives a DeepSpeed engine by the separate calls of a training loop.
-
-    Attributes:
-        engine: the ``deepspeed.DeepSpeedEngine``.
-        step_was_skipped: whether the last step was skipped because a gradient overflowed.
-    """
+    """Drives a DeepSpeed engine by the separate calls of a training loop."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -54,26 +49,13 @@ class DeepSpeedEngineWrapper:
         self._is_due = False
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Compute gradients, and reduce them over the ranks; all ranks call it.
-
-        Args:
-            loss: the loss of a batch, divided by the number of accumulated batches already.
-            sync_gradients: whether this is the last batch before the optimizer step.
-            **kwargs: further arguments of the engine's ``backward``.
-        """
+        """Compute gradients, and reduce them over the ranks; all ranks call it."""
         self.engine.set_gradient_accumulation_boundary(sync_gradients)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._is_due = sync_gradients
 
     def clip_and_step(self, max_norm: float) -> float:
-        """Take the optimizer step if it is due, with clipped gradients; return the unclipped norm.
-
-        While batches are still being accumulated, or if the step was taken already, nothing
-        happens, and the norm of the newest step is returned. All ranks call it.
-
-        Args:
-            max_norm: the largest norm allowed; 0 does not clip.
-        """
+        """Step, clipped, if a step is due; return the newest unclipped norm. All ranks call it."""
         if self._is_due:
             optimizer = self.engine.optimizer
             before, optimizer.clip_grad = optimizer.clip_grad, max_norm
@@ -92,10 +74,7 @@ class DeepSpeedEngineWrapper:
             self.step_was_skipped = not self.engine.was_step_applied()
 
     def drop(self) -> None:
-        """Drop the gradients of a step that was not taken, if all its batches are accumulated.
-
-        Gradients of a step whose batches are still being accumulated are kept.
-        """
+        """Drop the gradients of a step that was not taken; keep those being accumulated."""
         if self._is_due:
             self.drop_all()
 
@@ -121,18 +100,7 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """The optimizer that ``prepare`` returns under DeepSpeed: its steps are steps of the engine.
-
-    Args:
-        optimizer: the optimizer that DeepSpeed steps.
-        engine: the wrapper of the engine.
-        accumulation: the state of gradient accumulation.
-        device_memory: returns the memory of the device, or None if that is not known; shown in the
-            live panel.
-
-    Attributes:
-        optimizer: the optimizer inside, which has this rank's shards of the weights.
-    """
+    """The optimizer that ``prepare`` returns under DeepSpeed: its steps are steps of the engine."""
 
     def __init__(
         self,
@@ -167,11 +135,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             current().count_step(self._device_memory, skipped=self.step_was_skipped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a step that was not taken; keep those still being accumulated.
-
-        After a step there is nothing to do: the engine has cleared the gradients. ``set_to_none``
-        is ignored.
-        """
+        """Drop the gradients of a step that was not taken; keep those being accumulated."""
         self._engine.drop()
 
     def drop_gradients(self) -> None:
@@ -184,11 +148,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """The scheduler that ``prepare`` returns for a ``DummyScheduler``; the engine moves it.
-
-    Attributes:
-        scheduler: DeepSpeed's scheduler, which advances with each step of the engine.
-    """
+    """The scheduler that ``prepare`` returns for a ``DummyScheduler``; the engine moves it."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine's step has moved the scheduler already."""
@@ -206,10 +166,8 @@ def GatheredParameters(  # noqa: N802 (Accelerate's name)
     it together.
 
     Args:
-        params: one weight, or several.
         modifier_rank: the rank whose changes of the weights are kept, and sent to all ranks; None
             discards changes.
-        fwd_module: passed to ``deepspeed.zero.GatheredParameters`` as its ``fwd_module``.
         enabled: False makes the context manager do nothing.
     """
     given = [params] if hasattr(params, "numel") else list(params)
