@@ -66,14 +66,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one ``Accelerator``.
-
-    Attributes:
-        custom: objects that ``register_for_checkpointing`` added.
-        save_hooks: functions to call before weights are written.
-        load_hooks: functions to call before weights are read.
-        numbering: names and finds the numbered checkpoints.
-    """
+    """Writes and reads the checkpoints of one ``Accelerator``."""
 
     def __init__(self, preparation: Preparation, project: ProjectConfiguration) -> None:
         self.custom: list[Any] = []
@@ -89,11 +82,7 @@ class Checkpoints:
         self._unsettled: list[RankZeroSave] = []  # on ranks that do not publish
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Add objects whose ``state_dict`` is saved in each checkpoint, and restored from it.
-
-        Raises:
-            ConfigError: an object has no ``state_dict`` or no ``load_state_dict``.
-        """
+        """Add objects whose ``state_dict`` is saved in each checkpoint, and restored from it."""
         unfit = [
             type(item).__name__
             for item in objects
@@ -136,15 +125,10 @@ class Checkpoints:
             output_dir: the folder; None makes the next numbered checkpoint.
             safe: the file format of the weights: safetensors if True, torch's files if False. It
                 has no effect on sharded weights, nor where DeepSpeed writes the model.
-            in_background: return once the states are copied; a thread writes the copies.
-            own_options: arguments of DeepSpeed's ``save_checkpoint``, where DeepSpeed writes the
-                model.
 
         Raises:
             NotebookAccelError: a rank did not call this, could not write its files, or does not see
                 rank 0's disk; or an earlier save in the background failed.
-            ConfigError: ``output_dir`` is None and checkpoints are not numbered, or a state could
-                not be read again safely.
         """
         self._end_background_save()
         current().settle_device()
@@ -215,13 +199,6 @@ class Checkpoints:
         """Publish the checkpoint once this rank has written its files.
 
         If the save is in the background, the thread that writes calls it.
-
-        Args:
-            save: this rank's part in the save.
-            written: the pieces that this rank has written.
-            results: the value that ``Piece.write`` returned for each of them.
-            is_numbered: whether the checkpoint is a numbered one. If so, the oldest numbered
-                checkpoints beyond the user's limit are removed.
         """
         save.finish(results, lambda of_ranks: complete(written, of_ranks))
         if save.writes and is_numbered:
@@ -263,11 +240,8 @@ class Checkpoints:
         If it is not spread, a rank that writes may call it alone.
 
         Args:
-            collect: returns the weights. It is a collective if the model is spread over the ranks.
-            folder: the folder to write into.
             max_shard_size: largest size of a file, in bytes or as text such as "10GB".
             safe: the file format: safetensors if True, torch's files if False.
-            writes: whether this rank writes the files.
         """
         self.wait()
         needs_all = self._needs_all
@@ -291,11 +265,6 @@ class Checkpoints:
 
         Args:
             input_dir: the folder; None takes the newest numbered checkpoint.
-            load_kwargs: arguments of ``torch.load``. ``map_location`` is not used for weights,
-                sharded optimizers, random states and loaders.
-            strict: whether the names of weights must match those of the model.
-            own_options: arguments of DeepSpeed's ``load_checkpoint``, where DeepSpeed reads what it
-                wrote.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or it lacks a file for a prepared
@@ -344,9 +313,6 @@ class Checkpoints:
 
         All ranks load the same checkpoint: they pass over one that some rank cannot read. Later
         numbered saves continue the numbers of the checkpoints under ``folder``.
-
-        Returns:
-            Where training continues; the start of training if there is no checkpoint.
 
         Raises:
             NotebookAccelError: there are checkpoints whose files looked complete, and none of them

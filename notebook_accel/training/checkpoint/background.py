@@ -35,13 +35,7 @@ _SLICE_SECONDS = 0.1
 
 
 class BackgroundSave:
-    """A thread of this rank that writes and publishes a checkpoint, started by the constructor.
-
-    Args:
-        save: this rank's part in the save; its ``open`` has been called, so its folder exists.
-        finish: writes the pieces of this rank and publishes the checkpoint; the thread calls it.
-        device: this rank's. Torch's writer makes a stream on the thread's current device.
-    """
+    """A thread of this rank that writes and publishes a checkpoint, started by the constructor."""
 
     def __init__(
         self, save: JointSave | RankZeroSave, finish: Callable[[], None], device: torch.device

@@ -71,8 +71,6 @@ class Numbering:
     """Names, finds and removes numbered checkpoints (``checkpoint_0``, ``checkpoint_1``, ...).
 
     Attributes:
-        project: the user's settings; their ``iteration`` is the lowest number for the next
-            checkpoint.
         parent: the folder of the numbered checkpoints; None takes it from ``project``.
     """
 
@@ -81,12 +79,7 @@ class Numbering:
         self.parent: Path | None = None
 
     def folder(self) -> Path:
-        """Return the folder of the numbered checkpoints.
-
-        Raises:
-            ConfigError: ``parent`` is None, and the user's settings ask for no numbered
-                checkpoints.
-        """
+        """Return the folder of the numbered checkpoints."""
         project = self.project
         if self.parent is not None:
             return self.parent
@@ -109,11 +102,7 @@ class Numbering:
         return found[-1][1] if found else self.folder()
 
     def next(self, being_written: Sequence[str] = ()) -> str:
-        """Return the name of the next checkpoint, with a number above all existing ones.
-
-        Args:
-            being_written: names of checkpoints that are being written now, which count too.
-        """
+        """Return the name of the next checkpoint, with a number above all existing ones."""
         names = [*entries(self.folder()), *being_written]
         newest = max(
             (int(match[1]) for match in map(NUMBERED.fullmatch, names) if match), default=-1

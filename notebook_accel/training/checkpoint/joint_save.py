@@ -53,15 +53,8 @@ class JointSave:
     Every rank makes a ``JointSave`` for each save, and calls ``meet``, ``open`` and ``finish`` in
     this order, or ``fail`` after an error.
 
-    Args:
-        call: the call in the script, such as "save_state()", for messages.
-        here: this rank.
-        each_machine: whether the user wants the checkpoint on the disk of each machine.
-
     Attributes:
         id: None, since no rank comes late to it (see ``RankZeroSave``).
-        final: where the checkpoint will be.
-        staged: the temporary folder in which this rank writes the checkpoint.
         folder: the :class:`StagedFolder` at ``staged``, on a rank that has made one; None on the
             other ranks.
     """
@@ -122,7 +115,6 @@ class JointSave:
 
         Args:
             asked: the folder that the user named; None makes a numbered checkpoint.
-            numbers: names the numbered checkpoint.
 
         Raises:
             NotebookAccelError: this machine does not see rank 0's folder, and ``each_machine`` is
@@ -152,11 +144,6 @@ class JointSave:
 
     def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
         """Wait until all ranks have written and the checkpoint is at its final path; all call it.
-
-        Args:
-            results: facts about this rank's part that rank 0 needs, in values that JSON has.
-            complete: writes the index of all parts; called on rank 0, with the ``results`` of all
-                ranks.
 
         Raises:
             NotebookAccelError: another rank could not write its part.

@@ -48,17 +48,6 @@ class RankZeroSave:
     """One checkpoint save, as one rank takes part in it; called as a ``JointSave`` is.
 
     With ``each_machine``, the first rank of each machine does there what rank 0 does.
-
-    Args:
-        here: this rank.
-        place: the place in the training; equal on ranks that save together.
-        each_machine: whether the user wants the checkpoint on the disk of each machine.
-
-    Attributes:
-        id: equal on all ranks of this save, and different for each save.
-        writes: whether this rank writes the states that all ranks have.
-        final: where the checkpoint will be, as far as this rank knows.
-        staged: the temporary folder in which this rank writes.
     """
 
     final: Path
@@ -92,7 +81,6 @@ class RankZeroSave:
 
         Args:
             asked: the folder that the user named; None makes a numbered checkpoint.
-            numbers: names the numbered checkpoint.
         """
         if asked is None and self._own:
             for _ in slices(_BEGIN_SECONDS):

@@ -52,9 +52,7 @@ def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, An
     """Return the place in the training as plain values, for a rank's file of random states.
 
     Args:
-        start: epoch, batch, step and samples so far.
         loader: index of the prepared loader that ``start`` is about; None if there is no loader.
-        steps: number of steps of each optimizer.
     """
     known = {name: value for name, value in asdict(start).items() if name != "folder"}
     return {_KEY: {**known, "loader": loader, "steps": steps, _WRITTEN: time.time()}}
@@ -93,11 +91,6 @@ def read_random_states(
     """Read the file with a rank's random states; None if the checkpoint has none for that rank.
 
     An empty file counts as none: the rank came to a save of rank 0, and did not get to write.
-
-    Args:
-        folder: folder of the checkpoint.
-        rank: the rank that saved the file.
-        options: further arguments of ``torch.load``.
 
     Raises:
         NotebookAccelError: the file is broken, or holds something else.

@@ -158,10 +158,6 @@ class TrainingProgress:
     def load(self, folder: Path, options: dict[str, Any]) -> None:
         """Restore random states, gradient accumulation, step counts and loader positions.
 
-        Args:
-            folder: folder of the checkpoint.
-            options: further arguments of ``torch.load``.
-
         Raises:
             NotebookAccelError: a file could not be read, or its random states could not be set.
         """

@@ -43,11 +43,6 @@ class _GroupFacts(NamedTuple):
 
     Computing them anew each time took half as long as gathering 4 KB (25 us of Python, and six
     times that in a training step, whose own work has emptied the processor's caches).
-
-    Attributes:
-        size: number of ranks in the group.
-        compares: whether debug mode compares the arguments of collectives first.
-        carries_cpu: whether the backend can send tensors that are on the CPU.
     """
 
     size: int
@@ -118,7 +113,6 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         group: the ranks; None means all.
 
     Raises:
-        TypeError: something in the structure is not a tensor.
         DistributedOperationException: in debug mode, the tensors of the ranks differ in shape or
             type.
     """
@@ -193,12 +187,6 @@ def gather_ragged(
     Args:
         tensors: the same number of tensors on every rank, each with at least one dimension.
         group: the ranks; None means all.
-
-    Returns:
-        The joined tensors, each with the rows of all ranks in order of the ranks.
-
-    Raises:
-        ValueError: a dimension other than the first differs.
     """
     if num_ranks(group) == 1:
         return list(tensors)
@@ -348,17 +336,7 @@ def reduce(
 
     Args:
         tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all ranks.
-        reduction: "sum", "mean" (of whole numbers: a float tensor), "max", "min", or "none", which
-            returns ``tensor`` unchanged.
-        scale: accepted without effect, as in Accelerate on everything but XLA.
         group: the ranks; None means all.
-
-    Returns:
-        The same structure of new tensors, with the same values on all ranks.
-
-    Raises:
-        TypeError: something in the structure is not a tensor.
-        ValueError: ``reduction`` is unknown.
     """
     if reduction == "none":
         return tensor
@@ -403,12 +381,7 @@ def pad_across_processes(
             equal on all ranks. Tensors that have no dimension ``dim``, or are of torch's nested
             layout, are returned unchanged.
         dim: the dimension to pad.
-        pad_index: the value to pad with.
-        pad_first: pad at the start rather than at the end.
         group: the ranks; None means all.
-
-    Raises:
-        TypeError: something in the structure is not a tensor.
     """
     _require_agreement("pad_across_processes", tensor, group, dim)
 
@@ -447,12 +420,6 @@ def split_between(
     Args:
         inputs: a list, tuple, tensor, array, dataset with a method ``select``, or a dict of these
             with equal lengths. Anything else is returned whole for every process.
-        num_processes: number of parts.
-        process_index: index of the part to return.
-        apply_padding: repeat the last item until all parts have the length of the first.
-
-    Raises:
-        ValueError: values of a dict differ in length.
     """
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items() if _is_divisible(value)}

@@ -64,8 +64,6 @@ class DataGroup:
         in others read the same share.
 
         Args:
-            mesh: the mesh of all ranks.
-            rank: this rank.
             makes_group: whether to make the process group, too; all ranks then call this together.
                 If False, ``process_group`` is None.
         """

@@ -51,8 +51,6 @@ def require_agreement(
     """Raise if the ranks of a group have tensors of different shapes or types; all of them call it.
 
     Args:
-        operation: name of the collective, for the error.
-        data: tensors, in any nesting; of other values the type alone is compared.
         group: the ranks; None means all.
         free_dimension: a dimension whose size may differ; None: no dimension may.
 

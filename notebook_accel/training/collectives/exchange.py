@@ -24,10 +24,6 @@ class Exchange:
     All methods but ``store`` and ``show`` are collectives, which all ranks call.
 
     Attributes:
-        rank: number of this rank.
-        size: number of ranks.
-        local_rank: number of this rank among those of its machine.
-        local_size: number of ranks on this machine.
         backend: the value of ``PartialState.backend``; None for a single rank.
     """
 

@@ -223,11 +223,6 @@ def _pack(
     Args:
         divided: the batches of the round, one for each share of the data; None at the end of the
             pass, where the header is a pickled None.
-        index_of_rank: the share that each rank gets.
-
-    Returns:
-        The header, and one buffer per rank, all of the same length. The list of buffers is empty if
-        the round has no tensors, and at the end of the pass.
     """
     if divided is None:
         return pickle.dumps(None), []

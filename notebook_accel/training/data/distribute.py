@@ -61,22 +61,11 @@ def prepare_loader(
     that is prepared already is returned unchanged.
 
     Args:
-        loader: the user's loader, made alike on every rank. It is not changed.
-        config: how the batches are divided among the ranks.
         device: where batches are put; None leaves them where they are.
-        data_group: which ranks read different samples, and which share of the data this rank reads.
         rng_types: random states that ranks take from rank 0 at the start of each pass. None: only
             the generator from which the order of samples is drawn ("generator"). Any list that is
             not empty synchronizes that generator too, even if the list does not name it. With an
             empty list nothing is synchronized, and the ranks have to be seeded alike.
-        slice_fn: cuts one rank's part out of a batch that rank 0 has read for all; see
-            :class:`~notebook_accel.training.data.rounds.RoundDivider`.
-        ordinal: number of loaders that were prepared before ``loader``. It gives each loader an
-            order of its own. If ``config.data_seed`` is set, all loaders use that seed instead.
-
-    Raises:
-        ConfigError: the settings do not fit the loader, or the loader is a stream that
-            ``skip_first_batches`` has shortened.
     """
     if isinstance(loader, PreparedLoader):
         return loader

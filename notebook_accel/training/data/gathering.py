@@ -45,8 +45,6 @@ def gather_for_metrics(
             as many rows as the batch size that the loader was made with); lists of objects, one per
             sample; or a dict or tuple of both. Tensors with another number of rows, and single
             numbers such as a loss, are joined whole.
-        use_gather_object: gather everything as objects: each rank gives a list, and the lists are
-            joined into one.
         group: the ranks whose results are joined: one rank for each share of the data, so that
             ranks that read the same samples count once. None means all ranks.
 
@@ -127,11 +125,6 @@ def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:
 
     The rows of repeated samples are dropped. All rows are kept if their number shows that they do
     not stand for the samples of the batch.
-
-    Args:
-        num_rows: number of rows of the value.
-        position: the state of the running pass over a prepared loader.
-        num_shares: number of ranks whose results are joined.
     """
     last, loader = position.short_round, position.loader
     # Where the last round has nothing for this rank, its loop still has the batch before, all of

@@ -48,26 +48,13 @@ class LoaderWrapper(DataLoader[Any]):
 
 
 def new_loader(dataset: Any, use_stateful: bool, arguments: dict[str, Any]) -> DataLoader[Any]:
-    """Make a new loader: torchdata's ``StatefulDataLoader`` or torch's ``DataLoader``.
-
-    Args:
-        dataset: the dataset.
-        use_stateful: whether to make torchdata's.
-        arguments: further arguments of the class.
-
-    Raises:
-        ConfigError: ``use_stateful`` is set, and torchdata is not installed.
-    """
+    """Make a new loader: torchdata's ``StatefulDataLoader`` or torch's ``DataLoader``."""
     kind = _class_of_torchdata() if use_stateful else DataLoader
     return kind(dataset, **arguments)
 
 
 def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a ``StatefulDataLoader`` of torchdata with the settings of ``loader``.
-
-    Raises:
-        ConfigError: torchdata is not installed.
-    """
+    """Return a ``StatefulDataLoader`` of torchdata with the settings of ``loader``."""
     new = copied(loader, _class_of_torchdata())
     # What its __init__ sets in addition to what DataLoader's does.
     vars(new).update(

@@ -39,17 +39,10 @@ class RoundDivider:
     Rank 0 uses it. Ranks that hold one model together count as one rank here.
 
     Attributes:
-        num_parts: number of ranks.
-        batches_a_round: number of batches read per round: ``num_parts``, or 1 with
-            ``split_batches``.
         batch_size: number of samples per batch; None if unknown.
-        drop_last: leave out the last round if it lacks batches.
-        keeps_batches: never mix samples of two batches, because a user's own batch sampler made
-            them.
         slice_fn: the user's function that cuts one rank's part out of a joined round, called with
             the batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of
             the slice.
-        first: the first batch of the pass, whose samples fill up rounds.
     """
 
     num_parts: int
@@ -62,18 +55,7 @@ class RoundDivider:
     _most_rows: int = field(default=0, init=False)
 
     def divide(self, raw: Iterator[Any], has_first: bool = False) -> Iterator[list[RoundBatch]]:
-        """Yield the rounds of a pass, each as a list with one batch for every rank.
-
-        Args:
-            raw: the batches of the pass, as the dataset made them.
-            has_first: whether ``raw`` begins with the first batch of the epoch, ahead of the
-                batches of a resumed pass. That batch is in no round; its samples fill up the last
-                round.
-
-        Raises:
-            ConfigError: a batch that has to be divided has no rows, or several rows for each
-                sample.
-        """
+        """Yield the rounds of a pass, each as a list with one batch for every rank."""
         if has_first:
             self.first = next(raw, None)
         batches = [*itertools.islice(raw, self.batches_a_round)]
@@ -142,9 +124,6 @@ class RoundDivider:
         """Return a whole batch for each rank.
 
         Ranks for which the round has no batch left get the first batch of the pass again.
-
-        Raises:
-            ConfigError: the settings ask to divide these batches, which cannot be divided.
         """
         is_divided = self.slice_fn is not None or self.batches_a_round == 1
         if is_divided and self._has_several_rows_a_sample():

@@ -83,14 +83,8 @@ def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
     """Return the number of samples that each rank gets per step from a loader of this batch size.
 
     Args:
-        batch_size: batch size of the loader.
-        num_processes: number of ranks.
         split_batches: True: each batch is divided over the ranks. False: each rank gets whole
             batches.
-
-    Raises:
-        ConfigError: ``split_batches`` is set, and the batch size is not a multiple of
-            ``num_processes``.
     """
     if not split_batches:
         return batch_size

@@ -34,12 +34,7 @@ _NUM_ELEMENTS = 1000
 
 
 def watch_loaders(group: DataGroup, trains: Callable[[], bool]) -> None:
-    """Watch the loaders of this process; called once a model was prepared for several ranks.
-
-    Args:
-        group: which ranks read different samples.
-        trains: whether a prepared model is in training mode.
-    """
+    """Watch the loaders of this process; called once a model was prepared for several ranks."""
     current().shared[_Watch] = _Watch(group, trains)
     read: Any = DataLoader.__iter__
     if hasattr(read, "__wrapped__"):

@@ -67,9 +67,6 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
     torch and safetensors report a full disk with messages that do not mention it.
 
-    Args:
-        folder: the folder that the files are for, for the message.
-
     Raises:
         NotebookAccelError: the block raised an error that means that the disk is full.
     """
@@ -100,18 +97,6 @@ class StagedFolder:
     """A temporary folder to write in; :meth:`publish` moves it to its final path.
 
     No other process removes the folder while the process that made it lives.
-
-    Args:
-        parent: the folder in which it is made. Making it removes temporary folders in ``parent``
-            that dead processes left behind.
-        pattern: regular expression of final names. Temporary folders with other final names are not
-            removed, and other names are not passed to ``choose``.
-        choose: returns the final name, given the names that other processes are writing. While it
-            runs, no other process chooses a name in ``parent``.
-
-    Attributes:
-        final: the final path.
-        path: the temporary folder to write in.
     """
 
     def __init__(self, parent: Path, pattern: str, choose: Callable[[Sequence[str]], str]) -> None:
@@ -132,13 +117,7 @@ class StagedFolder:
         return cls(final.parent, re.escape(final.name), lambda _: final.name)
 
     def publish(self, *, is_ours: Callable[[str], bool]) -> None:
-        """Move the staged folder to its final path; a folder that exists there is updated.
-
-        Args:
-            is_ours: called with the name of an entry of the existing folder; returns whether the
-                entry belongs to the old checkpoint. Such entries are removed or replaced. Others
-                are replaced if the new folder has their name, and otherwise stay.
-        """
+        """Move the staged folder to its final path; a folder that exists there is updated."""
         final = self.final.resolve()
         with _locked(final.parent):
             if final.exists():
@@ -165,17 +144,8 @@ class StagedFolder:
 
 
 def add_entries(source: Path, final: Path, belongs: Callable[[Path], bool]) -> bool:
-    """Move the entries of a folder into a published one, file by file; each is whole or not there.
-
-    Args:
-        source: the folder, which is empty or gone afterwards. If it is gone before, nothing is
-            moved.
-        final: the published folder.
-        belongs: whether the entries are still for what is at ``final``. While it runs, and until
-            they are there, nobody publishes.
-
-    Returns:
-        Whether they belonged.
+    """Move the entries of a folder into a published one, file by file; each is whole or not
+    there.
     """
     final = final.resolve()
     if not final.is_dir():

@@ -80,11 +80,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
     They are in float32 if DeepSpeed kept a float32 copy for its optimizer.
 
-    Args:
-        folder: folder of the checkpoint.
-
     Raises:
-        ConfigError: DeepSpeed, which joins the parts of the ranks, is not installed.
         NotebookAccelError: a file is broken or not safe; see :func:`check`.
     """
     check(folder)

@@ -49,10 +49,8 @@ class Piece:
         self.into(self.state, folder)
 
     def complete(self, results: Sequence[Any]) -> None:
-        """Write the index of all ranks' parts, if this piece has one; rank 0 calls it at the end.
-
-        Args:
-            results: the value that ``write`` returned on each rank, in order of the ranks.
+        """Write the index of all ranks' parts, if this piece has one; rank 0 calls it at
+        the end.
         """
 
 
@@ -65,13 +63,6 @@ def write_one_by_one(pieces: Iterable[Piece], folder: Path) -> tuple[list[Piece]
     """Collect, prepare and write one piece after the other, and free the state of each.
 
     All ranks call it, since preparing a piece is a collective.
-
-    Args:
-        pieces: yields the pieces; each is collected when it is asked for.
-        folder: the folder to write into.
-
-    Returns:
-        The pieces, without their states, and the value that ``write`` returned for each.
     """
     written, results = [], []
     for piece in pieces:
@@ -92,11 +83,6 @@ def write_prepared(pieces: Sequence[Piece], folder: Path) -> list[Any]:
 
 
 def complete(pieces: Sequence[Piece], results: Sequence[Sequence[Any]]) -> None:
-    """Complete all pieces, on rank 0 after all ranks have written theirs.
-
-    Args:
-        pieces: the pieces of rank 0.
-        results: for each rank, in order, the values that ``write`` returned for its pieces.
-    """
+    """Complete all pieces, on rank 0 after all ranks have written theirs."""
     for index, piece in enumerate(pieces):
         piece.complete([of_rank[index] for of_rank in results if index < len(of_rank)])

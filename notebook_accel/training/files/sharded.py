@@ -66,8 +66,6 @@ class ShardedPiece(Piece):
     and ``write`` needs no other rank, so that it can run in the background.
 
     Args:
-        state: tensors by name; of a sharded tensor, DCP writes this rank's part.
-        name: name of the folder in the checkpoint.
         beside: the piece that writes the values that are no tensors; None on other ranks than 0.
     """
 
@@ -113,12 +111,7 @@ def _from_plain(written: Mapping[str, Any]) -> WriteResult:
 
 
 def model_piece(state: Mapping[str, Any], index: int) -> Piece:
-    """Return the piece with this rank's parts of a model's weights; all ranks call it.
-
-    Args:
-        state: the weights that this rank has, whole or sharded, by name.
-        index: number of the model, in order of ``prepare``.
-    """
+    """Return the piece with this rank's parts of a model's weights; all ranks call it."""
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
     # A stage of a pipeline has other modules than the next; of what several ranks have, the lowest
@@ -138,13 +131,6 @@ def read_model(
     """Read a model's weights from a sharded checkpoint, in place; all ranks call it.
 
     Each rank reads only the parts of the weights that it has.
-
-    Args:
-        model: the model, without wrapper.
-        folder: folder of the checkpoint.
-        index: number of the model, in order of ``prepare``.
-        options: options of :func:`read_state`, for values that are no tensors.
-        strict: whether the checkpoint must have all weights of the model.
 
     Raises:
         RuntimeError: ``strict`` is set, and the checkpoint lacks a weight of the model.
@@ -186,13 +172,7 @@ def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
 
 
 def optimizer_piece(optimizer: Optimizer, names: Mapping[torch.Tensor, str], index: int) -> Piece:
-    """Return the piece with this rank's parts of an optimizer's state; all ranks call it.
-
-    Args:
-        optimizer: the optimizer.
-        names: names of the weights, from :func:`names_of`.
-        index: number of the optimizer, in order of ``prepare``.
-    """
+    """Return the piece with this rank's parts of an optimizer's state; all ranks call it."""
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
     for weight, name in _named(optimizer, names):
@@ -220,16 +200,6 @@ def read_optimizer(
     """Read an optimizer's state from a sharded checkpoint; all ranks call it.
 
     Each rank reads only the entries of the weights, or parts of weights, that it has.
-
-    Args:
-        optimizer: the optimizer whose state is replaced.
-        names: names of the weights, from :func:`names_of`.
-        folder: folder of the checkpoint.
-        index: number of the optimizer, in order of ``prepare``.
-        options: options of :func:`read_state`, for values that are no tensors.
-
-    Raises:
-        ValueError: the saved optimizer has another number of groups of weights.
     """
     path = folder / f"optimizer_{index}"
     beside = read_state(path / "groups.bin", options)
@@ -341,13 +311,9 @@ def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> Non
     """Fill the tensors of ``state`` in place from the sharded tensors in the folder ``path``.
 
     Args:
-        state: tensors by their names in the checkpoint; sharded ones are filled with this rank's
-            part.
-        path: folder of one model or optimizer.
         alone: True: this process reads by itself. False: all ranks call it together.
 
     Raises:
-        ValueError: the stored tensors have other shapes.
         NotebookAccelError: a file is damaged.
     """
     no_dist = alone or not has_process_group()

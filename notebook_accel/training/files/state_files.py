@@ -56,17 +56,7 @@ _COMMON_TYPES = (
 
 
 def write_state(state: Any, path: Path, owner: str) -> None:
-    """Write a state to a file that :func:`read_state` reads.
-
-    Args:
-        state: the state, from an object's ``state_dict()``.
-        path: path of the file.
-        owner: name of that object, for messages.
-
-    Raises:
-        ConfigError: the state holds something that cannot be pickled, or that :func:`read_state`
-            would refuse.
-    """
+    """Write a state to a file that :func:`read_state` reads."""
     try:
         torch.save(state, path)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -90,14 +80,12 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
     """Read a state from a file that :func:`write_state` or another library has written.
 
     Args:
-        path: path of the file.
         options: further arguments of ``torch.load``. Without ``map_location``, tensors are put on
             the CPU. With ``weights_only=False`` the file is trusted and may run any code.
 
     Raises:
         NotebookAccelError: the file is empty or broken, or names something that is not known to be
             safe.
-        ConfigError: the file is complete, and cannot be read with these options.
         FileNotFoundError, PermissionError, MemoryError: as raised by torch; they do not mean that
             the file is damaged.
     """
@@ -121,11 +109,6 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
 
 def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
     """Read a plain pickle without trusting it.
-
-    Args:
-        path: path of the file.
-        names: more names that the pickle may use, as "module.name", with the objects they stand
-            for.
 
     Raises:
         NotebookAccelError: the file is empty or broken, or names something that is not known to be

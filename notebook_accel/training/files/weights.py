@@ -64,11 +64,6 @@ def load_weights(
 ) -> dict[str, Any] | None:
     """Read the weights that :func:`save_weights` wrote; None if there is no such file.
 
-    Args:
-        folder: folder of the checkpoint.
-        index: number of the model, in order of ``prepare``.
-        options: options of :func:`read_state`, for a torch file.
-
     Raises:
         NotebookAccelError: the file is empty or broken.
     """
@@ -119,13 +114,7 @@ def _memory_of(value: torch.Tensor) -> Any:
 
 
 def save_object(obj: Any, target: Any, *, safe: bool) -> None:
-    """Write an object to a path or an open file; at a path, the file is complete or not there.
-
-    Args:
-        obj: the object; with ``safe``, a dictionary of tensors.
-        target: path or open file.
-        safe: write safetensors; without effect on an open file.
-    """
+    """Write an object to a path or an open file; at a path, the file is complete or not there."""
     current().settle_device()
     if not isinstance(target, (str, os.PathLike)):
         torch.save(obj, target)
@@ -143,13 +132,7 @@ def save_model(
     """Write a model's weights into a folder; model weights that it has already are replaced.
 
     Args:
-        state: the weights by name.
-        folder: the folder, which is made if it is missing.
         max_shard_size: largest size of a file: bytes, or a text such as "10GB".
-        safe: write safetensors rather than torch files.
-
-    Raises:
-        ConfigError: ``max_shard_size`` is not a valid size.
     """
     limit = _as_bytes(max_shard_size)
     final = folder.expanduser().resolve()
@@ -168,10 +151,7 @@ def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe:
     A state with other values than tensors goes into torch files, as in a checkpoint.
 
     Args:
-        state: the weights by name.
-        folder: where to write; it exists.
         limit: largest size of a file, in bytes. A single tensor may be larger.
-        safe: write safetensors rather than torch files.
     """
     others = {name: value for name, value in state.items() if not torch.is_tensor(value)}
     safe = safe and not others
@@ -236,10 +216,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors, each once and with memory of its own, and the other names of tied ones.
-
-    Returns:
-        The tensors by name, and for each name that was left out the name that has its tensor.
+    """Return the tensors, each once and with memory of its own, and the other names of tied
+    ones.
     """
     tensors: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}

@@ -31,7 +31,6 @@ class ReplacedForward:
     pickled and unpickled has its original forward.
 
     Attributes:
-        module: the module whose forward is replaced.
         replaced: the former ``__dict__["forward"]``; None if the module had only the forward of its
             class.
     """
@@ -84,12 +83,7 @@ class RemovableForward(ReplacedForward):
 
 
 class AutocastForward(RemovableForward):
-    """Runs a module's forward under autocast, and converts the outputs to float32.
-
-    Args:
-        module: the module.
-        autocast: returns the context manager of one forward.
-    """
+    """Runs a module's forward under autocast, and converts the outputs to float32."""
 
     def __init__(
         self,
@@ -146,9 +140,6 @@ class PreparedModel:
     """A prepared model: the user's model, and the wrapper that the loop calls.
 
     Attributes:
-        inner: the user's model, without the wrapper.
-        wrapped: the object that the loop calls, such as a ``DistributedDataParallel``; ``inner``
-            itself if there is no wrapper.
         training: False for a model that was prepared for evaluation only.
         meta_copy: a copy of the model from before the strategy sharded it, with its weights on the
             meta device; None if it was not sharded, or could not be copied.
@@ -177,10 +168,6 @@ def retie_parameters(model: Module, tied_params: Sequence[Sequence[str]]) -> Non
 
     Each group of names gets one parameter: that of the first name which is not on the meta device.
     A group whose parameters are all on the meta device is left unchanged.
-
-    Args:
-        model: the model whose names no longer share their parameters.
-        tied_params: the groups of names, from :func:`tied_names` before the weights were changed.
     """
     for group in tied_params:
         found = (model.get_parameter(name) for name in group)

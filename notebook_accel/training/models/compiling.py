@@ -118,9 +118,6 @@ def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
     Args:
         plugin: the argument ``dynamo_plugin``; None if it was not given.
         backend: the argument ``dynamo_backend``; None if it was not given.
-
-    Raises:
-        ConfigError: both were given, ``plugin`` is of the wrong class, or there is no such backend.
     """
     if plugin is not None and backend is not None:
         raise ConfigError(
@@ -156,9 +153,7 @@ class _CompiledForward(ReplacedForward):
     Forward hooks of the module run outside of the compiled code, as :func:`compile_in_place` needs.
 
     Args:
-        module: the module.
         replaced: the forward to compile, from the module's ``__dict__``; None: that of its class.
-        compile_kwargs: arguments of ``torch.compile``.
     """
 
     def __init__(
@@ -191,12 +186,6 @@ def compile_in_place(
     gather weights or exchange activations. Only forwards are compiled, so that these hooks run
     outside of the compiled graphs. Nothing happens if the backend is "no", or if the user has
     compiled the model or a part of it.
-
-    Args:
-        model: the model, which is sharded over the ranks (by FSDP or tensor parallelism).
-        plugin: settings of ``torch.compile``.
-        blocks: modules of the model to compile one by one. If empty, the model is compiled as a
-            whole, or with ``plugin.use_regional_compilation`` each of its repeated blocks.
     """
     if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
         return

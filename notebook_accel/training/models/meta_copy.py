@@ -51,10 +51,6 @@ def copy_on_meta(model: Module) -> Module | None:
 def fill(meta_copy: Module, weights: Mapping[str, Any]) -> None:
     """Fill a copy of :func:`copy_on_meta` with unsharded weights and buffers, in place.
 
-    Args:
-        meta_copy: the copy. Its parameters share the memory of ``weights`` afterwards.
-        weights: a full state dict of the model.
-
     Raises:
         Exception: names or shapes of the weights do not match, or user code in the model raised.
     """

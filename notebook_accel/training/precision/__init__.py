@@ -22,14 +22,7 @@ class Precision:
 
     An ``Accelerator`` makes one object by :func:`make_precision`.
 
-    Args:
-        device: the device of this rank.
-        autocast: the user's settings of ``torch.autocast``.
-        scaler: the user's settings of fp16's loss scaling.
-        recipe: how fp8 converts layers; the other precisions ignore it.
-
     Attributes:
-        name: the precision's name in ``Accelerator(mixed_precision=...)``.
         dtype: the type to which autocast casts operations; None for full precision.
         scaling: the loss scaling; None if the precision needs none.
     """
@@ -143,9 +136,6 @@ def resolve_precision(asked: str | None) -> str:
     Args:
         asked: the user's argument. None takes the variable ACCELERATE_MIXED_PRECISION; if that is
             unset, the precision is "no" (full precision).
-
-    Raises:
-        ConfigError: the name is not that of a known precision.
     """
     given = asked if asked is not None else environment.read("MIXED_PRECISION") or "no"
     name = str(given).lower()
@@ -162,9 +152,6 @@ def refuse_divided_layers(name: str) -> None:
     """Raise if a precision needs whole layers.
 
     It is called if a rank may hold only a part of a layer: for tensor parallelism and DeepSpeed.
-
-    Raises:
-        ConfigError: the precision converts layers (fp8), which works only for whole layers.
     """
     if _PRECISIONS[name].converts_layers:
         raise ConfigError(
@@ -175,14 +162,5 @@ def refuse_divided_layers(name: str) -> None:
 
 
 def make_precision(name: str, device: torch.device, **options: Any) -> Precision:
-    """Return the :class:`Precision` object of the precision with this name, for a device.
-
-    Args:
-        name: "no", "bf16", "fp16" or "fp8".
-        device: the device of this rank.
-        **options: the other arguments of :class:`Precision`.
-
-    Raises:
-        ConfigError: the device does not support the precision, or a library for it is missing.
-    """
+    """Return the :class:`Precision` object of the precision with this name, for a device."""
     return _PRECISIONS[name](device, **options)

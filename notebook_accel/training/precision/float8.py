@@ -35,14 +35,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def require_torchao(asked: str) -> None:
-    """Raise if torchao is not installed.
-
-    Args:
-        asked: name of the setting or function that needs torchao, for the message.
-
-    Raises:
-        ConfigError: torchao is not installed.
-    """
+    """Raise if torchao is not installed."""
     if not is_installed("torchao"):
         raise ConfigError(
             f"{asked} computes in 8 bits by torchao, which is not installed: use "
@@ -52,11 +45,8 @@ def require_torchao(asked: str) -> None:
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """Settings of ``mixed_precision="fp8"``, for ``kwargs_handlers``: how torchao converts layers.
-
-    Raises:
-        ConfigError: torchao is not installed, or ``enable_fsdp_float8_all_gather`` is True, which
-            is not supported.
+    """Settings of ``mixed_precision="fp8"``, for ``kwargs_handlers``: how torchao converts
+    layers.
     """
 
     config: Any = None
@@ -88,11 +78,7 @@ class AORecipeKwargs(KwargsHandler):
             )
 
     def check_device(self, device: torch.device) -> None:
-        """Raise if a device cannot multiply in 8 bits, unless ``config.emulate`` is True.
-
-        Raises:
-            ConfigError: the device cannot, and ``config.emulate`` is False.
-        """
+        """Raise if a device cannot multiply in 8 bits, unless ``config.emulate`` is True."""
         if self.config.emulate:
             return
         capability = devices.cuda_capability(device)
@@ -116,14 +102,10 @@ def convert_model_to_fp8_ao(
     Their weights stay the same. Layers that are converted already are left as they are.
 
     Args:
-        model: the model.
         config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's default.
         module_filter_func: called with a layer and its name; returns whether to convert it. None
             takes all linear layers whose sizes are multiples of 16, except the model's first and
             last linear layer.
-
-    Raises:
-        ConfigError: torchao is not installed.
     """
     require_torchao("convert_model_to_fp8_ao()")
     from torchao.float8 import convert_to_float8_training
@@ -166,11 +148,6 @@ def filter_linear_layers(
 
     A linear layer is converted if both of its sizes are multiples of 16, which the product of 8-bit
     numbers needs, and its name is not in ``layers_to_filter``.
-
-    Args:
-        module: the layer.
-        fqn: the layer's full name in the model.
-        layers_to_filter: names of layers that are not converted.
     """
     if isinstance(module, torch.nn.Linear) and (
         module.in_features % _DIVISOR or module.out_features % _DIVISOR

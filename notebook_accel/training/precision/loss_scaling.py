@@ -24,12 +24,6 @@ class LossScaling:
 
     The scale is updated only before the next loss is scaled. If it were updated after each
     optimizer's step, a second optimizer would divide gradients by another scale than the loss had.
-
-    Args:
-        scaler: torch's scaler, which holds the scale.
-
-    Attributes:
-        kind_of_scaler: the class of which ``scaler`` has to be an object.
     """
 
     kind_of_scaler: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
@@ -83,7 +77,6 @@ class LossScaling:
         All ranks have to call it.
 
         Args:
-            optimizers: the optimizers, the same on every rank and in the same order.
             parameters: only optimizers that have at least one of these parameters are treated; None
                 means all optimizers.
 
@@ -118,11 +111,7 @@ class LossScaling:
         """Divide an optimizer's gradients by the scale; let it step, unless they overflowed.
 
         Args:
-            optimizer: torch's optimizer, not the prepared optimizer around it.
             closure: computes the loss again, for the optimizer's ``step``; None: no closure.
-
-        Returns:
-            the result of the optimizer's ``step``, and a bool: whether the step was skipped.
         """
         given = () if closure is None else (closure,)
         if not self.is_so_anywhere(_has_gradients(optimizer)):

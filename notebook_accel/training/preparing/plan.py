@@ -63,18 +63,8 @@ class Plan:
     :func:`make_plan` makes it. Setters of the ``Accelerator`` change some fields later.
 
     Attributes:
-        topology: rank, number of ranks and device of this process.
-        strategy: the kind of parallelism, which wraps or shards models.
-        precision: the mixed precision.
-        accumulation: state and settings of gradient accumulation.
-        loaders: how the ranks share the batches of a loader.
-        handlers: the ``kwargs_handlers``.
-        device_placement: whether models and batches are moved to the device.
-        step_scheduler_with_optimizer: whether a scheduler steps only if its optimizer stepped.
         rng_types: names of the random states that ranks copy from rank 0 when an epoch begins;
             None: only the state that draws the order of samples.
-        plugins: the plugins in use, by the name of the ``Accelerator`` argument.
-        dynamo: settings of ``torch.compile``.
     """
 
     topology: topology.Topology
@@ -126,9 +116,6 @@ def make_plan(
     (``gradient_accumulation_steps``), ``plugin`` (``gradient_accumulation_plugin``), ``handlers``
     (``kwargs_handlers``), ``dynamo`` (``dynamo_plugin``) and ``loaders`` (``dataloader_config``).
     ``plugins`` has all arguments that choose a strategy, by name.
-
-    Raises:
-        ConfigError: a setting is invalid, or two settings contradict each other.
     """
     checked = _check_handlers(handlers)
     _check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
@@ -202,9 +189,6 @@ def resolve_loaders(
         config: the argument ``dataloader_config``; None: the defaults.
         **given: fields of the configuration that were passed as arguments of their own, such as
             ``split_batches``. They override ``config`` unless they are None.
-
-    Raises:
-        ConfigError: ``config`` is of the wrong class.
     """
     _check_type("dataloader_config", config, DataLoaderConfiguration)
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -219,10 +203,6 @@ def resolve_project(
     Args:
         config: the argument ``project_config``. It is changed in place, since user code may read
             the folder from its own object. None: the defaults.
-        project_dir: the argument ``project_dir``; ignored if ``config`` has a folder.
-
-    Raises:
-        ConfigError: ``config`` is of the wrong class.
     """
     _check_type("project_config", config, ProjectConfiguration)
     config = config or ProjectConfiguration()
@@ -244,10 +224,6 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
     Args:
         others: the arguments by name. Those of a strategy's plugin are accepted. Accelerate's
             unsupported ones are accepted only with the values None and "no", which request nothing.
-
-    Raises:
-        ConfigError: Accelerate has the argument, and this package does not support it.
-        TypeError: Accelerate does not have the argument either.
     """
     for name, value in others.items():
         if name in PLUGIN_ARGUMENTS:
@@ -260,15 +236,7 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
 
 
 def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
-    """Check names of random states ("torch", "generator", "cuda", ...); return them as strings.
-
-    Args:
-        given: names, or members of Accelerate's enum of them (the value of a member is the name).
-        device: the device of this rank. Its type is a valid name, too, unless that is "cpu".
-
-    Raises:
-        ConfigError: a name stands for no random state of this rank.
-    """
+    """Check names of random states ("torch", "generator", "cuda", ...); return them as strings."""
     names = tuple(str(getattr(kind, "value", kind)) for kind in given)
     known = ["torch", "generator"] + [device.type] * (device.type != "cpu")
     for name in names:
@@ -291,12 +259,7 @@ _KNOWN = (
 
 
 def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
-    """Check the ``kwargs_handlers``, and return them as a list.
-
-    Raises:
-        ConfigError: ``handlers`` is no iterable, a handler is of an unknown class, or two are of
-            one class.
-    """
+    """Check the ``kwargs_handlers``, and return them as a list."""
     if not isinstance(handlers, Iterable):
         raise ConfigError(
             f"kwargs_handlers is a {type(handlers).__name__}: expected a list, such as "

@@ -49,12 +49,6 @@ class Preparation:
     """Prepares models, optimizers, schedulers and loaders for one ``Accelerator``.
 
     It keeps lists of them, for checkpoints and for the state of a stopped run.
-
-    Attributes:
-        plan: the settings of the ``Accelerator``.
-        models, optimizers, schedulers, loaders: the prepared objects of each kind, in the order in
-            which they were prepared.
-        watch: warns if an optimizer of a prepared model steps without having been prepared.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -81,18 +75,8 @@ class Preparation:
         needs its prepared optimizer.
 
         Args:
-            objects: models, optimizers, loaders and schedulers of torch. Other objects are returned
-                unchanged.
             placement: for each object, whether it is moved to the device; None: as
                 ``Accelerator(device_placement=...)`` says.
-            accelerator: the ``Accelerator``. Its ``prepare_model``, ``prepare_optimizer``,
-                ``prepare_data_loader`` and ``prepare_scheduler`` prepare the objects, since a
-                subclass may override them. A strategy that needs models and optimizers together
-                (DeepSpeed) gets these directly.
-
-        Raises:
-            ConfigError: ``placement`` is not a list with one entry per object.
-            TypeError: an object belongs to another framework, such as JAX.
         """
         if not isinstance(placement, Sequence):
             raise ConfigError(
@@ -131,10 +115,8 @@ class Preparation:
         """Return the prepared model: on its device, in mixed precision, wrapped or sharded.
 
         Args:
-            model: the model. If it was prepared before, its prepared form is returned.
             placement: whether it is moved to the device; None: as
                 ``Accelerator(device_placement=...)`` says.
-            evaluation: whether the model will not be trained.
         """
         self._renew(model)
         ready: list[Any] = [model]
@@ -147,7 +129,6 @@ class Preparation:
         """Return the prepared optimizer, which steps once all batches of a step are accumulated.
 
         Args:
-            optimizer: the optimizer. If it was prepared before, its prepared form is returned.
             placement: whether its state is moved to the device of its weights; None: as
                 ``Accelerator(device_placement=...)`` says.
         """
@@ -197,10 +178,8 @@ class Preparation:
         one object at a time, models before their optimizers.
 
         Args:
-            objects: the objects; the list is changed in place.
             placement: for each object, whether it is moved to the device; None: as
                 ``Accelerator(device_placement=...)`` says.
-            evaluation: whether the models will not be trained.
         """
         models: dict[int, ModelToPrepare] = {}  # by id: one may be given twice
         optimizers: dict[int, Optimizer] = {}
@@ -256,7 +235,6 @@ class Preparation:
         registered here, and returned unchanged.
 
         Args:
-            model: the model, with or without its wrapper.
             training: whether the model will be trained. If True, an earlier preparation for
                 evaluation does not count.
         """
@@ -269,12 +247,7 @@ class Preparation:
         return None
 
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
-        """Register a model that is in a wrapper already, set its precision, and return it.
-
-        Args:
-            model: the wrapped model, which is returned.
-            inner: the model inside the wrapper.
-        """
+        """Register a model that is in a wrapper already, set its precision, and return it."""
         if not any(known.wrapped is model for known in self.models):
             if self.plan.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
                 notice_once(
@@ -308,7 +281,6 @@ class Preparation:
         notebook the first form that can be pickled.
 
         Args:
-            num_steps: number of optimizer steps so far.
             free: bytes of the host's memory that the copies may take.
         """
         return parts_of(self, num_steps, free)
@@ -332,7 +304,6 @@ class Preparation:
         """Return the prepared loader, which gives the batches of this rank.
 
         Args:
-            loader: the loader. One that is prepared already is returned unchanged.
             placement: whether batches are moved to the device; None: as
                 ``Accelerator(device_placement=...)`` says.
             slice_fn: takes one rank's part of a batch that rank 0 has read for all ranks (see
@@ -419,12 +390,7 @@ class Preparation:
 
 
 def _batch_sizes(item: object, num_shares: int) -> list[int]:
-    """Return ``[batch size of one rank]`` for a loader; [] if the size is not known.
-
-    Args:
-        item: a loader, prepared or not. Any other object gives [].
-        num_shares: number of parts into which ranks divide each batch of an unprepared loader.
-    """
+    """Return ``[batch size of one rank]`` for a loader; [] if the size is not known."""
     if not isinstance(item, DataLoader):
         return []
     if isinstance(item, PreparedLoader):  # it is divided already
@@ -450,10 +416,6 @@ def _is_spread(model: Module, num_processes: int) -> bool:
     """Return whether a ``device_map`` of Transformers spreads a model over several devices.
 
     Such a model is not moved by ``prepare``.
-
-    Raises:
-        ConfigError: the model is spread, and there are several ranks, all of which would use the
-            same devices. The environment variable ``ACCELERATE_BYPASS_DEVICE_MAP=true`` allows it.
     """
     devices = set((getattr(uncompiled(model), "hf_device_map", None) or {}).values())
     if len(devices) < 2:

@@ -65,7 +65,6 @@ class Rescued:
         """Write all fields but ``models`` to a file that ``torch.load(weights_only=True)`` reads.
 
         Raises:
-            TypeError: a state dict holds an object of a class that is not safe to load.
             Exception: a state dict cannot be pickled, or the file cannot be written.
         """
         state = {
@@ -113,7 +112,6 @@ class TensorPiece:
     """One rank's piece of a sharded tensor.
 
     Attributes:
-        values: the piece.
         offset: index of the piece's first element in the full tensor, one number per dimension.
         shape: shape of the full tensor.
     """
@@ -138,8 +136,6 @@ class RankPart:
             sends them in full, inside the model or in its own ``weights``.
         optimizers: this rank's state dict of each optimizer, with a :class:`TensorPiece` for each
             sharded tensor; None for an optimizer whose states the notebook could not join.
-        schedulers: the state dict of each scheduler.
-        step: number of optimizer steps that this rank has made.
         dropped: why the optimizers' states are None, if the host has no memory for them.
     """
 
@@ -154,9 +150,6 @@ class RankPart:
         """Return the full training state, joined from the parts of all ranks, in the notebook.
 
         Call it on the part of rank 0. The result's ``missing`` names objects that cannot be joined.
-
-        Args:
-            others: the parts of the other ranks; empty if weights are not sharded.
         """
         parts = [self, *others]
         missing: list[str] = []
@@ -204,8 +197,6 @@ def parts_of(preparation: Preparation, num_steps: int, free: int) -> Iterator[Ra
     states, then everything. This rank makes a copy to send, and the notebook joins the copies.
 
     Args:
-        preparation: the objects that the newest ``Accelerator`` has prepared.
-        num_steps: number of optimizer steps so far.
         free: bytes of the host's memory that the copies may take.
     """
     strategy, known_models = preparation.plan.strategy, preparation.models
@@ -288,8 +279,6 @@ def _whole_model(
         model: rank 0's model: with its weights, a copy without weights, or None.
         own: the state dicts of all ranks, with pieces of tensors. The first entry is None if
             ``model`` has its weights.
-        name: the name of the model in messages.
-        missing: gets a line for each problem.
     """
     if model is not None and own[0] is None:  # it came with its weights
         return model, model.state_dict()
@@ -321,9 +310,6 @@ def _joined(parts: list[Any]) -> Any:
     The pieces of a tensor become the full tensor. Dictionaries become one dictionary with the keys
     of all ranks. Items of lists and tuples are joined one by one. Of any other value, the first
     rank's is taken.
-
-    Raises:
-        ValueError: pieces of a tensor are missing.
     """
     first = parts[0]
     if isinstance(first, TensorPiece):

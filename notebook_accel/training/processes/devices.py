@@ -61,16 +61,6 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
 
     The environment variable ACCELERATE_TORCH_DEVICE may name a device ("cpu", "cuda:1"), which all
     ranks of this machine then use. A name without an index ("cuda") only chooses the type.
-
-    Args:
-        cpu: whether to compute on the CPU even if there are accelerators.
-        local_rank: rank of this process on its machine.
-        shared: whether several ranks may use one device, since their backend allows it.
-
-    Raises:
-        ConfigError: this machine has several devices, but fewer than ranks, and ``shared`` is
-            False; or the environment variable names a device that does not exist. With one visible
-            device there is no error, as each rank may see only its own.
     """
     if cpu:
         return _HOST
@@ -103,11 +93,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
 
 
 def _named_device(accelerator: torch.device | None) -> torch.device | None:
-    """Return the device named by the variable ACCELERATE_TORCH_DEVICE; None if it is unset.
-
-    Raises:
-        ConfigError: this machine has no such device.
-    """
+    """Return the device named by the variable ACCELERATE_TORCH_DEVICE; None if it is unset."""
     text = environment.read("TORCH_DEVICE")
     if text is None:
         return None
@@ -184,12 +170,7 @@ class Inventory:
     """The accelerators that a process sees.
 
     Attributes:
-        kind: torch's device type of the accelerators; "cpu" if there are none.
-        names: name of each accelerator.
         memory: bytes of memory of each accelerator; 0 if unknown.
-        versions: version by name, of torch and of the accelerators' libraries such as CUDA.
-        problem: torch's warning why it finds no accelerator, such as an old driver; "" if torch
-            gave none.
     """
 
     kind: str
@@ -326,9 +307,6 @@ class EventClock:
     """Tells how long a device takes, by events among what is queued on its current stream.
 
     On the CPU, where work is done when the host goes on, events are times of the host.
-
-    Attributes:
-        is_host: whether they are.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -51,12 +51,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
 def memory_parts(
     device: torch.device, models: Iterable[Module], optimizers: Iterable[Optimizer]
 ) -> dict[str, int]:
-    """Return the bytes that parts of a training take of the device's memory, by name.
-
-    Args:
-        device: of this rank.
-        models, optimizers: what was prepared.
-    """
+    """Return the bytes that parts of a training take of the device's memory, by name."""
     weights = [weight for model in models for weight in model.parameters()]
     states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]
     parts = {

@@ -67,18 +67,7 @@ def open_process_group(
     backend: str,
     options: InitProcessGroupKwargs,
 ) -> None:
-    """Make torch's default process group; all ranks call it, and it waits until all have joined.
-
-    Args:
-        rank: rank of this process.
-        world_size: number of ranks on all machines.
-        local_world_size: number of ranks on this machine.
-        backend: torch's backend or backends, such as "gloo" or "cpu:gloo,cuda:nccl".
-        options: the user's settings: timeout and ``init_method``.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT, where the ranks connect, is needed and unset.
-    """
+    """Make torch's default process group; all ranks call it, and it waits until all have joined."""
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if options.timeout is not None:
         arguments["timeout"] = options.timeout
@@ -123,9 +112,6 @@ def _close_at_exit(pid: int) -> None:
 
     After an error the group is not destroyed: that would wait for collectives which other ranks may
     never join.
-
-    Args:
-        pid: the process that made the group. In a forked child the function does nothing.
     """
     if os.getpid() != pid:
         return
@@ -167,10 +153,8 @@ def _gloo_threads() -> list[dict[str, str]]:
 
 
 def _meets_here() -> bool:
-    """Return whether MASTER_ADDR is the loopback interface and no agent of torchrun serves a store.
-
-    Raises:
-        ConfigError: MASTER_ADDR is not set.
+    """Return whether MASTER_ADDR is the loopback interface and no agent of torchrun serves
+    a store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
@@ -200,11 +184,7 @@ def _use_loopback_interface() -> None:
 
 
 def _address() -> StorePort:
-    """Return the address at which rank 0 serves the store: the launcher's or MASTER_ADDR's.
-
-    Raises:
-        ConfigError: the launcher reserved none, and MASTER_ADDR or MASTER_PORT is not set.
-    """
+    """Return the address at which rank 0 serves the store: the launcher's or MASTER_ADDR's."""
     reserved = current().store_port
     if reserved is not None:
         return reserved

@@ -33,13 +33,7 @@ class _Wrapped(NamedTuple):
 
 
 def note_wrapped(model: Module, wrap_again: Callable[[Any], None]) -> None:
-    """Register a prepared model that has to be wrapped again in a new process group.
-
-    Args:
-        model: the wrapped model, such as a ``DistributedDataParallel``; it is not kept alive.
-        wrap_again: called as ``wrap_again(model)``, on all ranks together, when
-            :func:`renew_group` has made the new group. It has to wrap the model in place.
-    """
+    """Register a prepared model that has to be wrapped again in a new process group."""
     wrapped = current().shared.setdefault(_WRAPPED, [])
     wrapped.append(_Wrapped(weakref.ref(model), wrap_again))
 
@@ -59,9 +53,6 @@ def renew_group() -> list[str]:
     It also wraps the models of :func:`note_wrapped` again, unless models were sharded over a device
     mesh (:func:`note_mesh`): then the user has to prepare them again. If this rank has made no
     ``Accelerator`` or ``PartialState``, the lost group was the user's own, and is not replaced.
-
-    Returns:
-        lines to show to the user; an empty list if nothing has changed for the user's code.
     """
     if not is_established():
         return ["the process group of an earlier cell is gone: make it again where you need it"]

@@ -69,12 +69,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
     process group that was destroyed.
 
     Args:
-        cpu: whether to compute on the CPU even if there are accelerators.
         options: the user's settings of the process group; None for defaults.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT, where the ranks connect, is needed and unset; or
-            this machine has several devices, but fewer than ranks.
     """
     _read_mpi_environment(cpu=cpu)
     shared = current().shared
@@ -90,12 +85,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
 
 
 def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
-    """Return (number of ranks, number on this machine) without making a process group.
-
-    Args:
-        cpu: whether the user asked the ranks to compute on the CPU. If so, the environment
-            variables of ``mpirun`` are read too.
-    """
+    """Return (number of ranks, number on this machine) without making a process group."""
     _read_mpi_environment(cpu=cpu)
     found: Topology | None = current().shared.get(_KEY)
     if found is None or _is_stale(found):

@@ -25,9 +25,6 @@ def is_used() -> bool:
     """Return whether this rank computes on XLA: PJRT_DEVICE is set, or there is a TPU.
 
     In both cases torch_xla has to be the installed TPU library.
-
-    Raises:
-        ConfigError: PJRT_DEVICE is set, but the installed torch_xla does not work with this torch.
     """
     found = tpu.library()
     if found is None or found.name != "torch_xla":

@@ -59,12 +59,7 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        """Read the configuration.
-
-        Args:
-            config_file_or_dict: a dictionary, the path of a JSON file, or another
-                ``HfDeepSpeedConfig``.
-        """
+        """Read the configuration."""
         self.config: dict[str, Any] = _read(config_file_or_dict)
         # What ``fill`` put in the place of "auto".
         self._filled: dict[str, Any] = {}
@@ -294,9 +289,6 @@ class DeepSpeedPlugin(StrategyPlugin, DeepSpeedOptions):
 
         A field without a value takes the entry's, and an entry without a value takes the field's.
         If neither has one, the environment variable decides, else the default.
-
-        Raises:
-            ConfigError: a field and its entry have different values.
         """
         differing = []
         for name, option in _ENTRIES.items():

@@ -30,21 +30,15 @@ def read(name: str) -> str | None:
 
 
 def read_flag(name: str) -> bool:
-    """Return a setting as a bool; False if it is unset. ``name`` has no prefix, as in :func:`read`.
-
-    Raises:
-        ConfigError: its text means neither true nor false.
+    """Return a setting as a bool; False if it is unset. ``name`` has no prefix, as in
+    :func:`read`.
     """
     variable = _find(name)
     return variable is not None and parse_flag(variable, os.environ[variable])
 
 
 def read_count(name: str) -> int | None:
-    """Return a setting as a whole number; None if it is unset. ``name`` is as in :func:`read`.
-
-    Raises:
-        ConfigError: its text is no whole number of at least 1.
-    """
+    """Return a setting as a whole number; None if it is unset. ``name`` is as in :func:`read`."""
     variable = _find(name)
     if variable is None:
         return None
@@ -55,22 +49,13 @@ def read_count(name: str) -> int | None:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the value of the first variable whose text is a whole number of at least 0.
-
-    Args:
-        env_keys: complete names of the variables.
-        default: returned if there is no such variable.
-    """
+    """Return the value of the first variable whose text is a whole number of at least 0."""
     texts = (os.environ.get(name, "").strip() for name in env_keys)
     return next((int(text) for text in texts if text.isdecimal()), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return a variable as a bool, or the default if it is unset. ``key`` is its complete name.
-
-    Raises:
-        ConfigError: its text means neither true nor false.
-    """
+    """Return a variable as a bool, or the default if it is unset. ``key`` is its complete name."""
     return parse_flag(key, os.environ[key]) if key in os.environ else default
 
 

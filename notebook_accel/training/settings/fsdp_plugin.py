@@ -341,11 +341,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, FsdpOptions):
 
 
 def _member(kind: Any, given: Any, field: str) -> Any:
-    """Return the member of the enum ``kind`` that was given as a member, its number or its name.
-
-    Raises:
-        ConfigError: there is no such member; the message calls the value ``field``.
-    """
+    """Return the member of the enum ``kind`` that was given as a member, its number or its name."""
     if isinstance(given, kind):
         return given
     text = str(given).strip().upper()
@@ -368,11 +364,7 @@ _DTYPES["fp8"] = torch.bfloat16
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:
-    """Return the ``torch.dtype`` of a precision that was given as a dtype or by its name.
-
-    Raises:
-        ConfigError: FSDP has no such precision.
-    """
+    """Return the ``torch.dtype`` of a precision that was given as a dtype or by its name."""
     name = str(given).removeprefix("torch.")
     if name not in _DTYPES:
         raise ConfigError(
@@ -396,9 +388,6 @@ def _tell_transformers(*, reads_on_rank_0: bool) -> None:
     :meth:`FullyShardedDataParallelPlugin.resolve` restores them when the next ``Accelerator`` is
     made. That ``Accelerator`` reads ACCELERATE_USE_FSDP too, and would use FSDP although it was
     given no plugin.
-
-    Args:
-        reads_on_rank_0: whether only rank 0 reads a checkpoint.
     """
     known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
     if not reads_on_rank_0 and known[0] not in os.environ:

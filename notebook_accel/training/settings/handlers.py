@@ -417,16 +417,7 @@ class ProjectConfiguration:
 
 
 def as_steps(what: str, num_steps: Any, least: int = 1) -> int:
-    """Return a number of steps or batches as an int; integers of numpy are accepted.
-
-    Args:
-        what: what error messages call the number.
-        num_steps: the number.
-        least: the smallest number that is allowed.
-
-    Raises:
-        ConfigError: ``num_steps`` is no whole number, or below ``least``.
-    """
+    """Return a number of steps or batches as an int; integers of numpy are accepted."""
     number = as_index(num_steps)
     if number is None or number < least:
         raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least {least}")

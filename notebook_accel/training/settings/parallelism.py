@@ -347,11 +347,6 @@ def fit_sizes(
     Args:
         asked: the user's sizes; None if the user gave none.
         plugin: the user's FSDP plugin; None if there is none.
-        num_processes: number of ranks.
-        local_num_processes: number of ranks of this machine.
-
-    Raises:
-        ConfigError: the product of the sizes is neither 1 nor the number of ranks.
     """
     if plugin is not None and (asked is None or asked.data_parallel_size == 1):
         asked = asked or ParallelismConfig(dp_replicate_size=1, dp_shard_size=1)

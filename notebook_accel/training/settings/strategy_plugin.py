@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 
 class StrategyPlugin:
-    """Base class of the settings by which a user chooses a strategy (a kind of parallelism).
-
-    Attributes:
-        switch: name of an environment variable, without its prefix (``ACCELERATE_``). If the
-            variable is true and the user gave no plugin, a plugin with default values is used.
-        composes: whether ``Accelerator`` accepts other plugins together with this one.
-        divides_layers: whether a rank may hold only a part of a layer, which fp8 does not support.
-    """
+    """Base class of the settings by which a user chooses a strategy (a kind of parallelism)."""
 
     switch: ClassVar[str]
     composes: ClassVar[bool] = True
@@ -38,11 +31,7 @@ class StrategyPlugin:
         """Return the plugin that was given; else a default one if ``switch`` is true, else None.
 
         Args:
-            argument: name of the argument of ``Accelerator``, for error messages.
             given: value of that argument; None if the user gave none.
-
-        Raises:
-            ConfigError: an object of another class was given.
         """
         if given is None:
             return cls() if environment.read_flag(cls.switch) else None
@@ -56,14 +45,6 @@ class StrategyPlugin:
         """Raise if these settings cannot use this number of ranks; the base class accepts any.
 
         It is called before ranks connect, so that each rank fails and none waits for another.
-
-        Args:
-            plugins: all plugins in use, by the names of their arguments.
-            num_processes: number of ranks.
-            local_num_processes: number of ranks of this machine.
-
-        Raises:
-            ConfigError: the number of ranks does not fit the settings.
         """
 
     def resolve_precision(self, asked: str | None) -> str | None:

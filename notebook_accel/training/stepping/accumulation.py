@@ -42,26 +42,13 @@ class Accumulation:
     ``Accelerator`` has an object of this class.
 
     Args:
-        plugin: the settings, which are copied.
         device: the device of this rank; None for the CPU.
 
     Attributes:
-        plugin: the current settings.
-        sync_gradients: whether the current batch is the last of its window, so that a prepared
-            optimizer really steps and the ranks exchange gradients.
         step: number of batches that were counted since :meth:`reset`. With
             ``sync_with_dataloader=True`` the final batch of a loader sets it back to 0.
-        inside: whether an ``accumulate`` block is running.
-        optimizers: the prepared optimizers that step with these windows. They are told when the
-            last batch of a window begins and ends.
-        has_backward: whether ``Accelerator.backward`` was called since the newest real step.
-        is_stepping: whether one of these optimizers is stepping right now.
-        loaders: the loaders of this rank that are being iterated.
         trained_on: the loader that gave the batches of the newest real step; None before the first
             step.
-        random_states: the random states of torch and the device when the current window began.
-            Python's and numpy's are left out, since reading Python's takes as long as the forward
-            of a small layer.
     """
 
     def __init__(
@@ -193,8 +180,6 @@ class Window:
     optimizer step.)
 
     Args:
-        accumulation: the state of gradient accumulation.
-        models: the models, or sequences of models, that the block trains.
         sync: ``sync(model, False)`` returns a context in which the model's backward exchanges no
             gradients; with True the backward exchanges them.
     """
@@ -267,9 +252,6 @@ def resolve_plugin(
         plugin: the plugin that ``Accelerator`` was given, used if ``num_steps`` is None. If both
             are None, ACCELERATE_GRADIENT_ACCUMULATION_STEPS decides; if that is unset, gradients
             are not accumulated.
-
-    Raises:
-        ConfigError: the number of batches is no whole number of at least 1.
     """
     in_environment = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
     if num_steps is not None:

@@ -133,9 +133,6 @@ class ActiveLoaders:
     The active pass is the one that gave the newest batch, in nested loops the innermost. An
     iterator that was left early and is still referenced is no longer active once another loop reads
     a batch.
-
-    Attributes:
-        stack: the passes, the active one last.
     """
 
     def __init__(self) -> None:

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class Knob:
-    """A value that changes while a training goes on; ``accelerator.knob`` makes it.
-
-    Attributes:
-        name: its name.
-        value: its value now, of the type of the default.
-    """
+    """A value that changes while a training goes on; ``accelerator.knob`` makes it."""
 
     def __init__(
         self, made: wire.KnobMade, on_change: Callable[[wire.KnobValue], object] | None

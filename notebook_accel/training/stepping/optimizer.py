@@ -313,9 +313,7 @@ class UnpreparedWatch:
     still multiplied by the loss scale of fp16.
 
     Args:
-        accumulation: the state of gradient accumulation.
         scaling: the loss scaling of fp16; None without loss scaling.
-        models: the prepared models.
     """
 
     def __init__(

@@ -70,12 +70,7 @@ class NoTimer:
 
 
 class StepTimer(NoTimer):
-    """Measures the parts of this rank's training steps, and reports their sums.
-
-    Args:
-        context: the rank.
-        device: on which the rank computes.
-    """
+    """Measures the parts of this rank's training steps, and reports their sums."""
 
     def __init__(self, context: RankContext, device: torch.device) -> None:
         self._context = context

@@ -32,8 +32,6 @@ def join_uneven_inputs(
     ``Join``.
 
     Args:
-        joinables: prepared models and optimizers.
-        loaders: all prepared loaders.
         even_batches: whether the loaders, inside the block, repeat samples so that all ranks get
             equally many batches; None leaves the loaders as they are.
     """

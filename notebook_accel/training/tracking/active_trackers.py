@@ -19,18 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tracking:
-    """The trackers of one ``Accelerator``; all ranks have this object, only rank 0 starts it.
-
-    Args:
-        asked: the trackers of ``Accelerator(log_with=...)``: classes to make, or made objects.
-        project: the folders of the project.
-
-    Attributes:
-        asked: the argument ``asked``.
-        trackers: the trackers that ``Accelerator.log`` calls. The last one is a ``LiveTracker``,
-            which shows numbers in the notebook; the user's code may add more.
-        is_started: whether ``init_trackers`` was called.
-    """
+    """The trackers of one ``Accelerator``; all ranks have this object, only rank 0 starts it."""
 
     def __init__(
         self,
@@ -62,9 +51,7 @@ class Tracking:
         """Finish earlier trackers, then make and start those that ``log_with`` asks for.
 
         Args:
-            project_name: the first argument of each tracker class.
             config: settings of the training, which each tracker stores; None stores none.
-            init_kwargs: more arguments for the tracker classes, by the trackers' names.
         """
         self.finish()
         self._finished, self.is_started = [], True

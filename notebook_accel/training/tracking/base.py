@@ -71,9 +71,6 @@ class GeneralTracker:
 
         They are ``name``, ``requires_logging_directory`` and ``tracker``.
 
-        Args:
-            _blank: skip the check, as Accelerate's code does for ranks that do not track.
-
         Raises:
             NotImplementedError: one of the three attributes is missing.
         """
@@ -132,12 +129,6 @@ class LibraryTracker(GeneralTracker):
 
     The library is imported only when a run begins. A subclass also has the attribute by which
     Accelerate names its ``tracker``, such as ``writer``.
-
-    Attributes:
-        module: name of the library's module to import.
-        package: name of the library for ``pip install``.
-        run_name: the project's name.
-        init_kwargs: arguments for the library when the run begins.
     """
 
     module: ClassVar[str]
@@ -145,13 +136,7 @@ class LibraryTracker(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        """Store the arguments until ``start`` uses them.
-
-        Args:
-            run_name: the project's name.
-            **kwargs: arguments for the library when the run begins: this tracker's entry in the
-                ``init_kwargs`` of ``init_trackers``.
-        """
+        """Store the arguments until ``start`` uses them."""
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
@@ -224,10 +209,6 @@ def numbers_of(values: Mapping[str, Any], tracker: str = "") -> dict[str, float]
     """Return the numbers among ``values`` by flat names, as in :func:`flatten`.
 
     A value that is no number is left out, with a notice the first time for each name.
-
-    Args:
-        values: Python numbers, tensors and arrays of one number, or dictionaries of them.
-        tracker: name of the tracker, for the notice; "" for the live view in the notebook.
     """
     found: dict[str, float] = {}
     for name, value in flatten(values):

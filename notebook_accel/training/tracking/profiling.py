@@ -28,10 +28,6 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
     When the block ends, the trace is written to ``options.output_trace_dir`` (None: not written),
     and a table of the operators is displayed. The notebook shows the table of rank 0 below the
     cell; ``run.show(rank)`` shows that of another rank. In a plain script no table is displayed.
-
-    Args:
-        options: the settings of the profiler.
-        rank: this rank, for the names of the trace and the table.
     """
     with options.build() as running:
         yield running
@@ -58,12 +54,7 @@ class ProfileSummary:
     """Torch's table of the operators that took the most time, for display in a notebook.
 
     Args:
-        profiled: the profiler, which has ended.
-        rank: the rank that was profiled.
         path: path of the trace file; None if none was written.
-
-    Attributes:
-        text: the table, after a line with the rank and the path.
     """
 
     def __init__(self, profiled: profiler.profile, rank: int, path: Path | None) -> None:

@@ -29,12 +29,6 @@ def progress(
     """Return ``iterable`` with a progress bar that counts its items.
 
     Under our launcher each rank has its own bar in the notebook.
-
-    Args:
-        iterable: the items.
-        desc: name of the bar.
-        total: number of items, needed if ``iterable`` has no ``len()``.
-        is_shown: whether this rank shows a bar outside our launcher.
     """
     return auto.tqdm(iterable, desc=desc, total=total, disable=not (is_shown or current().launched))
 

@@ -28,12 +28,6 @@ class TensorBoardTracker(LibraryTracker):
     """Logs to TensorBoard by a ``SummaryWriter``.
 
     The writer is that of torch, or that of tensorboardX if the package tensorboard is missing.
-
-    Args:
-        run_name: name of the project.
-        logging_dir: folder in which each project has a folder for its files.
-        **kwargs: arguments for the ``SummaryWriter``: this tracker's entry in the ``init_kwargs``
-            of ``init_trackers``.
     """
 
     name = "tensorboard"
@@ -102,8 +96,6 @@ class TensorBoardTracker(LibraryTracker):
 
         Args:
             values: for each name a batch of images, as an array of 4 dimensions.
-            step: the training step.
-            **kwargs: for ``SummaryWriter.add_images``, such as ``dataformats="NHWC"``.
         """
         for name, images in values.items():
             self._run.add_images(name, images, global_step=step, **kwargs)
