@@ -205,11 +205,7 @@ class Checkpoints:
             self.numbering.remove_oldest()
 
     def wait(self) -> None:
-        """Wait until the saves that this rank took part in have ended.
-
-        Raises:
-            NotebookAccelError: the checkpoint could not be written.
-        """
+        """Wait until this rank's saves have ended; raise ``NotebookAccelError`` if one failed."""
         current().before_return.pop(self, None)
         self._end_background_save()
         unsettled, self._unsettled = self._unsettled, []
@@ -343,11 +339,7 @@ class Checkpoints:
         return Start()
 
     def _require_seen(self, found: Sequence[Path]) -> None:
-        """Raise on all ranks if some rank sees none of the checkpoints that rank 0 found.
-
-        Without this check, a machine that does not see rank 0's disk would begin anew while others
-        resume. All ranks call it.
-        """
+        """Raise on all ranks if some rank sees none of the checkpoints that rank 0 found."""
         is_unseen = bool(found) and not any(one.exists() for one in found)
         text = f"not seen on the machine of rank {self._plan.topology.process_index}"
         unseen = self._agree(text if is_unseen else None)
@@ -358,12 +350,7 @@ class Checkpoints:
             )
 
     def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
-        """Return the folder in which the numbering continues: ``root`` or its ``checkpoints``.
-
-        If both have numbered checkpoints, it is ``checkpoints``; if one of them has, it is that
-        one. If neither has, it is ``checkpoints`` if ``root`` is the project's folder with
-        automatic naming, and otherwise ``root``.
-        """
+        """Return the folder in which the numbering continues: ``root`` or its ``checkpoints``."""
         inner = root / "checkpoints"
         project = self._project
         numbers_itself = project.automatic_checkpoint_naming

@@ -64,11 +64,7 @@ class BackgroundSave:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the thread has ended, so that the checkpoint is complete at its final path.
-
-        Raises:
-            NotebookAccelError: the checkpoint could not be written.
-        """
+        """Wait until the checkpoint is complete; raise ``NotebookAccelError`` if it is not."""
         while self._thread.is_alive():  # in slices, so that an interrupt is heard
             self._thread.join(_SLICE_SECONDS)
         atexit.unregister(self._thread.join)
@@ -80,22 +76,14 @@ class BackgroundSave:
 
 
 class HostCopies:
-    """Copies states to the host, so that later training steps cannot change them.
-
-    Where there is an accelerator, the copies are in pinned memory, which is kept and used again for
-    the next save: pinning costs more than copying.
-    """
+    """Copies states to the host, into pinned memory that is used again: pinning is slow."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.UntypedStorage] = []
         self._copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     def copy(self, state: Any) -> Any:
-        """Return a copy of ``state`` with all tensors on the host.
-
-        Tensors that share memory share it in the copy too. The next call may overwrite the copy, so
-        the copy must be written to disk before that call.
-        """
+        """Return a copy on the host; the next call overwrites it, so write it to disk before."""
         self._copied = {}
         tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
         known: dict[int, Any] = {id(tensor): self._tensor(tensor) for tensor in tensors}

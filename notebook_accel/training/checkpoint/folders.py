@@ -68,11 +68,7 @@ def resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 class Numbering:
-    """Names, finds and removes numbered checkpoints (``checkpoint_0``, ``checkpoint_1``, ...).
-
-    Attributes:
-        parent: the folder of the numbered checkpoints; None takes it from ``project``.
-    """
+    """Names, finds and removes numbered checkpoints (``checkpoint_0``, ``checkpoint_1``, ...)."""
 
     def __init__(self, project: ProjectConfiguration) -> None:
         self.project = project

@@ -48,15 +48,8 @@ _NOTICE_SECONDS = 10.0
 
 
 class JointSave:
-    """One checkpoint save of all ranks, as one rank takes part in it.
-
-    Every rank makes a ``JointSave`` for each save, and calls ``meet``, ``open`` and ``finish`` in
-    this order, or ``fail`` after an error.
-
-    Attributes:
-        id: None, since no rank comes late to it (see ``RankZeroSave``).
-        folder: the :class:`StagedFolder` at ``staged``, on a rank that has made one; None on the
-            other ranks.
+    """One save of all ranks, as a rank takes part: ``meet``, ``open``, ``finish``; ``fail``
+    on an error.
     """
 
     id: str | None = None
@@ -81,11 +74,7 @@ class JointSave:
         return self.folder is not None
 
     def meet(self) -> None:
-        """Wait until every rank has called this for the same save.
-
-        Raises:
-            NotebookAccelError: not every rank came within an hour.
-        """
+        """Wait for every rank of the save, an hour at most."""
         self._say(f"came/{self._own}")
         came = [f"came/{rank}" for rank in range(self._here.num_processes)]
         is_told = current().launched
@@ -108,18 +97,7 @@ class JointSave:
         )
 
     def open(self, asked: Path | None, numbers: Numbering) -> None:
-        """Agree with the other ranks on the folder of the save; all ranks call it.
-
-        Rank 0 makes the folder. With ``each_machine``, the first rank of each machine that does not
-        see rank 0's folder makes another folder, with the same final path.
-
-        Args:
-            asked: the folder that the user named; None makes a numbered checkpoint.
-
-        Raises:
-            NotebookAccelError: this machine does not see rank 0's folder, and ``each_machine`` is
-                False; or another rank failed.
-        """
+        """Agree on the folder (None: a numbered one) of the save; all ranks call it."""
         here = self._here
         leader = self._own - here.local_process_index
         if self._own == 0:
@@ -143,10 +121,8 @@ class JointSave:
         self.final, self.staged = Path(final), Path(staged)
 
     def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
-        """Wait until all ranks have written and the checkpoint is at its final path; all call it.
-
-        Raises:
-            NotebookAccelError: another rank could not write its part.
+        """Wait until the checkpoint is at its final path, or raise if a rank failed; all
+        call it.
         """
         if self._own == 0:
             others = [f"wrote/{rank}" for rank in range(1, self._here.num_processes)]
@@ -168,11 +144,7 @@ class JointSave:
         self.folder.publish(is_ours=is_ours)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank could not write, and remove its staged folder.
-
-        Raises:
-            NotebookAccelError: another rank failed before, and ``error`` is a consequence of that.
-        """
+        """Tell the other ranks that this rank could not write, and remove its staged folder."""
         try:
             if error is self._heard:
                 return
@@ -189,10 +161,8 @@ class JointSave:
         self._store.set(key, json.dumps(value))
 
     def _hear(self, *keys: str) -> list[Any]:
-        """Wait until other ranks have stored values under all these keys, and return the values.
-
-        Raises:
-            NotebookAccelError: another rank failed, or the wait took an hour.
+        """Return the other ranks' values under these keys, or raise: one failed, or an hour
+        is over.
         """
         if not keys:
             return []

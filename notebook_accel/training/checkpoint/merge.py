@@ -77,11 +77,7 @@ def _find_parts(given: Path) -> Path:
 
 
 def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors in the folder of a sharded model, whole, by the names of the weights.
-
-    Values that are no tensors are left out, and the log names them. The prefix "model." that
-    Accelerate puts before each name is removed.
-    """
+    """Return a sharded model's tensors whole, by the weights' names; other values are logged."""
     # Imported here: torch's distributed checkpoints take 0.3 s.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

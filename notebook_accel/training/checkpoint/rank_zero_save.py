@@ -77,11 +77,7 @@ class RankZeroSave:
             self._store.set(f"here/{own}", "")
 
     def open(self, asked: Path | None, numbers: Numbering) -> None:
-        """Make the folder in which this rank writes.
-
-        Args:
-            asked: the folder that the user named; None makes a numbered checkpoint.
-        """
+        """Make the folder in which this rank writes; None makes a numbered one."""
         if asked is None and self._own:
             for _ in slices(_BEGIN_SECONDS):
                 if _final(self._of_rank_0):
@@ -99,11 +95,7 @@ class RankZeroSave:
         self.staged = self._folder.path
 
     def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
-        """Publish the checkpoint, or have this rank's files added to it.
-
-        Raises:
-            NotebookAccelError: the ranks do not see one disk; or rank 0 failed.
-        """
+        """Publish the checkpoint, or have this rank's files added to it."""
         if not self.writes:
             self._store.set(f"came/{self._own}", str(self.staged))
             self.look()
@@ -143,10 +135,8 @@ class RankZeroSave:
         return _final(self._store) is not None
 
     def look(self) -> bool:
-        """Return whether the save has ended, on a rank that does not publish; add files that came.
-
-        Raises:
-            NotebookAccelError: the checkpoint could not be written, or is on another disk.
+        """Return whether the save has ended, on a rank that does not publish; add files
+        that came.
         """
         if self._store.check(["failed"]):
             self._folder.discard()

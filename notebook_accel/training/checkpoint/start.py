@@ -49,11 +49,7 @@ class Start:
 
 
 def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, Any]:
-    """Return the place in the training as plain values, for a rank's file of random states.
-
-    Args:
-        loader: index of the prepared loader that ``start`` is about; None if there is no loader.
-    """
+    """Return the place in the training as plain values; ``loader`` is None without loaders."""
     known = {name: value for name, value in asdict(start).items() if name != "folder"}
     return {_KEY: {**known, "loader": loader, "steps": steps, _WRITTEN: time.time()}}
 
@@ -68,13 +64,7 @@ def has_save_id(folder: Path, save_id: str) -> bool:
 
 
 def read_progress(states: Mapping[str, Any] | None) -> tuple[Start, int | None, list[int]]:
-    """Return the start, loader index and optimizer steps that :func:`as_plain` was given.
-
-    For a checkpoint of another library, that is the start of the training, None and an empty list.
-
-    Args:
-        states: the content of a rank's file of random states; None if there is no file.
-    """
+    """Return what :func:`as_plain` was given; another library's file gives the start."""
     found: dict[str, Any] = (states or {}).get(_KEY, {})
     known = {field.name: found[field.name] for field in fields(Start) if field.name in found}
     return Start(**known), found.get("loader"), found.get("steps", [])

@@ -91,11 +91,7 @@ class TrainingProgress:
         return state_file(states, name, "random numbers and datasets")
 
     def _stands(self) -> dict[str, Any]:
-        """Return epoch, batch, steps and samples so far as plain values.
-
-        Epoch, batch and samples are those of the prepared loader whose batches the last optimizer
-        step used, or else of the first prepared loader.
-        """
+        """Return epoch, batch, steps and samples so far as plain values."""
         loaders = self._loaders()
         steps = [known.num_steps for known in self._prepared.optimizers]
         step = max(steps, default=0)
@@ -156,11 +152,7 @@ class TrainingProgress:
             yield numbered("loader", index, ".bin"), loader
 
     def load(self, folder: Path, options: dict[str, Any]) -> None:
-        """Restore random states, gradient accumulation, step counts and loader positions.
-
-        Raises:
-            NotebookAccelError: a file could not be read, or its random states could not be set.
-        """
+        """Restore random states, gradient accumulation, step counts and loader positions."""
         here = self._plan.topology
         own = read_random_states(folder, here.process_index, options)
         if own is None:

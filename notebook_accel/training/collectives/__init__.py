@@ -72,12 +72,7 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
 
 
 def set_debugging(asked: bool | None) -> None:
-    """Turn the comparison of collectives' arguments (debug mode) on or off; all ranks call it.
-
-    Args:
-        asked: True or False; None lets the environment decide, which is read again when a group is
-            next used.
-    """
+    """Turn debug mode on or off, or (None) let the environment decide; all ranks call it."""
     current().shared[ASKED] = asked
     _facts_of.clear()
 
@@ -182,11 +177,8 @@ def transport_device(device: torch.device, group: dist.ProcessGroup | None = Non
 def gather_ragged(
     tensors: Sequence[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Join the tensors of all ranks, which may differ in their number of rows; all ranks call it.
-
-    Args:
-        tensors: the same number of tensors on every rank, each with at least one dimension.
-        group: the ranks; None means all.
+    """Join the tensors of all ranks, which may differ in their number of rows; all ranks
+    call it.
     """
     if num_ranks(group) == 1:
         return list(tensors)
@@ -306,12 +298,7 @@ def broadcast_object_list(
 
 
 def scatter(buffers: Sequence[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
-    """Send each rank one of the buffers that rank 0 has, and return this rank's; all ranks call it.
-
-    Args:
-        buffers: on rank 0, one buffer of bytes on the host for each rank; None on the others.
-        num_bytes: length of each buffer, the same on all ranks.
-    """
+    """Send each rank one of rank 0's byte buffers (None on others); all ranks call it."""
     if not has_process_group():
         rows = torch.zeros((num_ranks(), num_bytes), dtype=torch.uint8, device="cpu")
         if buffers is not None:
@@ -332,12 +319,7 @@ def reduce(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Combine every tensor of a structure over the ranks, element by element; all ranks call it.
-
-    Args:
-        tensor: a tensor, or lists, tuples and mappings of tensors; the same shapes on all ranks.
-        group: the ranks; None means all.
-    """
+    """Combine every tensor of a structure over the ranks, element by element; all ranks call it."""
     if reduction == "none":
         return tensor
     if reduction not in _REDUCTIONS:

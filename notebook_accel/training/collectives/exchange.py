@@ -19,12 +19,8 @@ _KEY = "exchange without a process group"
 
 
 class Exchange:
-    """Collectives without a process group: here of a single rank; a subclass connects several.
-
-    All methods but ``store`` and ``show`` are collectives, which all ranks call.
-
-    Attributes:
-        backend: the value of ``PartialState.backend``; None for a single rank.
+    """Collectives without a process group: here of a single rank. All but ``store`` and
+    ``show`` wait.
     """
 
     rank = 0

@@ -97,11 +97,7 @@ def _refusal(func: Callable[..., Any], value: object) -> str:
 
 
 def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return ``values`` as a mapping of the type of ``like``.
-
-    If ``like`` is mutable and not a plain dict, the result is a copy of it with ``values`` set, so
-    that its attributes are kept.
-    """
+    """Return ``values`` as a mapping of the type, and with the attributes, of ``like``."""
     if type(like) is dict:
         return values
     if not isinstance(like, MutableMapping):

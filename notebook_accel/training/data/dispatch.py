@@ -193,13 +193,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class _Header(NamedTuple):
-    """What rank 0 broadcasts of a round before the tensors: the batches, without their tensors.
-
-    Attributes:
-        parts: the batch of each share of the data, with a :class:`_Slot` in place of each tensor.
-            None for the batch that rank 0 alone uses.
-        num_bytes: length of the buffer of tensors that each rank then receives. It is 0 if there
-            are no tensors; no buffer is then sent.
+    """A round without its tensors: ``parts`` with a :class:`_Slot` for each; no buffer if 0
+    bytes.
     """
 
     parts: list[RoundBatch | None]
@@ -218,11 +213,8 @@ class _Slot(NamedTuple):
 def _pack(
     divided: list[RoundBatch] | None, index_of_rank: Sequence[int]
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the pickled header of a round, and for each rank a buffer with its batch's tensors.
-
-    Args:
-        divided: the batches of the round, one for each share of the data; None at the end of the
-            pass, where the header is a pickled None.
+    """Return the pickled header and a buffer for each rank; ``divided`` is None at the
+    pass's end.
     """
     if divided is None:
         return pickle.dumps(None), []
@@ -242,10 +234,7 @@ def _pack(
 
 
 def _empty_slots(part: RoundBatch, held: list[tuple[_Slot, torch.Tensor]]) -> RoundBatch:
-    """Return ``part`` with a slot in place of each tensor.
-
-    Each slot and its tensor are appended to ``held``.
-    """
+    """Return ``part`` with slots in place of tensors; both are appended to ``held``."""
 
     def take_out(tensor: torch.Tensor) -> _Slot:
         start = held[-1][0].stop if held else 0
@@ -258,10 +247,7 @@ def _empty_slots(part: RoundBatch, held: list[tuple[_Slot, torch.Tensor]]) -> Ro
 
 
 def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:
-    """Return a buffer of ``num_bytes`` bytes in which each tensor of ``held`` lies in its slot.
-
-    The length is the same for all ranks, because a scatter needs that.
-    """
+    """Return a buffer with the tensors in their slots; a scatter needs one length on all ranks."""
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     for slot, tensor in held:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

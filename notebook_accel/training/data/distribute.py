@@ -154,11 +154,7 @@ def _replace_sampler(draft: DataLoader[Any], old: Sampler[Any], new: Sampler[Any
 
 
 def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
-    """Return the sampler ``outer`` with ``new`` in place of ``old``.
-
-    That is ``new`` itself if ``outer`` is ``old``; a copy of ``outer`` if it reads ``old``,
-    directly or through other samplers; and otherwise ``outer`` unchanged.
-    """
+    """Return ``outer``, or a copy of it that reads ``new`` in place of ``old``."""
     if outer is old:
         return new
     held = getattr(outer, "__dict__", {}).items()
@@ -188,10 +184,7 @@ def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
 
 
 def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:
-    """Return the generator from which the order of samples is drawn; None if there is none.
-
-    If the sampler's ``generator`` attribute is None, it is set to ``private``.
-    """
+    """Return the generator of the samples' order, ``private`` where it had none; or None."""
     if isinstance(draft.dataset, IterableDataset):
         found = getattr(draft.dataset, "generator", None)
         return found if isinstance(found, torch.Generator) else None
@@ -215,10 +208,7 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
 def _share_out(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
-    """Change ``draft``, in place, to read only this rank's share; return the adapted options.
-
-    A loader with a ``DistributedSampler``, which divides the data itself, is left unchanged.
-    """
+    """Change ``draft``, in place, to read only this rank's share; return the adapted options."""
     if isinstance(draft.dataset, IterableDataset):
         return _share_iterable(draft, options, config)
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):

@@ -99,10 +99,7 @@ def _holds_empty(data: Any) -> bool:
 
 
 def _cut_objects(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
-    """Return this rank's list of objects without those of repeated samples.
-
-    Anything but a list or plain tuple is returned unchanged.
-    """
+    """Return this rank's list of objects without those of repeated samples."""
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
     if position.short_round is None or not is_column:
         return data
@@ -121,11 +118,7 @@ def _gather_own_rows(data: Any, position: Position, group: dist.ProcessGroup | N
 
 
 def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:
-    """Return how many rows to keep, from the start, of a value that this rank computed.
-
-    The rows of repeated samples are dropped. All rows are kept if their number shows that they do
-    not stand for the samples of the batch.
-    """
+    """Return how many rows to keep: all, if their number does not stand for samples."""
     last, loader = position.short_round, position.loader
     # Where the last round has nothing for this rank, its loop still has the batch before, all of
     # whose rows count.

@@ -41,11 +41,7 @@ class _ShortRoundSample(NamedTuple):
 
 
 class ShortRoundCollate:
-    """The ``collate_fn`` of a prepared loader over a stream, around the user's own.
-
-    Samples of an incomplete last round (step of all ranks) become a :class:`RoundBatch`, which has
-    the sample counts of that round. Other samples are collated by the user's function alone.
-    """
+    """Wraps a ``collate_fn``: samples of an incomplete round become a :class:`RoundBatch`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate

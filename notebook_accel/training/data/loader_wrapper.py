@@ -64,11 +64,7 @@ def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def copied(loader: DataLoader[Any], kind: type[DataLoader[Any]] | None = None) -> DataLoader[Any]:
-    """Return a shallow copy of ``loader``, as an instance of ``kind`` or else of the same class.
-
-    It shares the dataset, the samplers and everything else with ``loader`` except worker processes,
-    of which it starts its own.
-    """
+    """Return a shallow copy of ``loader``, which starts worker processes of its own."""
     kind = kind or type(loader)
     new: DataLoader[Any] = kind.__new__(kind)
     vars(new).update(vars(loader), _iterator=None)

@@ -140,19 +140,7 @@ class PreparedLoader(LoaderWrapper):
         iteration: int,
         **options: Any,
     ) -> None:
-        """Initialise this loader from arguments like those of torch's ``DataLoader``.
-
-        The constructors of the subclasses call it, for code that makes a prepared loader by hand.
-        ``prepare`` uses :meth:`around` instead.
-
-        Args:
-            dataset: the dataset, as for torch's ``DataLoader``.
-            use_stateful: whether the loader inside is torchdata's ``StatefulDataLoader``.
-            arguments: further arguments of the loader inside.
-            torch_device_mesh: mesh of the ranks, if several of them hold one model together.
-            iteration: number of the epoch to begin with; 0 is the first.
-            **options: fields of :class:`LoaderOptions`.
-        """
+        """Initialise this loader from arguments like those of torch's ``DataLoader``."""
         if arguments.get("generator") is None:
             # Drawn, so that loaders made one after the other have orders of their own.
             seed = int(torch.empty((), dtype=torch.int64).random_())
@@ -291,10 +279,7 @@ class PreparedLoader(LoaderWrapper):
         return len(self.base_dataloader)
 
     def _count_total(self) -> int | None:
-        """Return the number of batches of this rank in a complete epoch, skipped ones included.
-
-        None if the number is unknown, as with most streams.
-        """
+        """Return this rank's batches in a complete epoch, skipped ones too; None if unknown."""
         # Torch warns of a stream that gives more batches than len() said, if somebody has asked for
         # its len(): that we asked must not count.
         noted = vars(self.base_dataloader)
@@ -308,11 +293,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _shard(self) -> Any:
-        """The part of this loader that may divide the samples among the ranks.
-
-        It is the dataset if that is an :class:`IterableDatasetShard`, otherwise the sampler, even
-        if that divides nothing.
-        """
+        """The part that may divide the samples: the dataset or the sampler."""
         is_ours = isinstance(self.dataset, IterableDatasetShard)  # a user's own knows nothing of it
         return self.dataset if is_ours else self._index.sampler
 
@@ -322,10 +303,7 @@ class PreparedLoader(LoaderWrapper):
 
     @property
     def _batches_a_step(self) -> int:
-        """Number of batches that are read for each batch that the loop gets.
-
-        It is more than 1 only where rank 0 reads whole batches for all ranks.
-        """
+        """Batches read for each that the loop gets: more than 1 where rank 0 reads for all."""
         return 1
 
     @property
@@ -395,13 +373,7 @@ class PreparedLoader(LoaderWrapper):
             timer.drop()
 
     def _begin_pass(self) -> tuple[Position, Iterator[Any], Callable[[Any], Any] | None]:
-        """Restore and synchronize random states, and begin to read; all ranks call it.
-
-        Returns:
-            The position of the new pass (run over the loader), the iterator over its batches, and a
-            function through which each batch goes right before the loop gets it (None: batches need
-            no change).
-        """
+        """Begin to read: return the position, its batches, and what each goes through (or None)."""
         # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
         # note the states, which a checkpoint of this pass keeps.
         start, restored = self._restore()
@@ -454,21 +426,13 @@ class PreparedLoader(LoaderWrapper):
         self._index.seed = seed if is_ours else None
 
     def _read(self, position: Position) -> Iterator[Any]:
-        """Return the batches of this rank from ``position`` on, as the dataset made them."""
+        """Return the batches from ``position`` on; ``at_start`` is called in a resumed epoch."""
         return self._read_from(position, position.num_given)
 
     def _read_from(
         self, position: Position, start: int, keeps_first: bool = False
     ) -> Iterator[Any]:
-        """Return the batches of the loader inside, from batch ``start`` of the epoch on.
-
-        Args:
-            position: the state of this pass, which has the saved states of the dataset.
-            start: number of the first batch to read. It differs from ``position.num_given`` where
-                rank 0 reads the batches of all ranks.
-            keeps_first: yield the first batch of the epoch too, ahead of batch ``start``, because
-                its samples are to fill up the last round.
-        """
+        """Return the batches from ``start`` on; ``at_start`` is called before the first."""
         base, index = self.base_dataloader, self._index
         keeps_states = self.use_stateful_dataloader and hasattr(self.dataset, "state_dict")
         is_counted = keeps_states or isinstance(self.dataset, IterableDataset)
@@ -505,11 +469,7 @@ class PreparedLoader(LoaderWrapper):
             yield batch
 
     def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
-        """Return the function through which each batch goes right before the loop gets it.
-
-        It moves the batch to the device and stores the sample counts of its round in ``position``.
-        None if batches stay where they are and come without sample counts.
-        """
+        """Return what each batch goes through before the loop gets it; None if nothing."""
         device, non_blocking = self._options.device, self._options.non_blocking
         move: Callable[[Any], Any] | None = None
         if device is not None and not devices.is_only_device(device):
@@ -533,10 +493,7 @@ class PreparedLoader(LoaderWrapper):
         return receive
 
     def _reach_end(self, position: Position) -> None:
-        """Store in ``position`` that no batch follows, and the sample counts of the last round.
-
-        It also sets the number of the next epoch. It is called before the loop gets the last batch.
-        """
+        """Store in ``position`` that no batch follows, before the loop gets the last one."""
         position.end_of_dataloader = True
         # What the sampler has found once it has no more.
         found = position.shard_pass or getattr(self._shard, "newest_pass", None)

@@ -31,17 +31,7 @@ _HOST = torch.device("cpu")
 
 
 class IndexSource:
-    """Wraps the sampler of a prepared loader and yields its indices from batch ``start`` on.
-
-    The prepared loader sets the attributes before each pass.
-
-    Attributes:
-        sampler: the wrapped sampler (of batches or of single indices).
-        start: number of the batch to begin with.
-        keeps_first: yield the first batch of the epoch too, ahead of batch ``start``.
-        seed: base of the seeds that worker processes set before each batch; None leaves their
-            random numbers alone.
-    """
+    """Wraps a prepared loader's sampler: yields indices from batch ``start`` on."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -68,13 +58,7 @@ class IndexSource:
 
 
 def skip(batches: Iterator[Any], number: int, keeps_first: bool = False) -> Iterator[Any]:
-    """Yield ``batches`` without the first ``number`` of them.
-
-    Args:
-        batches: the batches of an epoch, from its start.
-        number: how many are left out.
-        keeps_first: yield the very first batch all the same.
-    """
+    """Yield ``batches`` without the first ``number`` of them."""
     for position, batch in enumerate(itertools.islice(batches, number)):
         if keeps_first and not position:
             yield batch
@@ -82,11 +66,7 @@ def skip(batches: Iterator[Any], number: int, keeps_first: bool = False) -> Iter
 
 
 class _Seeding:
-    """Indices of a batch that seed the random numbers of the worker process that receives them.
-
-    Unpickling this object in the worker sets the seeds and gives the plain indices. The worker does
-    so right before it loads the batch.
-    """
+    """Indices of a batch that seed the random numbers of the worker process that receives them."""
 
     def __init__(self, indices: Any, seed: int) -> None:
         self.indices = indices
@@ -114,8 +94,6 @@ def replayed(
     """Return the batches of a pass; a resumed pass draws its order as the interrupted one did.
 
     Args:
-        make: returns the iterator over the batches.
-        position: the state of the pass; the random states at its start are kept in it.
         restored: the random states of the interrupted pass: "begin" from its start. None for a pass
             that begins anew.
     """

@@ -34,16 +34,7 @@ from notebook_accel.training.stepping.active_loaders import ShortRound
 
 @dataclass
 class RoundDivider:
-    """Divides the batches of one pass over a loader among the ranks, one round (step) at a time.
-
-    Rank 0 uses it. Ranks that hold one model together count as one rank here.
-
-    Attributes:
-        batch_size: number of samples per batch; None if unknown.
-        slice_fn: the user's function that cuts one rank's part out of a joined round, called with
-            the batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of
-            the slice.
-    """
+    """Divides a pass's batches among the ranks (those of one model count as one), on rank 0."""
 
     num_parts: int
     batches_a_round: int
@@ -79,10 +70,7 @@ class RoundDivider:
         return self._divide_evenly(joined, rows)
 
     def _has_several_rows_a_sample(self) -> bool:
-        """Return whether a batch of the pass had more rows than samples.
-
-        The collate function then makes several rows of a sample, which dividing could separate.
-        """
+        """Whether dividing a batch could separate the rows of a sample."""
         if self.batch_size is None:
             return False
         # In a pass that is resumed, the first batch of the epoch is in none of the rounds.
@@ -90,9 +78,8 @@ class RoundDivider:
         return self._most_rows > self.batch_size
 
     def _divide_evenly(self, joined: Any, rows: int) -> list[RoundBatch]:
-        """Return parts with the same number of rows, the last ones filled up with repeated samples.
-
-        ``joined`` is all batches of the round in one, and ``rows`` is its number of rows.
+        """Return parts with the same number of rows, the last ones filled up with repeated
+        samples.
         """
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
@@ -121,10 +108,7 @@ class RoundDivider:
         )
 
     def _keep_whole(self, batches: list[Any]) -> list[RoundBatch]:
-        """Return a whole batch for each rank.
-
-        Ranks for which the round has no batch left get the first batch of the pass again.
-        """
+        """Return a whole batch for each rank; the pass's first where none is left."""
         is_divided = self.slice_fn is not None or self.batches_a_round == 1
         if is_divided and self._has_several_rows_a_sample():
             setting = "slice_fn_for_dispatch" if self.slice_fn else "split_batches=True"
@@ -165,11 +149,7 @@ def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
 
 
 def count_rows(batch: Any) -> int | None:
-    """Return the number of rows of a batch; None if that is not clear.
-
-    It is the length of the first dimension of the batch's tensors, or of its list of objects. None
-    if the tensors differ in that length, or if the batch has neither.
-    """
+    """Return the rows of a batch's tensors or of its list; None if that is not clear."""
     size = find_batch_size(batch)
     if size is None:
         return len(batch) if _is_column(batch) else None

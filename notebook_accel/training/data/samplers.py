@@ -41,11 +41,7 @@ from notebook_accel.training.stepping.active_loaders import ShortRound
 
 
 class RoundBatch(NamedTuple):
-    """A batch together with facts about its round (the samples of all ranks at one step).
-
-    It is made where batches are read. The prepared loader takes the batch out before the loop gets
-    it.
-    """
+    """A batch together with facts about its round (the samples of all ranks at one step)."""
 
     batch: Any
     short_round: ShortRound | None
@@ -72,19 +68,13 @@ class ShardPass:
 
 
 def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
-    """Return ``round_`` filled up to ``size`` items with those of ``first_round``.
-
-    Items are samples or batches. Those of ``first_round`` are taken repeatedly if they are too few.
-    """
+    """Return ``round_`` filled up to ``size`` items with those of ``first_round``."""
     return round_ + list(itertools.islice(itertools.cycle(first_round), size - len(round_)))
 
 
 def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
-    """Return the number of samples that each rank gets per step from a loader of this batch size.
-
-    Args:
-        split_batches: True: each batch is divided over the ranks. False: each rank gets whole
-            batches.
+    """Return the number of samples that each rank gets per step from a loader of this batch
+    size.
     """
     if not split_batches:
         return batch_size
@@ -159,10 +149,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def _share(self) -> int:
-        """Number of samples that each rank gets in a round (step of all ranks).
-
-        It is 0 without a batch size, as for a user's own batch sampler, whose batches stay whole.
-        """
+        """Samples of a rank in a round; 0 for a user's own batch sampler."""
         # Computed at each use: a script may set num_processes and process_index afterwards.
         return share_of(self.batch_size or 0, self.num_processes, self.split_batches)
 
@@ -197,10 +184,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def _shares_samples(self) -> bool:
-        """Whether single samples are divided among the ranks, rather than whole batches.
-
-        The batches of a user's own batch sampler stay whole, because they may have a meaning.
-        """
+        """Whether samples are divided; a user's own batches stay whole."""
         return not has_own_batches(self.batch_sampler)
 
     @property
@@ -293,11 +277,7 @@ def _num_left_out(batch_sampler: Any) -> int:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """Return ``len(sized)``, or None if ``sized`` has no length or does not know it.
-
-    A ``__len__`` may exist and raise: a TypeError in torch's ``ChainDataset`` (the sum of two
-    streams), or a NotImplementedError in a user's stream.
-    """
+    """Return ``len(sized)``; None if it has none, or raises as torch's streams do."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -305,10 +285,7 @@ def length_or_none(sized: Any) -> int | None:
 
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that groups a loader's indices into batches; None without one.
-
-    It may have been passed as ``sampler=``, with ``batch_size=None``.
-    """
+    """Return the sampler that groups a loader's indices into batches; None without one."""
     own: Any = loader.sampler
     return own if isinstance(own, BatchSampler) else loader.batch_sampler
 

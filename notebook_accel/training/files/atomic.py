@@ -63,13 +63,7 @@ def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Run a block that writes files; if the disk is full, raise an error that says so.
-
-    torch and safetensors report a full disk with messages that do not mention it.
-
-    Raises:
-        NotebookAccelError: the block raised an error that means that the disk is full.
-    """
+    """Run a block that writes files; a full disk raises ``NotebookAccelError`` that says so."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

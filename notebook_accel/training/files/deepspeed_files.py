@@ -56,11 +56,7 @@ def is_in(folder: Path) -> bool:
 
 
 def check(folder: Path) -> None:
-    """Check that DeepSpeed's files can be unpickled without running harmful code.
-
-    Raises:
-        NotebookAccelError: a file is broken, or names a class or function not known to be safe.
-    """
+    """Raise ``NotebookAccelError`` if unpickling DeepSpeed's files could run harmful code."""
     for path in sorted((folder / FOLDER).glob("*.pt")):
         try:
             named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -76,13 +72,7 @@ def check(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """Return the whole weights of the model; no other rank is needed.
-
-    They are in float32 if DeepSpeed kept a float32 copy for its optimizer.
-
-    Raises:
-        NotebookAccelError: a file is broken or not safe; see :func:`check`.
-    """
+    """Return the model's whole weights, in float32 if DeepSpeed kept them so."""
     check(folder)
     if not is_installed("deepspeed"):
         raise ConfigError(

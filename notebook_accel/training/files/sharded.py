@@ -159,11 +159,7 @@ def read_model(
 
 
 def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
-    """Return a name for each weight of the models, the same on every rank.
-
-    It is the weight's name in its model; from the second model on, the model's index comes first
-    ("1.layer.bias").
-    """
+    """Return the weights' names, the same on every rank; the second model's begin with "1."."""
     return {
         weight: f"{index}.{name}" if index else name
         for index, model in enumerate(models)

@@ -62,11 +62,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
 def load_weights(
     folder: Path, index: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Read the weights that :func:`save_weights` wrote; None if there is no such file.
-
-    Raises:
-        NotebookAccelError: the file is empty or broken.
-    """
+    """Read what :func:`save_weights` wrote; None if there is no file."""
     safe = folder / numbered("model", index, ".safetensors")
     if safe.exists():
         try:
@@ -146,13 +142,7 @@ def save_model(
 
 
 def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe: bool) -> None:
-    """Write weights as one file, or as several files of a limited size with an index file.
-
-    A state with other values than tensors goes into torch files, as in a checkpoint.
-
-    Args:
-        limit: largest size of a file, in bytes. A single tensor may be larger.
-    """
+    """Write weights as one file, or as several of at most ``limit`` bytes with an index file."""
     others = {name: value for name, value in state.items() if not torch.is_tensor(value)}
     safe = safe and not others
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")

@@ -58,14 +58,7 @@ _NOTHING = (None, "no", "NO")
 
 @dataclass
 class Plan:
-    """The settings with which one ``Accelerator`` prepares its objects.
-
-    :func:`make_plan` makes it. Setters of the ``Accelerator`` change some fields later.
-
-    Attributes:
-        rng_types: names of the random states that ranks copy from rank 0 when an epoch begins;
-            None: only the state that draws the order of samples.
-    """
+    """The settings with which one ``Accelerator`` prepares its objects."""
 
     topology: topology.Topology
     strategy: Strategy

@@ -57,11 +57,7 @@ _HOST = torch.device("cpu")
 
 
 def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.device:
-    """Choose the device of this rank, make it the process's current device, and return it.
-
-    The environment variable ACCELERATE_TORCH_DEVICE may name a device ("cpu", "cuda:1"), which all
-    ranks of this machine then use. A name without an index ("cuda") only chooses the type.
-    """
+    """Choose the device of this rank, make it the process's current device, and return it."""
     if cpu:
         return _HOST
     for driver in map(import_module, _DRIVERS.values()):
@@ -124,20 +120,13 @@ def device_module(kind: str) -> Any:
 
 
 def connect(device: torch.device) -> Exchange | None:
-    """Connect this rank to the others by the library of its device type, if the type is XLA.
-
-    Returns:
-        the collectives of that library; None for other types, whose ranks use a process group.
-    """
+    """Connect this rank to the others by the library of its device type, if the type is XLA."""
     driver = _driver(device.type)
     return driver and driver.connect()  # type: ignore[no-any-return]
 
 
 def batch_boundary(device: torch.device) -> Callable[[], None] | None:
-    """Return the function that loaders call before they move a batch; None except for XLA.
-
-    It runs the operations that XLA has recorded so far.
-    """
+    """Return the function that loaders call before they move a batch; None except for XLA."""
     driver = _driver(device.type)
     return driver and driver.begin_batch  # type: ignore[no-any-return]
 
@@ -167,11 +156,7 @@ def _make_current(index: int) -> None:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The accelerators that a process sees.
-
-    Attributes:
-        memory: bytes of memory of each accelerator; 0 if unknown.
-    """
+    """The accelerators that a process sees; ``memory`` in bytes, 0 if unknown."""
 
     kind: str
     names: tuple[str, ...]
@@ -218,10 +203,7 @@ _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
 
 
 def default_backend(device: torch.device) -> str:
-    """Return torch's default backends for a process group whose ranks use this type of device.
-
-    CPU tensors always use gloo: for CUDA the text is "cpu:gloo,cuda:nccl".
-    """
+    """Return torch's backends for a device type; CPU tensors always use gloo."""
     own = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
@@ -256,10 +238,7 @@ def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
 
 
 def has_ring_attention(device: torch.device) -> bool:
-    """Return whether torch supports ring attention on a device: True, except for the CPU.
-
-    Ring attention needs kernels that return the log-sum-exp of the scores along with the result.
-    """
+    """Return whether torch supports ring attention on a device: True, except for the CPU."""
     return device.type != "cpu"
 
 
@@ -279,11 +258,7 @@ def cuda_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def memory_reader(device: torch.device) -> Callable[[], DeviceMemory | None] | None:
-    """Return a function that returns the memory that torch has allocated on the device.
-
-    The result is None, instead of a function, for the CPU and for device types that do not count
-    allocated bytes. The function returns None if the device's runtime does not tell the number.
-    """
+    """Return a function for the bytes allocated (or None); None where they are not counted."""
     module = None if device.type == "cpu" else device_module(device.type)
     if not hasattr(module, "memory_allocated"):
         return None
@@ -304,10 +279,7 @@ def memory_reader(device: torch.device) -> Callable[[], DeviceMemory | None] | N
 
 
 class EventClock:
-    """Tells how long a device takes, by events among what is queued on its current stream.
-
-    On the CPU, where work is done when the host goes on, events are times of the host.
-    """
+    """Tells how long a device takes, by events among what is queued on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_host = is_host(device) or device.type in _DRIVERS  # XLA has no events

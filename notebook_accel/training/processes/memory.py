@@ -195,11 +195,7 @@ def find_executable_batch_size(
 
 
 def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """Return a function that takes the batch size that failed, and returns the next batch size.
-
-    The function calls ``reduce`` with the size if ``reduce`` requires an argument, else without
-    arguments. If ``reduce`` is None, the function returns nine tenths of the size.
-    """
+    """Return a function from the failed batch size to the next; nine tenths without ``reduce``."""
     if reduce is None:
         return lambda size: size * 9 // 10
     try:

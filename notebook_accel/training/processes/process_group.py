@@ -121,11 +121,7 @@ def _close_at_exit(pid: int) -> None:
 
 
 def _wait_until_gloo_is_idle() -> None:
-    """Wait, 5 s at most, until no gloo thread has run for a while, so that none holds a tensor.
-
-    A thread that has just ended a collective needs Python's global lock (GIL) to free its tensor.
-    It wakes every 5 ms while it waits for the lock, and gets the lock while this function sleeps.
-    """
+    """Wait, 5 s at most, until no gloo thread has run for a while, so that none holds a tensor."""
     if too_old_torch((2, 11)):  # they have no names of their own there
         time.sleep(0.1)
     deadline = time.monotonic() + _SECONDS_UNTIL_IDLE
@@ -138,9 +134,8 @@ def _wait_until_gloo_is_idle() -> None:
 
 
 def _gloo_threads() -> list[dict[str, str]]:
-    """Return the scheduler state of each gloo thread, and how often it slept, from Linux's /proc.
-
-    Both are texts under the keys that /proc uses ("State", "voluntary_ctxt_switches").
+    """Return the scheduler state of each gloo thread, and how often it slept, from Linux's
+    /proc.
     """
     threads = []
     for status in Path("/proc/self/task").glob("*/status"):

@@ -21,10 +21,7 @@ _NUMPY_WORDS = 624  # of the state of its Mersenne twister
 
 
 def get_random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of Python, numpy, torch and the rank's device.
-
-    They are plain values and tensors, ready to be saved; :func:`set_random_states` restores them.
-    """
+    """Return the random states of Python, numpy, torch and the rank's device."""
     states = as_plain(note_random_states())
     return {**states, **note_torch_states(device)}
 
@@ -37,10 +34,7 @@ def note_torch_states(device: torch.device) -> dict[str, Any]:
 
 
 def note_random_states() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch's CPU, without that of the device.
-
-    To save the result in a file, convert it by :func:`as_plain`.
-    """
+    """Return the states without the device's, fast; :func:`as_plain` converts them for a file."""
     return {
         "random_state": random.getstate(),
         "numpy_random_seed": np.random.get_state(),

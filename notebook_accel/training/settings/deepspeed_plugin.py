@@ -154,11 +154,7 @@ class HfDeepSpeedConfig:
 
 
 def _entries(section: Mapping[str, Any], wanted: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of a section's entries, at any depth, whose value is ``wanted``.
-
-    ``prefix`` is put before each name. It is the section's dotted name with a dot at the end, or ""
-    for the whole configuration.
-    """
+    """Yield the dotted names of a section's entries, at any depth, whose value is ``wanted``."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _entries(value, wanted, f"{prefix}{name}.")

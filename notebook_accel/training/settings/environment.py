@@ -20,11 +20,7 @@ _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
 
 def read(name: str) -> str | None:
-    """Return the text of a setting; None if its variables are unset or empty.
-
-    ``name`` has no prefix: for "LOG_LEVEL" it reads NOTEBOOK_ACCEL_LOG_LEVEL, else
-    ACCELERATE_LOG_LEVEL.
-    """
+    """Return NOTEBOOK_ACCEL_``name``, else ACCELERATE_``name``; None if both are unset or empty."""
     found = _find(name)
     return None if found is None else os.environ[found].strip()
 

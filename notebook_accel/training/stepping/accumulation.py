@@ -36,20 +36,7 @@ _OPEN_WINDOW = (
 
 
 class Accumulation:
-    """State of gradient accumulation: its settings, and the position in the current window.
-
-    A window is the group of batches whose gradients are summed for one optimizer step. Each
-    ``Accelerator`` has an object of this class.
-
-    Args:
-        device: the device of this rank; None for the CPU.
-
-    Attributes:
-        step: number of batches that were counted since :meth:`reset`. With
-            ``sync_with_dataloader=True`` the final batch of a loader sets it back to 0.
-        trained_on: the loader that gave the batches of the newest real step; None before the first
-            step.
-    """
+    """Settings of gradient accumulation, and the place in the window: the batches of one step."""
 
     def __init__(
         self, plugin: GradientAccumulationPlugin, device: torch.device | None = None
@@ -83,11 +70,7 @@ class Accumulation:
         self.plugin.num_steps = value
 
     def note_step(self) -> None:
-        """Record that a prepared optimizer made a real step, and which loader gave its batches.
-
-        Checkpoints use this record: training can resume only at the start of a window, which is
-        right after a step.
-        """
+        """Record a real step and its loader: training resumes only right after a step."""
         self.note_random_states()
         self.has_backward = False
         stack = self.loaders.stack
@@ -124,10 +107,8 @@ class Accumulation:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def _count_block(self) -> bool:
-        """Count an ``accumulate`` block; return whether it is the last that the loader's end gets.
-
-        A loop may fetch all batches of a window before its blocks, or cut a batch into several
-        blocks: it is expected to go on as it began.
+        """Count an ``accumulate`` block; return whether it is the last that the loader's
+        end gets.
         """
         stack = self.loaders.stack
         if stack and stack[-1] is not self._pass:
@@ -234,11 +215,7 @@ def current_accumulation() -> Accumulation:
 
 
 def forget_accumulation() -> None:
-    """Forget the object that :func:`current_accumulation` returns.
-
-    Until an ``Accelerator`` is made, that function then returns a new ``Accumulation``, with
-    settings from the environment variables.
-    """
+    """Forget the object that :func:`current_accumulation` returns."""
     current().shared.pop(_CURRENT, None)
 
 

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class ShortRound(NamedTuple):
-    """The sample counts of a round that has, or may have, fewer samples than a full one.
-
-    A round is one batch on each rank. This object describes the final round of an iteration over a
-    loader, or an earlier round in which some ranks get fewer samples.
-    """
+    """The sample counts of a round (a batch on each rank) that may have fewer than a full one."""
 
     num_samples: int
     """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
@@ -107,11 +103,7 @@ class Position:
 
 @dataclass(eq=False)
 class LoaderProgress:
-    """Epoch and position of a prepared loader.
-
-    A loader that ``skip_first_batches`` makes from another loader shares that loader's object, so
-    that both have the same epoch and position.
-    """
+    """Epoch and position of a prepared loader, shared with what skips its first batches."""
 
     iteration: int = 0
     """Number of the epoch."""

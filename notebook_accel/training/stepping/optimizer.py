@@ -307,13 +307,8 @@ def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
 
 
 class UnpreparedWatch:
-    """Warns once when an optimizer steps a prepared model's weights, but was not prepared itself.
-
-    Such a step uses gradients that are incomplete (inside an accumulation window), or that are
-    still multiplied by the loss scale of fp16.
-
-    Args:
-        scaling: the loss scaling of fp16; None without loss scaling.
+    """Warns once when an optimizer steps a prepared model's weights, but was not prepared
+    itself.
     """
 
     def __init__(
@@ -334,11 +329,7 @@ class UnpreparedWatch:
         self._known.add(optimizer)
 
     def start(self, owner: object) -> None:
-        """Watch the steps of all optimizers of this process as long as ``owner`` lives.
-
-        If neither gradient accumulation nor loss scaling is in use, nothing is watched, since an
-        unprepared optimizer then steps correctly.
-        """
+        """Watch the steps of all optimizers of this process as long as ``owner`` lives."""
         if self._started or (self.scaling is None and self._accumulation.num_steps == 1):
             return
         self._started = True

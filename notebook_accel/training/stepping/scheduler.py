@@ -138,11 +138,7 @@ class AcceleratedScheduler:
             self._watch_the_end()
 
     def _watch_the_end(self) -> None:
-        """Warn once if the learning rate is 0 after two moves in a row: the schedule is too short.
-
-        A rate of 0 after one move only is no reason to warn, since a schedule of the right length
-        may also end at 0.
-        """
+        """Warn once if the rate is 0 after two moves; 0 after one may be the end."""
         highest = max(float(rate) for rate in self.scheduler.get_last_lr())
         self._peak = max(self._peak, highest)
         if highest > _NOTHING * self._peak:

@@ -58,11 +58,7 @@ class NoTimer:
         """Note that the loader has read a batch."""
 
     def backward(self, loss: torch.Tensor | None = None) -> AbstractContextManager[None]:
-        """Return the context manager in which a strategy runs backward.
-
-        Args:
-            loss: what backward begins at; None if a library keeps it to itself.
-        """
+        """Return the context manager in which a strategy runs backward."""
         return _UNTIMED
 
     def end_step(self) -> None:
