@@ -78,10 +78,7 @@ def examine() -> list[Finding]:
 
 
 def as_lines(findings: Iterable[Finding]) -> list[str]:
-    """Return one string for each finding: a sign (✓, ! or ✗), the subject and what was found.
-
-    If the finding has a remedy, the string has a second line with the remedy.
-    """
+    """Return one string for each finding: a sign (✓, ! or ✗), the subject and what was found."""
     return [
         f"{SIGNS[each.level]} {each.subject}: {each.found}"
         + (f"\n    to do: {each.remedy}" if each.remedy else "")

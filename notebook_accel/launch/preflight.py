@@ -127,11 +127,7 @@ def check_port(config: LaunchConfig) -> None:
 
 
 def check_fits(config: LaunchConfig, machine: Machine) -> None:
-    """Raise an error if the settings choose devices or a number of ranks that ``machine`` lacks.
-
-    A launch would raise the same error. The settings form and the command line call this function
-    before a launch; it starts no process.
-    """
+    """Raise an error if the settings choose devices or a number of ranks that ``machine`` lacks."""
     wanted, chosen = config.num_processes, config.devices
     if isinstance(chosen, tuple) and not machine.error and max(chosen) >= len(machine.devices):
         there = ", ".join(str(device.index) for device in machine.devices)

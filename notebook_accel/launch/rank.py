@@ -43,12 +43,7 @@ _LOOK_SECONDS = 0.005
 
 
 class StorePort(NamedTuple):
-    """Address of the ``TCPStore`` of a run's process groups, reserved before any rank began.
-
-    Attributes:
-        listener: the bound socket on which rank 0 serves the store; None on other ranks, and on
-            rank 0 if no socket was bound.
-    """
+    """Address of the ``TCPStore`` of a run's process groups, reserved before any rank began."""
 
     host: str
     port: int
@@ -245,10 +240,7 @@ class RankContext:
         """Set which training is saved if the run is stopped; a no-op in this base class."""
 
     def note_group(self) -> None:
-        """Record that the rank has joined a process group; a no-op in this base class.
-
-        The rank reports it at the end of the call.
-        """
+        """Record that the rank has joined a process group; a no-op in this base class."""
 
 
 class LaunchedContext(RankContext):

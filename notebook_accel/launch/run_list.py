@@ -137,10 +137,7 @@ def expression_to_attach(run_id: str) -> str:
 
 
 def find_run(run_id: str, *, view: Callable[[], CallView] = PlainView) -> Run:
-    """Return the run of this id: from the list, or from disk if another process launched it.
-
-    It is the function behind ``notebook_accel.find_run``.
-    """
+    """Return the run of this id: from the list, or from disk if another process launched it."""
     here = next((run for run in runs() if run.id == run_id), None)
     return here or read_run(run_id, view=view)
 

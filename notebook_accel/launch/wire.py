@@ -44,10 +44,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base class of all messages, with the fields that every message carries.
 
     Attributes:
+        run: id of the run that started the rank processes; in a session, of the session.
         call: number of the call that the message is about, from 1 on; 0 for a message about the
             rank processes.
         monotonic: the sender's ``time.monotonic()``, seconds.
         wall: the sender's ``time.time()``, seconds.
+        from_rank: whether a rank may send messages of this class at any time. During a call it may
+            also send ``Returned`` or ``Raised``; its agent drops messages of other classes.
     """
 
     from_rank: ClassVar[bool] = False
@@ -112,14 +115,7 @@ class Metric(Message, frozen=True, kw_only=True):
 
 
 class Bar(Message, frozen=True, kw_only=True):
-    """From a rank: the state of one progress bar.
-
-    Attributes:
-        n, total: items done, and items in all; ``total`` is None if unknown.
-        rate: items per second; None if unknown.
-        elapsed: seconds since the bar was opened.
-        closed: whether the bar has ended.
-    """
+    """From a rank: the state of one progress bar."""
 
     from_rank: ClassVar[bool] = True
 
@@ -135,11 +131,7 @@ class Bar(Message, frozen=True, kw_only=True):
 
 
 class Displayed(Message, frozen=True, kw_only=True):
-    """From a rank: rich output that it displayed, such as a figure.
-
-    Attributes:
-        display_id: id by which the rank may replace the output later; "" if it may not.
-    """
+    """From a rank: rich output that it displayed, such as a figure."""
 
     from_rank: ClassVar[bool] = True
 
@@ -225,10 +217,7 @@ class Raised(Message, frozen=True, kw_only=True):
 
 
 class AgentReady(Message, frozen=True, kw_only=True):
-    """From an agent: it has started its rank processes; ``pids`` maps each rank to its pid.
-
-    The agent sends it again if a rank moves to another process.
-    """
+    """From an agent: it has started its rank processes; ``pids`` maps each rank to its pid."""
 
     pids: dict[int, int]
 
@@ -252,19 +241,13 @@ class PortReserved(Message, frozen=True, kw_only=True):
 
 
 class LogOpened(Message, frozen=True, kw_only=True):
-    """From an agent on another machine: it will send a rank's output as the stream ``stream``.
-
-    The bytes of the output follow in :class:`Data` messages.
-    """
+    """From an agent on another machine: it will send a rank's output as the stream ``stream``."""
 
     stream: int
 
 
 class RankFailed(Message, frozen=True, kw_only=True):
-    """From an agent: one of its ranks failed in the call.
-
-    The kernel passes the message on to the other agents, which then end the call on their ranks.
-    """
+    """From an agent: one of its ranks failed in the call."""
 
 
 class KnobMade(Message, frozen=True, kw_only=True):
@@ -428,17 +411,11 @@ class BeginCall(Message, frozen=True, kw_only=True):
 
 
 class MasterSocket(Message, frozen=True, kw_only=True):
-    """From an agent to rank 0: the socket bound to MASTER_PORT, on which the rank serves stores.
-
-    The socket comes along as a file descriptor, before the first call with this port.
-    """
+    """From an agent to rank 0: the socket bound to MASTER_PORT, on which the rank serves stores."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """Request to an agent and its ranks: end the rank processes after their current call.
-
-    The kernel sends no call after it.
-    """
+    """Request to an agent and its ranks: end the rank processes after their current call."""
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -485,10 +462,7 @@ class DumpStacks(Message, frozen=True, kw_only=True):
 
 
 class Detach(Message, frozen=True, kw_only=True):
-    """Request to a keeper, from the kernel that started it: launch this detached run.
-
-    A descriptor comes along if the buffers of ``payload`` are not inline.
-    """
+    """Request to a keeper, from the kernel that started it: launch this detached run."""
 
     request: bytes
     payload: Packet
@@ -522,10 +496,7 @@ class TemplateReady(Message, frozen=True, kw_only=True):
 
 
 class ForkAgent(Message, frozen=True, kw_only=True):
-    """Request to the template: fork an agent.
-
-    A descriptor comes along: the agent's end of the channel between kernel and agent.
-    """
+    """Request to the template: fork an agent."""
 
     secret: bytes
     is_prepared: bool = False
@@ -715,22 +686,14 @@ class EndMachineAgent(Message, frozen=True, kw_only=True):
 
 
 class MachineAgentStarted(Message, frozen=True, kw_only=True):
-    """Answer to ``StartMachineAgent``: an agent was started, or could not be.
-
-    Attributes:
-        error: why no agent was started; "" if one was.
-    """
+    """Answer to ``StartMachineAgent``: an agent was started, or could not be."""
 
     directory: str = ""
     error: str = ""
 
 
 class MachineAgentEnded(Message, frozen=True, kw_only=True):
-    """From a machine that joined: its agent has ended.
-
-    Attributes:
-        traceback: traceback of the exception that ended the agent; "" if no exception did.
-    """
+    """From a machine that joined: its agent has ended."""
 
     how: str
     traceback: str = ""

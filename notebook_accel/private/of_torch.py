@@ -50,6 +50,9 @@ def replace_stash(wrap: Callable[[Any], Any]) -> bool:
 
     Without the replacement, a rank on the CPU that drops its model after its process group may
     hang.
+
+    Returns:
+        whether the function was replaced; False if this torch lacks the name.
     """
     return _replace(sys.modules["torch"]._C, "_stash_obj_in_tls", wrap)
 
@@ -60,6 +63,10 @@ def replace_group_maker(wrap: Callable[[Any], Any]) -> bool:
     Without the replacement, the sockets of a group are not known, so that a rank that waits in a
     collective cannot be freed. A rank that destroys a group right after it was made may also break
     the group of a rank that is still connecting.
+
+    Returns:
+        whether the function was replaced; False if this torch lacks the name, or has other
+        parameters.
     """
     module = sys.modules["torch.distributed.distributed_c10d"]
     return _replace(module, "_new_process_group_helper", wrap, ("group_size", "group_rank"))
@@ -70,6 +77,10 @@ def replace_store_maker(wrap: Callable[[Any], Any]) -> bool:
 
     Without the replacement, a function that destroys its group and makes another may fail or hang:
     a rank can connect to the first group's server, which is about to close.
+
+    Returns:
+        whether the function was replaced; False if this torch lacks the name, or has other
+        parameters.
     """
     module = sys.modules["torch.distributed.rendezvous"]
     expected = ("hostname", "port", "rank", "world_size", "timeout")
@@ -81,6 +92,9 @@ def replace_store_parameters(wrap: Callable[[Any], Any], expected: tuple[str, ..
 
     Without the replacement, a store that a function opens at MASTER_PORT listens on all network
     interfaces.
+
+    Returns:
+        whether the method was replaced; False if this torch has other parameters.
     """
     store = sys.modules["torch.distributed"].TCPStore
     # It is made in C++: its text says what it takes.
@@ -109,6 +123,9 @@ def forget_half_made_groups() -> bool:
 
     Torch names groups by this count (``_world.group_count``). If one rank failed to make a group,
     the counts differ. The ranks would then wait for ever, each for a group of another name.
+
+    Returns:
+        False if this torch has no such count; else True.
     """
     module: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not hasattr(getattr(module, "_world", None), "group_count"):

@@ -132,11 +132,7 @@ def main(
     kernel: int,
     first: tuple[wire.Message, list[int]],
 ) -> None:
-    """Run the agent of one run in this process, until all its ranks have ended.
-
-    Raises:
-        ProtocolError: the first message is not ``Launch``.
-    """
+    """Run the agent of one run in this process, until all its ranks have ended."""
     # A rank that was just forked, and has no handlers yet, inherits this.
     for number in (signal.SIGINT, worker.STACKS_SIGNAL, WAKE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
@@ -155,10 +151,7 @@ def main(
 
 
 class Agent:
-    """Supervises the rank processes of one run on this machine, and the call that they are in.
-
-    :func:`main` makes one per agent process and runs its event loop, :meth:`serve`.
-    """
+    """Supervises the rank processes of one run on this machine, and the call that they are in."""
 
     def __init__(self, channel: Channel, kernel: int, launch: wire.Launch) -> None:
         self._channel = channel

@@ -30,11 +30,7 @@ _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
-    """Make the :class:`Gauges` that reads the use of a new rank's process and of its device.
-
-    Args:
-        pid: of the rank's process; never None for a started process.
-    """
+    """Make the :class:`Gauges` that reads the use of a new rank's process and of its device."""
     assert pid is not None
     environment = {**launch.environment, **spec.environment}
     if environment.get("ACCELERATE_USE_CPU") == "true":
@@ -88,12 +84,7 @@ class Gauges:
     def __init__(
         self, pid: int, *, nvidia: str | None = None, is_pci_order: bool = False, name: str = ""
     ) -> None:
-        """Set up the gauges; the first values come with :meth:`read`.
-
-        Args:
-            nvidia: CUDA's name of the device: its index among all devices of the machine, or its
-                UUID; None if the process has no NVIDIA device.
-        """
+        """Set up the gauges; the first values come with :meth:`read`."""
         self.device = name
         self.memory: int | None = None
         self.cpu: int | None = None

@@ -51,10 +51,7 @@ BROKEN = (
 
 
 class Process(Protocol):
-    """Interface of a rank's process, as the agent uses it to wait for its end.
-
-    Implemented by the processes of ``multiprocessing`` and by those of ``spawning.py`` (TPUs).
-    """
+    """Interface of a rank's process, as the agent uses it to wait for its end."""
 
     @property
     def pid(self) -> int | None: ...
@@ -246,11 +243,7 @@ class RankProcess:
     # ---- look ------------------------------------------------------------------------------
 
     def observe(self, now: float) -> Iterator[wire.Message]:
-        """Yield messages for the kernel: new output, changed counters, requested stack traces.
-
-        The agent calls it at each turn of its loop; output is read ten times a second at most,
-        counters five times. It also retries what :meth:`send` could not write.
-        """
+        """Yield messages for the kernel: new output, changed counters, requested stack traces."""
         if self.channel.num_pending:
             self._flush()
         if now >= self._next_output:
@@ -263,10 +256,7 @@ class RankProcess:
             yield from self._new_stacks(now)
 
     def last_messages(self) -> Iterator[wire.Message]:
-        """Yield the last messages about a rank whose process has ended: output and counters.
-
-        If stack traces were asked for and have not come, a text that says why takes their place.
-        """
+        """Yield the last messages about a rank whose process has ended: output and counters."""
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
         if self._stacks_asked is not None:

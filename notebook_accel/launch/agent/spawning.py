@@ -48,13 +48,7 @@ _MODULES = "NOTEBOOK_ACCEL_XLA_MODULES"
 
 
 def start_ranks(shared: Iterable[Shared], unneeded: Sequence[int]) -> list[RankProcess]:
-    """Start the leader process, which starts the processes of the ranks by ``xmp.spawn``.
-
-    Called in the agent.
-
-    Args:
-        unneeded: the agent's own descriptors, which the leader inherits and closes.
-    """
+    """Start the leader process, which starts the processes of the ranks by ``xmp.spawn``."""
     shared = list(shared)
     heard, told = os.pipe()
     ours = [one.ours.fileno() for one in shared]
@@ -196,10 +190,7 @@ def _check_world(number: int) -> None:
 
 
 def _serve_failing(error: Exception) -> None:
-    """Serve all ranks as threads of the leader, since ``xmp.spawn`` failed with ``error``.
-
-    Each call of each rank raises ``error``, so that the user sees it like any other error.
-    """
+    """Serve all ranks as threads of the leader, since ``xmp.spawn`` failed with ``error``."""
 
     def fail() -> None:
         raise error

@@ -38,10 +38,7 @@ class AgentEnd:
 
     @classmethod
     def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
-        """Return the ``AgentEnd`` of an agent that is killed since the kernel's own code failed.
-
-        Also logs ``error`` as a warning.
-        """
+        """Return the ``AgentEnd`` of an agent that is killed since the kernel's own code failed."""
         _log.warning("run %s cannot be conducted", run, exc_info=error)
         how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
         return cls(how, "".join(traceback.format_exception(error)))

@@ -87,10 +87,7 @@ _MAX_REASON = 200
 
 
 class CallView(Protocol):
-    """The methods of a view, the live panel or terminal output of a run, that its call uses.
-
-    ``View`` in ``view/__init__.py`` says when each method is called.
-    """
+    """The methods of a view, the live panel or terminal output of a run, that its call uses."""
 
     is_shown: bool
 
@@ -106,11 +103,7 @@ class CallView(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class NewCall:
-    """What the launcher prepares for a call before it starts ranks or sends anything.
-
-    Attributes:
-        state: the state at the start: status "starting", with no process for any rank yet.
-    """
+    """What the launcher prepares for a call before it starts ranks or sends anything."""
 
     state: RunState
     config: LaunchConfig
@@ -540,10 +533,7 @@ class RankCall(Call):
             self._view_state()
 
     def _heed_others(self) -> None:
-        """Stop or kill the call if another process has asked for it in the run's folder.
-
-        ``notebook-accel stop`` leaves such a request.
-        """
+        """Stop or kill the call if another process has asked for it in the run's folder."""
         how, _, seconds = self.folder.take_stop().partition(" ")
         if how == "kill":
             self.kill()

@@ -149,10 +149,7 @@ def _at(stack: RankStack, begun: wire.Collective, labels: Mapping[str, str]) -> 
 def text_of_difference(
     found: Difference, stacks: Sequence[RankStack], labels: Mapping[str, str]
 ) -> str:
-    """Return where ranks differ as one sentence.
-
-    Example: ``Collective 5 is all_reduce of [3] on rank 0; rank 1 has come to 4``.
-    """
+    """Return where ranks differ as one sentence."""
     alike: dict[tuple[str, str], list[int]] = {}
     by_rank = {stack.rank: stack for stack in stacks}
     for rank, begun in found.begun.items():
@@ -244,6 +241,7 @@ def find_hang(
     Returns:
         The hang; None if no rank waits or is suspended. Also None if all ranks wait in the same
         collective at the same line, and have been silent for less than 30 seconds: the network may
+        be slow.
     """
     held = suspended or {}
     waiting: dict[tuple[str, str], list[int]] = {}

@@ -44,11 +44,7 @@ _ANSWER_SECONDS = 4.0
 
 
 class HangWatch:
-    """Adds to a call's state which ranks are quiet, and which hang in a collective.
-
-    The call (``RankCall``) passes its newest state to :meth:`look` five times a second, in the
-    pool's thread.
-    """
+    """Adds to a call's state which ranks are quiet, and which hang in a collective."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels

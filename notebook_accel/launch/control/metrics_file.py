@@ -78,10 +78,7 @@ class MetricReader:
 
 
 class MetricTail(MetricReader):
-    """Follows the metrics of a running run that another process writes.
-
-    A kernel that attaches to a detached run uses it.
-    """
+    """Follows the metrics of a running run that another process writes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -43,11 +43,7 @@ def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Axes]:
-    """Draw each metric in axes of its own, with one line for each rank; return the axes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw each metric in axes of its own, with one line for each rank; return the axes."""
     curves = metric_curves(metrics)
     drawn = _axes(curves, names, of="this run", caller="run.plot()")
     for name, axis in drawn:
@@ -61,13 +57,7 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
 def plot_together(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]
 ) -> list[Axes]:
-    """Draw each metric of several runs in axes of its own; return the axes.
-
-    Each of the axes has one line per rank and run; all lines of a run have the same colour.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw each metric of several runs in axes of its own; return the axes."""
     curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
     known = dict.fromkeys(name for found in curves.values() for name in found)
     drawn = _axes(known, names, of="these runs", caller="compare()")

@@ -165,14 +165,7 @@ class RankPool:
     # ---- calls -----------------------------------------------------------------------------
 
     def send_call(self, call: RunningCall, message: wire.BeginCall, fds: Sequence[int]) -> None:
-        """Send a call to all ranks; the pool's thread then passes their messages to ``call``.
-
-        Args:
-            call: the call, whose methods ``take`` and ``tick`` the pool's thread calls.
-
-        Raises:
-            OSError: this process may open no more file descriptors; nothing was sent.
-        """
+        """Send a call to all ranks; the pool's thread then passes their messages to ``call``."""
         with held(), self._lock:
             self.check_free()
             self._num_calls += 1

@@ -174,11 +174,7 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check(self) -> None:
-        """Raise an error if the folder was deleted; the error says why that may have happened.
-
-        Raises:
-            FileNotFoundError: the folder was deleted.
-        """
+        """Raise an error if the folder was deleted; the error says why that may have happened."""
         if not self.path.is_dir():
             raise FileNotFoundError(
                 f"run {self.id} was deleted from disk, its logs and metrics with it: {self.path} "
@@ -188,19 +184,13 @@ class RunFolder:
             )
 
     def make_logs(self, world_size: int) -> None:
-        """Create an empty log file for each rank in this folder of a session.
-
-        The folders of the session's calls link to these files (:meth:`link_logs`).
-        """
+        """Create an empty log file for each rank in this folder of a session."""
         with making_files(self.path), held():
             for rank in range(world_size):
                 log_path(self.path, rank).touch(mode=0o600)
 
     def link_logs(self, session: RunFolder, world_size: int) -> None:
-        """Link the log files of a session into this folder, which belongs to one of its calls.
-
-        All calls of a session share the log files of its ranks.
-        """
+        """Link the log files of a session into this folder, which belongs to one of its calls."""
         for rank in range(world_size):
             source, target = log_path(session.path, rank), log_path(self.path, rank)
             try:

@@ -58,11 +58,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class BarState(Progress):
-    """A progress bar as the state keeps it, with fields that only views need.
-
-    Attributes:
-        closed: whether the bar was closed.
-    """
+    """A progress bar as the state keeps it, with fields that only views need."""
 
     bar: int
     unit: str
@@ -73,11 +69,7 @@ class BarState(Progress):
 
 @dataclass(frozen=True, kw_only=True)
 class Display:
-    """One rich output that a rank displayed, such as a figure or a table.
-
-    Attributes:
-        display_id: IPython's id, by which the rank may update the output later; "" if it has none.
-    """
+    """One rich output that a rank displayed, such as a figure or a table."""
 
     number: int
     data: dict[str, str]

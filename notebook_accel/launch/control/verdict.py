@@ -61,10 +61,7 @@ _HOLDS_MEMORY = re.compile(r"\bProcess (\d+) has \S+ \S+ memory in use")
 
 
 def hint_lines(rank: RankState) -> list[str]:
-    """Return advice on a rank's failure as lines of the error message; [] if none fits.
-
-    Each piece of advice is preceded by an empty line.
-    """
+    """Return advice on a rank's failure as lines of the error message; [] if none fits."""
     texts = [hint(rank) for hint in _HINTS]
     return [line for text in texts if text for line in ("", text)]
 
@@ -122,12 +119,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The outcome of a run.
-
-    Attributes:
-        status: "succeeded", "failed" or "stopped".
-        failure: why the run failed; None if it did not fail.
-    """
+    """The outcome of a run."""
 
     status: str
     failure: Failure | None = None

@@ -95,18 +95,12 @@ class Engine(ABC):
         return
 
     def check_here(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
-        """Raise an error if this machine cannot run a launch with these settings.
-
-        Starts nothing. The default accepts all settings.
-        """
+        """Raise an error if this machine cannot run a launch with these settings."""
         return
 
     @abstractmethod
     def plan_ranks(self, request: LaunchRequest) -> RankPlan:
-        """Decide how many ranks the launch has, and which agents start them; return the plan.
-
-        Engines with several machines wait here until the machines have joined.
-        """
+        """Decide how many ranks the launch has, and which agents start them; return the plan."""
 
     def num_awaited(self, config: LaunchConfig) -> int:
         """Return how many ranks are expected if ``plan_ranks`` waits for machines, else 0."""
@@ -141,8 +135,5 @@ class Engine(ABC):
         )
 
     def close(self, outcome: str = "failed") -> None:
-        """Release what was needed to start ranks, such as connected machines.
-
-        Called once a run has ended, and where a launch fails. The default has nothing to release.
-        """
+        """Release what was needed to start ranks, such as connected machines."""
         return

@@ -70,10 +70,7 @@ class InlineEngine(Engine):
 
 
 class InlineCall(Call):
-    """A call in the notebook's own process.
-
-    The call runs in the thread that launches it, and has ended when the launch returns.
-    """
+    """A call in the notebook's own process."""
 
     metrics: MetricStore
 

@@ -85,11 +85,7 @@ _VARIABLES: dict[str, Callable[[Mapping[str, str], int], dict[str, str]]] = {
 
 
 class AgentEngine(Engine):
-    """Base class of engines whose ranks are started by agents.
-
-    An agent is a helper process that starts and watches the ranks of one machine of the run. A
-    subclass implements ``plan_ranks`` and ``start_agents``.
-    """
+    """Base class of engines whose ranks are started by agents."""
 
     keeps_ranks = True
     start_method: ClassVar[str] = "fork"
@@ -167,10 +163,7 @@ class AgentEngine(Engine):
 
     @abstractmethod
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """Start the agents of the plan, and return a connection to each, in the plan's order.
-
-        The agents start no ranks yet: each waits for the message ``wire.Launch``.
-        """
+        """Start the agents of the plan, and return a connection to each, in the plan's order."""
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
         """Return the plan of the ranks with which a failed run is restarted (``max_restarts``)."""
@@ -344,10 +337,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _end(source: Template, pid: int, run: str) -> None:
-    """Kill an agent and all processes that it started, and remove its temporary files.
-
-    It works even if both the agent and the template are stuck.
-    """
+    """Kill an agent and all processes that it started, and remove its temporary files."""
     # Of one that has ended, the number may be that of another process by now.
     if source.exit_of(pid, timeout=0.0) is None:
         processes.kill_tree([pid])

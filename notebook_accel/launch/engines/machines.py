@@ -368,10 +368,7 @@ def _plain(name: str) -> str:
 
 
 class MachinesEngine(AgentEngine):
-    """Base class of engines with ranks on other machines, which join the run over the network.
-
-    An instance serves one launch or session.
-    """
+    """Base class of engines with ranks on other machines, which join the run over the network."""
 
     def __init__(self) -> None:
         self._server: MachineServer | None = None
@@ -387,10 +384,7 @@ class MachinesEngine(AgentEngine):
         """Return the plan of ranks on these machines, which become the machines of the run."""
 
     def plan_again(self, request: LaunchRequest) -> RankPlan:
-        """Return the plan of the ranks of a restart, on the machines that are still connected.
-
-        For a run without other machines it is a new plan for this machine.
-        """
+        """Return the plan of the ranks of a restart, on the machines that are still connected."""
         if self._server is None:
             return super().plan_again(request)
         machines = [machine for machine in self._server.machines if machine.is_open]

@@ -46,11 +46,7 @@ _SAY_SECONDS = 1.0
 
 
 class RayEngine(MachinesEngine):
-    """Engine with ranks on the nodes of a Ray cluster (``engine="ray"``).
-
-    It uses the cluster that ray is connected to. If ray is connected to none, ``ray.init()`` finds
-    a cluster, or starts one on this machine.
-    """
+    """Engine with ranks on the nodes of a Ray cluster (``engine="ray"``)."""
 
     description = "engine='ray', whose ranks are on the nodes of a Ray cluster"
 

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 class XlaEngine(LocalEngine):
-    """Engine with ranks on this machine's TPU, started by torch_xla (``engine="xla"``).
-
-    ``xmp.spawn`` starts one rank for each device or, with ``num_processes=1``, a single rank.
-    """
+    """Engine with ranks on this machine's TPU, started by torch_xla (``engine="xla"``)."""
 
     description = "engine='xla', whose ranks are on this machine's TPU"
     start_method = "xla"

@@ -169,10 +169,7 @@ def cannot_travel(
 
 
 def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchError:
-    """Return the error for a notebook variable that could not be pickled for a session.
-
-    ``error`` is the exception that pickling the variable raised.
-    """
+    """Return the error for a notebook variable that could not be pickled for a session."""
     culprit = _find_culprit([(name, value, "")], CallPickler) or Culprit(name, value, "", error)
     advice = "make it in a cell of the session"
     return LaunchError(culprit.sentence(" cannot travel to the session", advice))

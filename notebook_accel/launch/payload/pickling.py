@@ -84,10 +84,7 @@ _REMEDIES = {
 
 
 class Refused(Exception):  # noqa: N818 (never seen by a user; a fact, not an error)
-    """Raised by a pickler for an object that would be useless in another process.
-
-    The exception's text says what to do instead; ``culprits.py`` puts it into the user's error.
-    """
+    """Raised by a pickler for an object that would be useless in another process."""
 
 
 def remedy_of(kind: type) -> str | None:
@@ -112,11 +109,7 @@ def rebuild_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> 
 
 
 def rebuild_compiled(compile_in: Callable[[Any], Any], function: Any) -> Any:
-    """Apply ``torch.compile`` to a function again (used by unpickling).
-
-    ``compile_in`` is the context that torch made for the function; it holds the backend and the
-    options.
-    """
+    """Apply ``torch.compile`` to a function again (used by unpickling)."""
     return compile_in(function)
 
 
@@ -330,11 +323,7 @@ def _as_usual(_value: Any) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Base of the picklers to and from ranks.
-
-    Attributes:
-        moved: (device, number of bytes) of each storage that was copied to the CPU to be pickled.
-    """
+    """Base of the picklers to and from ranks."""
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
 
@@ -608,21 +597,14 @@ class SessionPickler(CallPickler):
 
 
 def used_globals(function: types.FunctionType) -> dict[str, Any]:
-    """Return the globals that are pickled with a function, by name.
-
-    The dictionary is empty if the function is importable and so pickled by reference.
-    """
+    """Return the globals that are pickled with a function, by name."""
     pickler = CallPickler(Discard())
     pickler.reducer_override(function)
     return pickler.used[0][1] if pickler.used else {}
 
 
 class ResultPickler(_Pickler):
-    """Pickles a result or an exception in a rank, for the notebook.
-
-    Args:
-        buffer_callback: takes the memory of tensors and arrays; None puts it into the pickle.
-    """
+    """Pickles a result or an exception in a rank, for the notebook."""
 
     def __init__(
         self,

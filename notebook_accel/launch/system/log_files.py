@@ -24,19 +24,12 @@ def log_path(log_dir: str | Path, rank: int) -> Path:
 
 
 def open_log(log_dir: str | Path, rank: int) -> int:
-    """Return a descriptor for appending to a rank's log file; make the file if it is missing.
-
-    The caller closes the descriptor.
-    """
+    """Return a descriptor for appending to a rank's log file; make the file if it is missing."""
     # O_APPEND: all processes below the rank write to it, and none may overwrite another's lines.
     return own_file(log_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def open_to_read(log_dir: str | Path, rank: int) -> IO[bytes]:
-    """Open a rank's log file.
-
-    Raises:
-        OSError: there is no such file, or it is another user's.
-    """
+    """Open a rank's log file."""
     # Resolved: a call of a session may have a link (RunFolder.link_logs).
     return open(log_path(log_dir, rank).resolve(), "rb", opener=own_file)

@@ -35,9 +35,6 @@ def is_readable(
 
     Args:
         seconds: how long to wait; 0 does not wait, None waits without a limit.
-
-    Returns:
-        True if there is something to read, the other end was closed, or (with ``or_writable``)
     """
     poll = select.poll()
     poll.register(source, select.POLLIN | (select.POLLOUT if or_writable else 0))
@@ -155,10 +152,7 @@ def describe_exit(exitcode: int | None, number: int | None = None) -> str:
 
 
 def reset_signals() -> None:
-    """Set signal handlers and the signal mask to Python's defaults, in a process just forked.
-
-    A fork inherits the handlers and the mask of its parent.
-    """
+    """Set signal handlers and the signal mask to Python's defaults, in a process just forked."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

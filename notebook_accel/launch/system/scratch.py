@@ -34,10 +34,7 @@ _SHARED = Path("/dev/shm")
 
 
 def use(run: str) -> None:
-    """Give this process, an agent of ``run``, its own scratch folder and prefix for names.
-
-    Processes that the agent forks inherit both.
-    """
+    """Give this process, an agent of ``run``, its own scratch folder and prefix for names."""
     agent = os.getpid()
     # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
     config = of_python.process_settings()

@@ -105,17 +105,11 @@ _BOOT = (
 
 
 class UnresponsiveTemplateError(LaunchError):
-    """Raised if the template did not answer in time, or sent nonsense; it has been killed.
-
-    A second try starts a new template, which may answer (:func:`ask_template` does that).
-    """
+    """Raised if the template did not answer in time, or sent nonsense; it has been killed."""
 
 
 class Template:
-    """The kernel's handle of a template process. Safe to use from several threads.
-
-    :func:`template` makes it. Code that needs an agent or a count of devices calls its methods.
-    """
+    """The kernel's handle of a template process. Safe to use from several threads."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start the template process, without waiting until it has imported its modules."""
@@ -163,11 +157,7 @@ class Template:
         return self._channel is not None or is_readable(self._socket)
 
     def wait_until_ready(self) -> None:
-        """Wait until the process has imported all that it preloads.
-
-        Raises:
-            UnresponsiveTemplateError: it was not ready in time, and was killed.
-        """
+        """Wait until the process has imported all that it preloads."""
         with self._lock:
             self._ready()
 
@@ -178,11 +168,7 @@ class Template:
         self._flush_imports()
 
     def imports(self) -> wire.Imports:
-        """Return how far the imports are.
-
-        Raises:
-            UnresponsiveTemplateError: it did not answer in time, and was killed.
-        """
+        """Return how far the imports are."""
         while True:
             is_told = self._flush_imports()
             request = wire.AskImports(run=uuid4().hex)
@@ -435,10 +421,7 @@ def ask_template(environment: Mapping[str, str], question: Callable[[Template], 
 
 
 def close() -> None:
-    """Close the current template, if any: its process ends once its agents have ended.
-
-    The next launch starts a new one.
-    """
+    """Close the current template, if any: its process ends once its agents have ended."""
     global _current
     if _current is not None:
         _current[1].close()

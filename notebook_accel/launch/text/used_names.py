@@ -42,10 +42,7 @@ def is_history(name: str) -> bool:
 
 
 def without_watcher(text: str) -> str:
-    """Return the source of a cell without a first line such as ``%%time``.
-
-    Such magics run the rest of the cell unchanged.
-    """
+    """Return the source of a cell without a first line such as ``%%time``."""
     return _WATCHER.sub("", text)
 
 

@@ -78,10 +78,7 @@ _loop_lock = threading.Lock()
 
 
 def in_background() -> asyncio.AbstractEventLoop:
-    """Return the asyncio loop that serves all connections, in a background thread.
-
-    The first call starts that thread.
-    """
+    """Return the asyncio loop that serves all connections, in a background thread."""
     global _loop
     with held(), _loop_lock:
         if _loop is None:
@@ -119,13 +116,7 @@ def await_from_thread(work: Coroutine[Any, Any, T], timeout: float | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """The credentials by which a joining machine and the notebook authenticate each other.
-
-    ``str(token)`` is the text that the user copies.
-
-    Attributes:
-        secret: random bytes that the machine sends to be admitted.
-    """
+    """The credentials by which a joining machine and the notebook authenticate each other."""
 
     secret: bytes
     fingerprint: bytes
@@ -156,10 +147,7 @@ class Token:
 
 
 def server_context() -> tuple[ssl.SSLContext, bytes]:
-    """Return a TLS context for the notebook, and its certificate's SHA-256 fingerprint.
-
-    The certificate is new and self-signed.
-    """
+    """Return a TLS context for the notebook, and its certificate's SHA-256 fingerprint."""
     try:
         pem, der = _new_certificate()
     except ImportError:

@@ -235,10 +235,7 @@ class RankRow(ctypes.Structure):
 
 
 class Scoreboard:
-    """Shared memory with a row of counters for each rank of one agent, and the asked action.
-
-    The agent makes it before it forks its ranks, which inherit the memory.
-    """
+    """Shared memory with a row of counters for each rank of one agent, and the asked action."""
 
     def __init__(self, num_ranks: int, *, has_others: bool = False) -> None:
         self.num_ranks = num_ranks
@@ -305,10 +302,7 @@ class Scoreboard:
         return Passed(**highest, reads_should_stop=any(row.reads for row in rows))
 
     def act_at(self, point: Point) -> None:
-        """Tell the ranks where to act; those that wait go on as far as ``point``.
-
-        Called by the agent.
-        """
+        """Tell the ranks where to act; those that wait go on as far as ``point``."""
         for index, count in enumerate(astuple(point), _AT_BATCHES):
             self._view[index] = _NEVER if count is None else count
 
@@ -336,10 +330,7 @@ class Scoreboard:
         return passed if waits or came == passed else None
 
     def num_done(self, number: int) -> int | None:
-        """Return how many ranks have done the action; None while a rank in the call has not.
-
-        Called by the agent.
-        """
+        """Return how many ranks have done the action; None while a rank in the call has not."""
         rows = [self.row(rank) for rank in range(self.num_ranks)]
         if any(row.done < number and not row.call_over for row in rows):
             return None

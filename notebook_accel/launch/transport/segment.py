@@ -38,7 +38,7 @@ def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
     """Convert a pickled value into a packet (a field for a message) and descriptors.
 
     Returns:
-        packet, else that of its memory segment. The caller closes them once the message is sent.
+        The packet, and the descriptor of its segment if it is large, which the caller closes.
 
     Raises:
         OSError: the machine is out of memory or of descriptors.
@@ -95,14 +95,7 @@ def _seals() -> int:
 
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Lay out buffers one after the other in a segment, each aligned to 64 bytes.
-
-    Args:
-        sizes: of the buffers, in bytes.
-
-    Returns:
-        The offset of each buffer, and the size of the segment, in bytes.
-    """
+    """Lay out buffers one after the other in a segment, each aligned to 64 bytes."""
     offsets = []
     end = 0
     for size in sizes:

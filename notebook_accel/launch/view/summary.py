@@ -46,10 +46,7 @@ def elapsed(state: RunState, now: float) -> float:
 
 
 def num_ranks(state: RunState) -> str:
-    """Return the number of ranks as text, ``1 rank`` or ``2 ranks``.
-
-    For a call of a session that was meant for some ranks only, it is ``rank 1 of 2``, for example.
-    """
+    """Return the number of ranks as text, ``1 rank`` or ``2 ranks``."""
     asked = [rank.rank for rank in state.ranks if rank.is_asked]
     if len(asked) < state.world_size:
         return f"{wording.rank_list(asked)} of {state.world_size}"
@@ -147,10 +144,7 @@ def hidden_ranks(
     shown: Iterable[RankState],
     status_of: Callable[[RankState], str] = condition,
 ) -> str:
-    """Return a line about the ranks without a row; "" if all ranks have a row.
-
-    For example ``… and 96 more: 93 running, 3 failed``.
-    """
+    """Return a line about the ranks without a row; "" if all ranks have a row."""
     with_row = {rank.rank for rank in shown}
     hidden = Counter(status_of(rank) for rank in ranks if rank.rank not in with_row)
     if not hidden:

@@ -139,11 +139,7 @@ class Inherited:
 
 
 def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
-    """Run this forked process as a rank until there are no more calls, then exit the process.
-
-    Args:
-        unneeded: inherited descriptors of the agent and of other ranks, to be closed.
-    """
+    """Run this forked process as a rank until there are no more calls, then exit the process."""
     processes.die_with_parent(inherited.agent_pid)
     # A rank adopts its orphaned descendants. The agent would else, and would kill them at the end
     # of any rank.
@@ -165,10 +161,7 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
 
 
 class Worker:
-    """Runs one rank: gets it ready, serves its calls and reports how each ended.
-
-    For a rank that has its process for itself; ``HostedRank`` is for ranks that are threads.
-    """
+    """Runs one rank: gets it ready, serves its calls and reports how each ended."""
 
     def __init__(self, inherited: Inherited, interrupts: Interrupts) -> None:
         launch = inherited.launch

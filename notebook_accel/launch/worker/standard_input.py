@@ -25,10 +25,7 @@ _AT_BREAKPOINT = (
 
 
 class BreakpointError(RuntimeError):
-    """Raised in a rank by ``breakpoint()``, since no person can use a debugger there.
-
-    It ends the call; its message says how to debug instead.
-    """
+    """Raised in a rank by ``breakpoint()``, since no person can use a debugger there."""
 
 
 class _NoInput(io.TextIOBase):

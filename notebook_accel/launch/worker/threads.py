@@ -44,10 +44,7 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """A process whose threads are ranks; made in its main thread before any rank starts.
-
-    ``agent/spawning.py`` makes one per process and calls :meth:`serve` in each rank's thread.
-    """
+    """A process whose threads are ranks; made in its main thread before any rank starts."""
 
     def __init__(self, parent: int) -> None:
         processes.die_with_parent(parent)
@@ -78,10 +75,7 @@ class Host:
         self._exit_code = max(self._exit_code, hosted.serve())
 
     def finish(self) -> int:
-        """Clean up the process (``exiting.finish``); return the highest exit code of its ranks.
-
-        Called in the main thread once :meth:`serve` has returned for all ranks of this process.
-        """
+        """Clean up the process (``exiting.finish``); return the highest exit code of its ranks."""
         if self._ranks:
             exiting.finish(self._exit_code, self._ranks[0].context.notice)
         return self._exit_code
@@ -197,10 +191,7 @@ class _RankStreams:
         self._of_rank: dict[int, io.TextIOWrapper] = {}
 
     def add(self, number: int, fd: int) -> None:
-        """Have what the Python code of rank ``number`` prints written to the descriptor ``fd``.
-
-        The descriptor has to stay open.
-        """
+        """Have what the Python code of rank ``number`` prints written to the descriptor ``fd``."""
         file = open(fd, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
         self._of_rank[number] = io.TextIOWrapper(
             file, "utf-8", errors="replace", line_buffering=True
