@@ -48,8 +48,9 @@ _NOTICE_SECONDS = 10.0
 
 
 class JointSave:
-    """One save of all ranks, as a rank takes part: ``meet``, ``open``, ``finish``; ``fail``
-    on an error.
+    """One save of all ranks, as a rank takes part: ``meet``, ``open``, ``finish``.
+
+    ``fail`` on an error.
     """
 
     id: str | None = None
@@ -121,8 +122,9 @@ class JointSave:
         self.final, self.staged = Path(final), Path(staged)
 
     def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
-        """Wait until the checkpoint is at its final path, or raise if a rank failed; all
-        call it.
+        """Wait until the checkpoint is at its final path, or raise if a rank failed.
+
+        All call it.
         """
         if self._own == 0:
             others = [f"wrote/{rank}" for rank in range(1, self._here.num_processes)]
@@ -161,9 +163,7 @@ class JointSave:
         self._store.set(key, json.dumps(value))
 
     def _hear(self, *keys: str) -> list[Any]:
-        """Return the other ranks' values under these keys, or raise: one failed, or an hour
-        is over.
-        """
+        """Return the other ranks' values; raise if a rank failed or an hour is over."""
         if not keys:
             return []
         for _ in slices(_PATIENCE_SECONDS):

@@ -135,8 +135,9 @@ class RankZeroSave:
         return _final(self._store) is not None
 
     def look(self) -> bool:
-        """Return whether the save has ended, on a rank that does not publish; add files
-        that came.
+        """Return whether the save has ended, on a rank that does not publish.
+
+        Add files that came.
         """
         if self._store.check(["failed"]):
             self._folder.discard()

@@ -177,8 +177,9 @@ def transport_device(device: torch.device, group: dist.ProcessGroup | None = Non
 def gather_ragged(
     tensors: Sequence[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Join the tensors of all ranks, which may differ in their number of rows; all ranks
-    call it.
+    """Join the tensors of all ranks, which may differ in their number of rows.
+
+    All ranks call it.
     """
     if num_ranks(group) == 1:
         return list(tensors)

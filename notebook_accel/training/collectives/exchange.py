@@ -19,8 +19,9 @@ _KEY = "exchange without a process group"
 
 
 class Exchange:
-    """Collectives without a process group: here of a single rank. All but ``store`` and
-    ``show`` wait.
+    """Collectives without a process group: here of a single rank.
+
+    All but ``store`` and ``show`` wait.
     """
 
     rank = 0

@@ -193,8 +193,9 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class _Header(NamedTuple):
-    """A round without its tensors: ``parts`` with a :class:`_Slot` for each; no buffer if 0
-    bytes.
+    """A round without its tensors: ``parts`` with a :class:`_Slot` for each.
+
+    No buffer if 0 bytes.
     """
 
     parts: list[RoundBatch | None]
@@ -213,8 +214,9 @@ class _Slot(NamedTuple):
 def _pack(
     divided: list[RoundBatch] | None, index_of_rank: Sequence[int]
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the pickled header and a buffer for each rank; ``divided`` is None at the
-    pass's end.
+    """Return the pickled header and a buffer for each rank.
+
+    ``divided`` is None at the pass's end.
     """
     if divided is None:
         return pickle.dumps(None), []

@@ -78,8 +78,9 @@ class RoundDivider:
         return self._most_rows > self.batch_size
 
     def _divide_evenly(self, joined: Any, rows: int) -> list[RoundBatch]:
-        """Return parts with the same number of rows, the last ones filled up with repeated
-        samples.
+        """Return parts with the same number of rows.
+
+        The last ones filled up with repeated samples.
         """
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows

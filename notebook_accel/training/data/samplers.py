@@ -73,9 +73,7 @@ def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
 
 
 def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
-    """Return the number of samples that each rank gets per step from a loader of this batch
-    size.
-    """
+    """Return the number of samples that each rank gets per step."""
     if not split_batches:
         return batch_size
     if batch_size % num_processes:

@@ -138,8 +138,9 @@ class StagedFolder:
 
 
 def add_entries(source: Path, final: Path, belongs: Callable[[Path], bool]) -> bool:
-    """Move the entries of a folder into a published one, file by file; each is whole or not
-    there.
+    """Move the entries of a folder into a published one, file by file.
+
+    Each is whole or not there.
     """
     final = final.resolve()
     if not final.is_dir():

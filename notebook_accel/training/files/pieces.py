@@ -49,8 +49,9 @@ class Piece:
         self.into(self.state, folder)
 
     def complete(self, results: Sequence[Any]) -> None:
-        """Write the index of all ranks' parts, if this piece has one; rank 0 calls it at
-        the end.
+        """Write the index of all ranks' parts, if this piece has one.
+
+        Rank 0 calls it at the end.
         """
 
 

@@ -206,8 +206,9 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors, each once and with memory of its own, and the other names of tied
-    ones.
+    """Return the tensors, each once and with memory of its own.
+
+    The other names of tied ones.
     """
     tensors: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}

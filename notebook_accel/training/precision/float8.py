@@ -45,9 +45,7 @@ def require_torchao(asked: str) -> None:
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """Settings of ``mixed_precision="fp8"``, for ``kwargs_handlers``: how torchao converts
-    layers.
-    """
+    """Settings of ``mixed_precision="fp8"``, for ``kwargs_handlers``."""
 
     config: Any = None
     """A ``torchao.float8.Float8LinearConfig``; None makes one. With ``emulate=True`` it computes on

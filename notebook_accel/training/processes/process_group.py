@@ -134,9 +134,7 @@ def _wait_until_gloo_is_idle() -> None:
 
 
 def _gloo_threads() -> list[dict[str, str]]:
-    """Return the scheduler state of each gloo thread, and how often it slept, from Linux's
-    /proc.
-    """
+    """Return each gloo thread's state and how often it slept, from Linux's /proc."""
     threads = []
     for status in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # it may have ended
@@ -148,9 +146,7 @@ def _gloo_threads() -> list[dict[str, str]]:
 
 
 def _meets_here() -> bool:
-    """Return whether MASTER_ADDR is the loopback interface and no agent of torchrun serves
-    a store.
-    """
+    """Return whether MASTER_ADDR is loopback and no agent of torchrun serves a store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
     host = _needed("MASTER_ADDR")

@@ -26,8 +26,9 @@ def read(name: str) -> str | None:
 
 
 def read_flag(name: str) -> bool:
-    """Return a setting as a bool; False if it is unset. ``name`` has no prefix, as in
-    :func:`read`.
+    """Return a setting as a bool.
+
+    False if it is unset. ``name`` has no prefix, as in :func:`read`.
     """
     variable = _find(name)
     return variable is not None and parse_flag(variable, os.environ[variable])

@@ -107,9 +107,7 @@ class Accumulation:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def _count_block(self) -> bool:
-        """Count an ``accumulate`` block; return whether it is the last that the loader's
-        end gets.
-        """
+        """Count a block; return whether it is the last that the loader's end gets."""
         stack = self.loaders.stack
         if stack and stack[-1] is not self._pass:
             is_open = self._pass.end_of_dataloader and not self.sync_gradients

@@ -307,9 +307,7 @@ def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
 
 
 class UnpreparedWatch:
-    """Warns once when an optimizer steps a prepared model's weights, but was not prepared
-    itself.
-    """
+    """Warns once when an optimizer that was not prepared steps a prepared model's weights."""
 
     def __init__(
         self,

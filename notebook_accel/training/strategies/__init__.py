@@ -58,8 +58,9 @@ def _wants_weights_in_parts(request: Request) -> bool:
 
 
 class Choice(NamedTuple):
-    """A strategy's class ``name`` in ``module`` of this package; the first choice that is asked for
-    is taken.
+    """A strategy's class ``name`` in ``module`` of this package.
+
+    The first choice that is asked for is taken.
     """
 
     is_asked_for: Callable[[Request], bool]

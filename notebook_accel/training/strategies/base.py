@@ -87,8 +87,9 @@ class Strategy:
 
     @property
     def saves_shards(self) -> bool:
-        """Whether each rank writes its shards of the weights; if False, rank 0 writes full
-        weights.
+        """Whether each rank writes its shards of the weights.
+
+        If False, rank 0 writes full weights.
         """
         return False
 
@@ -108,14 +109,16 @@ class Strategy:
         return [self.prepare_model(each) for each in call.models], call.optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        """Return the model that the training loop calls: moved, compiled, and wrapped or
-        sharded.
+        """Return the model that the training loop calls.
+
+        Moved, compiled, and wrapped or sharded.
         """
         return compile_model(self.place(given), self.dynamo)
 
     def renew(self, model: Module) -> bool:
-        """Update a prepared model's wrapper in place; False if it must be prepared like a new
-        model.
+        """Update a prepared model's wrapper in place.
+
+        False if it must be prepared like a new model.
         """
         return True
 
@@ -212,8 +215,9 @@ class Strategy:
         return False
 
     def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        """Return this rank's part without a collective; None if the notebook could not join the
-        parts.
+        """Return this rank's part without a collective.
+
+        None if the notebook could not join the parts.
         """
         return dict(model.state_dict())
 
@@ -234,13 +238,12 @@ class Strategy:
         optimizer.load_state_dict(state)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
-        """Drop accumulated gradients that are not yet in the ``grad`` of the optimizer's
-        weights.
-        """
+        """Drop accumulated gradients that are not yet in the weights' ``grad``."""
 
     def own_piece(self, options: dict[str, Any]) -> Piece | None:
-        """Return the piece that the strategy's library writes itself; None if this package writes
-        all.
+        """Return the piece that the strategy's library writes itself.
+
+        None if this package writes all.
         """
         return None
 

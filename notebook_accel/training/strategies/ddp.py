@@ -97,9 +97,7 @@ class DDPStrategy(TakesSpreadModels):
 
 
 class _WrappedFor(NamedTuple):
-    """The state of a model's weights when its DDP wrapper was made, and how to renew the
-    wrapper.
-    """
+    """The state of a model's weights when its DDP wrapper was made."""
 
     weights: list[Parameter]
     trains: list[bool]
@@ -108,8 +106,9 @@ class _WrappedFor(NamedTuple):
     wrap_again: Callable[[Any], None]
 
     def fits(self, wrapped: Module) -> bool:
-        """Return whether the wrapper can stay; also True if no weight trains: torch would not wrap
-        it.
+        """Return whether the wrapper can stay.
+
+        Also True if no weight trains: torch would not wrap it.
         """
         weights = list(wrapped.parameters())
         trains = [weight.requires_grad for weight in weights]

@@ -343,9 +343,7 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
 def _check_sections(
     config: dict[str, Any], optimizer: Optimizer, schedulers: list[LRScheduler]
 ) -> None:
-    """Check that optimizer and schedulers are defined either in the configuration or in the
-    code.
-    """
+    """Check that optimizer and schedulers are defined in one place: configuration or code."""
     makes_own = [one for one in schedulers if not getattr(one, "lr_scheduler_callable", None)]
     for section, stand_in, given in (
         ("optimizer", DummyOptim, [optimizer]),
@@ -382,8 +380,9 @@ def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Return the full tensor of a sharded weight (its float32 copy, if any) on the CPU; all ranks
-    call it.
+    """Return the full tensor of a sharded weight (its float32 copy, if any) on the CPU.
+
+    All ranks call it.
     """
     if not isinstance(value, torch.nn.Parameter):
         return value

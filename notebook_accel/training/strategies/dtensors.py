@@ -109,9 +109,7 @@ def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def accept_whole_weights(model: Module) -> None:
-    """Add hooks so that ``load_state_dict`` of a sharded model, or a part of it, accepts full
-    tensors.
-    """
+    """Add hooks so that ``load_state_dict`` of a sharded model accepts full tensors."""
     for part in model.modules():
         if any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
             part.register_load_state_dict_pre_hook(_divide_weights)  # type: ignore[no-untyped-call]
@@ -229,9 +227,7 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def drop_unreduced(model: Module, weights: Container[int]) -> None:
-    """Drop gradients that ``fully_shard`` keeps unreduced, where ``zero_grad()`` cannot see
-    them.
-    """
+    """Drop gradients that ``fully_shard`` keeps where ``zero_grad()`` cannot see them."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
             of_torch.drop_whole_gradients(part, weights)

@@ -108,9 +108,7 @@ class _CheckpointedForward(ReplacedForward):
 def units(
     model: Module, chosen: Sequence[Module], blocks: Sequence[Module]
 ) -> list[tuple[Module, list[Module]]]:
-    """Return pairs: a module to shard (the model, or a pipeline's block), and the chosen ones
-    inside.
-    """
+    """Return pairs: a module to shard (model or pipeline's block), and those chosen inside."""
     if not blocks:
         return [(model, list(chosen))]
     uses = _count_uses(model)

@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 
 
 class MeshParallel(TakesSpreadModels):
-    """Strategy for sharded weights: torch's ``fully_shard`` and tensor parallelism over one
-    mesh.
-    """
+    """Strategy for sharded weights and tensor parallelism over one mesh."""
 
     spreads_weights = True
     kind_of_scaling = dtensors.AgreeingScaling
@@ -214,9 +212,7 @@ class MeshParallel(TakesSpreadModels):
         return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
     def buffers_elsewhere(self, model: Module) -> set[str]:
-        """Return the buffers that another rank saves, so that a checkpoint has one value of
-        each.
-        """
+        """Return the buffers that another rank saves: a checkpoint has one of each."""
         assert self.mesh is not None
         places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
         is_first = not any(place for name, place in places if name != "pp")

@@ -343,9 +343,7 @@ class _StageWithShards(PipelineStage):
 
 
 class _Stage(nn.Module):
-    """The module of one stage for torch's schedules: the model's forward with these blocks
-    alone.
-    """
+    """The module of one stage: the model's forward with these blocks alone."""
 
     def __init__(self, pipeline: Pipeline, model: nn.Module, index: int) -> None:
         super().__init__()

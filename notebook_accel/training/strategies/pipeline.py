@@ -302,8 +302,9 @@ def _name_all(names: list[str]) -> Callable[..., None]:
 
 
 def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return full tensors on the CPU, one object for a tied weight; all ranks of the stage
-    call it.
+    """Return full tensors on the CPU, one object for a tied weight.
+
+    All ranks of the stage call it.
     """
     seen: dict[Any, torch.Tensor] = {}
     found = dict(state)
