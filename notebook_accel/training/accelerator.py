@@ -282,11 +282,6 @@ class Accelerator(ProcessInfo):
         """
         return self._prepared.optimizers
 
-    @property
-    def has_lomo_optimizer(self) -> bool:
-        """Whether any prepared optimizer steps during the backward pass, as LOMO does."""
-        return any(hasattr(one.optimizer, "fused_backward") for one in self._prepared.optimizers)
-
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers, given in any order.
 
@@ -499,9 +494,7 @@ class Accelerator(ProcessInfo):
 
     # ---- a step ---------------------------------------------------------------------------------
 
-    def backward(
-        self, loss: torch.Tensor, *, learning_rate: float | None = None, **kwargs: Any
-    ) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss.
 
         The loss is divided by ``gradient_accumulation_steps``, and multiplied by the loss scale
@@ -509,8 +502,6 @@ class Accelerator(ProcessInfo):
 
         Args:
             loss: a tensor with one element.
-            learning_rate: for optimizers that step during backward: calls ``lomo_backward`` with
-                this rate. None for all other optimizers.
             **kwargs: arguments of ``loss.backward``.
 
         Example:
@@ -526,48 +517,8 @@ class Accelerator(ProcessInfo):
                 f"the gradients, each of the {self.num_processes} ranks trains a model of its own. "
                 "Write model = accelerator.prepare(model)",
             )
-        num_steps = self._accumulation.num_steps
         self._accumulation.has_backward = True
-        if learning_rate is None:
-            self._strategy.backward(loss, num_steps, **kwargs)
-        else:
-            self.lomo_backward(loss / num_steps, learning_rate)
-
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run backward and the optimizer step in one call, for LOMO and AdaLomo, which fuse them.
-
-        ``backward(loss, learning_rate=...)`` does the same, with the loss divided by
-        ``gradient_accumulation_steps``.
-
-        Args:
-            loss: a tensor with one element.
-            learning_rate: the learning rate of this step.
-
-        Raises:
-            ConfigError: the learning rate is None, or no optimizer with a method
-                ``fused_backward`` was prepared.
-
-        Source: K. Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
-        Resources" (2023).
-
-        Example:
-            >>> class Fused(torch.optim.SGD):
-            ...     def fused_backward(self, loss, lr):
-            ...         loss.backward()
-            ...         self.step()
-            >>> optimizer = accelerator.prepare(Fused(model.parameters(), lr=0.1))
-            >>> accelerator.lomo_backward(model(torch.ones(2, 8)).sum(), learning_rate=0.1)
-        """
-        given = [known.optimizer for known in self._prepared.optimizers]
-        fused: list[Any] = [one for one in given if hasattr(one, "fused_backward")]
-        if learning_rate is None or not fused:
-            raise ConfigError(
-                f"lomo_backward(learning_rate={learning_rate}) needs a learning rate, and an "
-                "optimizer with fused_backward (lomo_optim's Lomo or AdaLomo) given to prepare(); "
-                f"prepared are {[type(one).__name__ for one in given]}"
-            )
-        for optimizer in fused:
-            optimizer.fused_backward(loss, learning_rate)
+        self._strategy.backward(loss, self._accumulation.num_steps, **kwargs)
 
     def verify_device_map(self, model: Module) -> bool:
         """Return whether a ``device_map`` of Transformers spreads a model over several devices.
