@@ -424,24 +424,6 @@ class Accelerator(ProcessInfo):
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Return the loader unchanged: DeepSpeed's sequence parallelism (Ulysses) is not supported.
-
-        It exists so that scripts for Accelerate run.
-
-        Args:
-            dl: the loader.
-            model: not used.
-
-        Returns:
-            The loader.
-
-        Example:
-            >>> accelerator.deepspeed_ulysses_dl_adapter(loader, model) is loader
-            True
-        """
-        return dl
-
     def skip_first_batches(
         self, dataloader: DataLoader[Any], num_batches: int = 0
     ) -> DataLoader[Any]:
