@@ -98,7 +98,7 @@ def _make_state(here: Topology) -> None:
 
 
 class Missing:
-    """Stands for a name of Accelerate that is not installed; using it raises ImportError."""
+    """Stands for a name of Accelerate that is not installed: to use it is an ImportError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -117,6 +117,4 @@ class Missing:
             raise AttributeError(name)
         self._raise()
 
-    # Called, derived from, compared with isinstance(), or used as a text, a path or a list.
-    __call__ = __mro_entries__ = __instancecheck__ = __subclasscheck__ = _raise
-    __str__ = __format__ = __fspath__ = __iter__ = __contains__ = __getitem__ = __len__ = _raise
+    __call__ = __mro_entries__ = _raise

@@ -26,7 +26,7 @@ importlib.machinery.PathFinder.find_spec = lambda name, *rest: (
 )
 """
 WITHOUT = f"""
-import copy, importlib, os, pickle
+import copy, importlib, pickle
 for door in {DOORS}:
     importlib.import_module(door)
 from notebook_accel.utils import set_seed, is_wandb_available, operations, CPU_WORD
@@ -41,12 +41,8 @@ for moved in (copy.copy(ModelHook), pickle.loads(pickle.dumps(ModelHook))):
 uses = [
     is_wandb_available,
     lambda: init_empty_weights(),
-    lambda: isinstance(1, ModelHook),
     lambda: exec("class Own(ModelHook): ..."),
     lambda: ModelHook.init_hook,
-    lambda: os.path.join("folder", CPU_WORD),
-    lambda: f"{{CPU_WORD}}",
-    lambda: [*CPU_WORD],
 ]
 for use in uses:
     try:
