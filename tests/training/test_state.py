@@ -101,43 +101,6 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -
         PartialState(cpu=True)
 
 
-def train_under_mpi(port: int, prefix: str, asks: str) -> Any:
-    """What a process is whose place mpirun alone has told."""
-    rank = os.environ["RANK"]
-    dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    if prefix:
-        names = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
-        os.environ.update({f"{prefix}{name}": value for name, value in names.items()})
-    else:
-        os.environ.update(PMI_RANK=rank, PMI_SIZE="2", MPI_LOCALRANKID=rank, MPI_LOCALNRANKS="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if asks == "variable":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    accelerator = Accelerator(cpu=asks == "argument")
-    total = accelerator.reduce(torch.ones(()))
-    return accelerator.process_index, accelerator.local_process_index, float(total)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "asks"),
-    [("", "argument"), ("OMPI_COMM_WORLD_", "variable"), ("MV2_COMM_WORLD_", "argument")],
-)
-def test_processes_of_mpirun_are_ranks_on_cpus(prefix: str, asks: str) -> None:
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        found = run_ranks(train_under_mpi, 2, held.getsockname()[1], prefix, asks)
-    assert found == [(0, 0, 2.0), (1, 1, 2.0)]
-
-
-def test_variables_of_mpi_are_left_alone_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PMI_SIZE", "2")
-    assert topology.count_ranks() == (1, 1)
-    assert "WORLD_SIZE" not in os.environ
-
-
 def use_the_users_group() -> dict[str, Any]:
     before = dist.group.WORLD
     accelerator = Accelerator(cpu=True)

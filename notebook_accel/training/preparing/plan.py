@@ -123,7 +123,7 @@ def make_plan(
         )
     chosen = resolve_plugins(plugins)
     compiling = resolve_dynamo(dynamo, dynamo_backend)
-    num_ranks, num_local_ranks = topology.count_ranks(cpu=cpu)
+    num_ranks, num_local_ranks = topology.count_ranks()
     for one in chosen.values():
         one.check_ranks(chosen, num_ranks, num_local_ranks)
         # What a plugin's own configuration says holds for everything here.

@@ -71,7 +71,6 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
     Args:
         options: the user's settings of the process group; None for defaults.
     """
-    _read_mpi_environment(cpu=cpu)
     shared = current().shared
     found: Topology | None = shared.get(_KEY)
     options = options or InitProcessGroupKwargs()
@@ -84,9 +83,8 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
     return found
 
 
-def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
+def count_ranks() -> tuple[int, int]:
     """Return (number of ranks, number on this machine) without making a process group."""
-    _read_mpi_environment(cpu=cpu)
     found: Topology | None = current().shared.get(_KEY)
     if found is None or _is_stale(found):
         context = _find_context()
@@ -163,22 +161,6 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
         backend=_backend_of(device),
         pid=os.getpid(),
     )
-
-
-def _read_mpi_environment(*, cpu: bool) -> None:
-    """Set torchrun's environment variables from those of MPI, if ``mpirun`` started this rank.
-
-    As in Accelerate, this happens only if the user asked the ranks to compute on the CPU (``cpu``
-    or the variable ACCELERATE_USE_CPU). If the user did not ask, the MPI variables may belong to
-    the cluster job in which a notebook's kernel runs, and say nothing of ranks.
-    """
-    is_told = "WORLD_SIZE" in os.environ or has_process_group() or current().launched
-    if is_told or not (cpu or environment.read_flag("USE_CPU")):
-        return
-    said = environment.ranks_of_mpi()
-    if said["WORLD_SIZE"] > 1:
-        os.environ.update({name: str(value) for name, value in said.items()})
-        os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def _find_context() -> RankContext:

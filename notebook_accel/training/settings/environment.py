@@ -61,30 +61,6 @@ def _find(name: str) -> str | None:
     return next((variable for variable in variables if os.environ.get(variable, "").strip()), None)
 
 
-# Torchrun's variables: Intel's names, the ends of those of Open MPI and MVAPICH2, and the defaults.
-_MPI = {
-    "RANK": ("PMI_RANK", "RANK", 0),
-    "WORLD_SIZE": ("PMI_SIZE", "SIZE", 1),
-    "LOCAL_RANK": ("MPI_LOCALRANKID", "LOCAL_RANK", 0),
-    "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "LOCAL_SIZE", 1),
-}
-
-
-def ranks_of_mpi() -> dict[str, int]:
-    """Return this process's global and local rank and world size, by torchrun's variable names.
-
-    The keys are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Each number comes from the
-    environment variable with the key's name; if that is not set, from the variable of an MPI
-    library; if there is none, ranks are 0 and sizes 1.
-    """
-    return {
-        name: get_int_from_env(
-            [name, intel, f"OMPI_COMM_WORLD_{end}", f"MV2_COMM_WORLD_{end}"], default
-        )
-        for name, (intel, end, default) in _MPI.items()
-    }
-
-
 # Transformers reads both.
 USE_FSDP = "ACCELERATE_USE_FSDP"
 FSDP_READS_ON_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"
