@@ -276,7 +276,9 @@ def _card(
         drawn.box(role="img", aria_label=f"from {ends}" if ends else "no value is finite"),
         *(element("span", text, class_=f"na-tick-{at}") for at, text in drawn.labels.items()),
         steps,
-        element("div", *_stripes(points, drawn, num_stripes), class_="na-stripes"),
+        element(
+            "div", *_stripes(points, drawn, num_stripes), *_marks(curve, drawn), class_="na-stripes"
+        ),
         class_="na-plot",
         style=f"--left:{drawn.left}px" if drawn.left > _LEFT else None,
     )
@@ -308,6 +310,16 @@ def _stripes(points: Sequence[Point], drawn: _Drawn, number: int) -> list[Markup
         text = f"step {wording.count(round(step))}: {wording.number(value)}"
         stripes.append(element("i", element("span", text)))
     return stripes
+
+
+def _marks(curve: Curve, drawn: _Drawn) -> list[Markup]:
+    """Return a line for each change of a knob, which says what it was on hover."""
+    marks = []
+    for step, name, value in curve.marks:
+        text = f"step {wording.count(round(step))}: {shorten(name, 40)} = {wording.number(value)}"
+        left = f"left:{_share(step, drawn.first, drawn.last):.1%}"
+        marks.append(element("u", element("span", text), style=left))
+    return marks
 
 
 def _nearest(points: Sequence[Point], x: float) -> Point:

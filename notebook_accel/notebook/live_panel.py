@@ -1,6 +1,6 @@
 """The widgets of one run's live panel, and the summary that replaces them when the run ends.
 
-    buttons | title | ranks | note (stacks, folder) | metrics | log | displays
+    buttons | title | ranks | note (stacks, folder) | knobs | metrics | log | displays
 
 One HTML widget holds all ranks: a page keeps up with one message five times a second, but not with
 one for each bar. Widget values may be set from any thread. Printing and displaying may not, since
@@ -23,6 +23,7 @@ import ipywidgets
 from notebook_accel.launch import run_list
 from notebook_accel.launch.run import call_of
 from notebook_accel.launch.text import wording
+from notebook_accel.notebook.controls import Controls
 from notebook_accel.notebook.display_slot import start_thread, widget_view
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.markup import copyable, element, style_element
@@ -227,6 +228,8 @@ class LivePanel:
             button.on_click(act)
             clicks.let_through(button)
         self._stop, self._kill = buttons[:2]
+        self._controls = Controls(run, clicks, widgets)
+        buttons[1:1] = self._controls.buttons
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
         self._metrics = MetricsView(clicks, widgets)
@@ -246,6 +249,7 @@ class LivePanel:
             *self._advice,
             self._body,
             self._note,
+            self._controls.box,
             widgets.make(
                 ipywidgets.VBox, [self._metrics.box, self._log.box], classes="na-metrics-and-log"
             ),
@@ -276,6 +280,7 @@ class LivePanel:
         self._body.value = str(render_panel(state, details))
         self._alert.value = str(render_alert(state))
         self._draw_buttons(state, now)
+        self._controls.draw(state)
         self._draw_note(state)
         curves = call_of(self._run).curves
         if curves is not None:

@@ -626,3 +626,64 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     expect(launch).to_be_hidden()
     assert notebook.count_broken_links() == 0
     notebook.wait_until_idle()
+
+
+TURNED = """
+def turned(folder):
+    import pathlib, time
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    lr = accelerator.knob("lr", 0.001, low=1e-5, high=0.1, log=True)
+    accelerator.knob("dropout", 0.1, low=0, high=0.5)
+    accelerator.knob("loss", "l2", choices=["l1", "l2", "a long name of a loss"])
+    accelerator.knob("augment", True)
+    accelerator.knob("clip", 1.0)
+    step, saved = 0, 0
+    while not accelerator.should_stop and not (pathlib.Path(folder) / "turned").exists():
+        step += 1
+        saved += accelerator.should_save
+        accelerator.log({"train/loss": 1 / step, "accuracy": 1 - 1 / step}, step)
+        time.sleep(0.02)
+    return lr.value, saved
+"""
+
+
+def test_knobs_pause_and_save_act_while_the_cell_waits(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.add(TURNED)
+    output = notebook.add(
+        f"turning = notebook_launcher(turned, args=({str(tmp_path)!r},), num_processes=2)"
+    )
+    button = lambda name: output.get_by_role("button", name=name, exact=True)  # noqa: E731
+    slider = output.get_by_role("slider").first
+    slider.wait_for(timeout=60_000)
+    expect(output.locator(".na-knob")).to_have_count(5)
+    readout = output.locator(".na-knob .widget-readout").first
+    expect(readout).to_have_text("0.00100")
+
+    slider.press("PageUp")
+    expect(readout).not_to_have_text("0.00100")
+    expect(output.locator(".na-stripes u").first).to_be_attached(timeout=30_000)
+    expect(output.locator(".na-knob-now").first).to_have_text("")
+    assert "knob/" not in output.locator(".na-charts").inner_text()
+
+    button("Pause").click()
+    expect(output.locator(".na-status")).to_have_text("paused", timeout=30_000)
+    expect(output.locator("td.na-paused")).to_have_count(2)
+    slider.press("PageUp")
+    expect(output.locator(".na-knob-now").first).to_contain_text("waits; now 0.00")
+    button("Go on").click()
+    expect(output.locator(".na-status")).to_have_text("running", timeout=30_000)
+    expect(output.locator(".na-knob-now").first).to_have_text("", timeout=30_000)
+    taken = float(readout.inner_text())
+
+    field = output.get_by_role("spinbutton").first
+    field.fill("2.5")
+    field.press("Enter")
+    button("Save now").click()
+    expect(output.locator(".na-said")).to_contain_text("done on all ranks", timeout=30_000)
+    check_layout(notebook)
+
+    (tmp_path / "turned").touch()
+    ended = notebook.add("print(turning[0][0], turning[0][1], turning.state.knobs['clip'].value)")
+    expect(ended).to_contain_text(" 1 2.5", timeout=60_000)
+    assert float(ended.inner_text().split()[0]) == pytest.approx(taken, rel=0.01)

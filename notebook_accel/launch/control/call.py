@@ -130,8 +130,10 @@ class Call:
             was sent.
         rescued_as: if the call was stopped and its training state was kept, the code by which the
             user gets that state; else "".
+        can_act: whether :meth:`act` reaches the ranks.
     """
 
+    can_act = False
     curves: LiveCurves | None = None
     timed_out = False
     was_killed = False
@@ -248,6 +250,7 @@ class RankCall(Call):
     """
 
     metrics: MetricStore
+    can_act = True
 
     def __init__(self, pool: RankPool, packed: PackedCall, new: NewCall) -> None:
         is_detached = new.state.detached

@@ -78,15 +78,24 @@ class _Stretch(NamedTuple):
         return sorted(points)
 
 
+# The metric that has the values of a knob begins so.
+_KNOB = "knob/"
+_MAX_MARKS = 12
 _NOTHING = _Stretch(math.nan, math.nan, math.nan, math.nan, False, math.nan)
 
 
 class Curve:
-    """The curve of one metric of one rank, in bounded memory."""
+    """The curve of one metric of one rank, in bounded memory.
+
+    Attributes:
+        marks: the newest changes of knobs, as (step, name, value); the step is the curve's last
+            one before the change.
+    """
 
     def __init__(self, max_stretches: int = _MAX_STRETCHES) -> None:
         self.last = math.nan
         self.not_finite = NotFinite()
+        self.marks: tuple[tuple[float, str, float], ...] = ()
         self._num = 0
         self._max = max_stretches
         # Steps of each stretch; by steps and not by values, as a chart's width is.
@@ -117,6 +126,11 @@ class Curve:
                 before = joined.get(number // 2)
                 joined[number // 2] = before.joined(stretch) if before else stretch
             self._stretches = joined
+
+    def mark(self, name: str, value: float) -> None:
+        """Note that a knob was given a value now."""
+        if self._ends is not None:
+            self.marks = (*self.marks, (self._ends[1][0], name, value))[-_MAX_MARKS:]
 
     def points(self) -> list[Point]:
         """Return the points (step, value) to draw, sorted by step.
@@ -163,10 +177,21 @@ class LiveCurves:
                 # A new mapping: whoever draws in another thread goes through the old one.
                 self._curves[name] = {**(by_rank or {}), rank: curve}
             curve.add(step, value)
+            if name.startswith(_KNOB):
+                for other in self._charted():
+                    for each in self._curves[other].values():
+                        each.mark(name.removeprefix(_KNOB), value)
 
     @property
     def names(self) -> list[str]:
-        return list(self._curves)
+        """The names of the metrics to draw, in the order in which they were first logged.
+
+        A knob's own values are among them only while there is no other chart for its marks.
+        """
+        return self._charted() or list(self._curves)
+
+    def _charted(self) -> list[str]:
+        return [name for name in self._curves if not name.startswith(_KNOB)]
 
     def of(self, name: str) -> dict[int, Curve]:
         return dict(sorted(self._curves[name].items()))

@@ -104,6 +104,7 @@ class PlainView(View):
         self._readers: dict[int, LineReader] = {}
         self._last_progress: dict[int, str] = {}
         self._notices: tuple[str, ...] = ()
+        self._is_paused = False
         self._hang_text = ""
         self._throughput = Throughput()
         self._knows_slow = False
@@ -136,7 +137,10 @@ class PlainView(View):
         now = time.monotonic()
         self._throughput.note(state, now=now)
         self._print_news(self._run, state)
-        if now >= self._next_progress:
+        if self._is_paused != (state.status == "paused"):
+            self._is_paused = not self._is_paused
+            self.write(["paused; run.go_on() goes on" if self._is_paused else "goes on"])
+        if now >= self._next_progress and not self._is_paused:
             self._next_progress = now + self._progress_seconds
             self.print_progress(state)
 

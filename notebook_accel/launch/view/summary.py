@@ -70,11 +70,14 @@ def condition(rank: RankState) -> str:
 def live_condition(rank: RankState, state: RunState) -> str:
     """Return what a rank does now: its :func:`condition`, or a more exact word while it runs.
 
-    The words are "suspended" (a signal or debugger has stopped its process), "elsewhere" (other
-    ranks wait in a collective that the rank does not call), "waits" (the rank waits in a
-    collective) and "quiet" (the rank makes no step and prints nothing).
+    The words are "paused" (all ranks wait until the run goes on), "suspended" (a signal or debugger
+    has stopped its process), "elsewhere" (other ranks wait in a collective that the rank does not
+    call), "waits" (the rank waits in a collective) and "quiet" (the rank makes no step and prints
+    nothing).
     """
     status = condition(rank)
+    if status == "running" and state.status == "paused":
+        return "paused"
     if status != "running" or state.status != "running":
         return status
     hang = state.hang

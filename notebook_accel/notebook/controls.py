@@ -1,0 +1,250 @@
+"""What a person changes by the panel while a run trains: save now, pause and go on, its knobs.
+
+A click or a moved slider asks for an action and returns (launch/control/actions.py). A control
+shows what was asked for until the ranks have taken or refused it, then the value that they have.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from notebook_accel.launch.action_messages import Action
+from notebook_accel.launch.knobs import checked
+from notebook_accel.launch.run import call_of
+from notebook_accel.launch.text import wording
+from notebook_accel.notebook.markup import element, join, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.run import Run
+    from notebook_accel.launch.wire import KnobMade
+    from notebook_accel.notebook.clicks import ClicksAfterTheCell
+    from notebook_accel.notebook.live_panel import PanelWidgets
+
+_SAVE_TOOLTIP = (
+    "accelerator.should_save is True on all ranks at the same step; after resume_or_start the "
+    "checkpoint is written there"
+)
+_PAUSE_TOOLTIP = "All ranks wait at the same step, and the devices are free, until Go on"
+# More would push the metrics out of sight.
+_MAX_KNOBS = 12
+_STEPS_OF_SLIDER = 200
+
+
+class Controls:
+    """The buttons "Save now" and "Pause", and a control for each knob that the function has made.
+
+    Attributes:
+        buttons: the two buttons; none for a run whose ranks this kernel cannot ask.
+        box: the controls of the knobs, and a line about what came of the last click.
+
+    Args:
+        run: the run.
+        clicks: gets clicks through to the kernel while a cell runs.
+        widgets: makes the widgets of the panel.
+    """
+
+    def __init__(self, run: Run, clicks: ClicksAfterTheCell, widgets: PanelWidgets) -> None:
+        self._run = run
+        self._clicks = clicks
+        self._widgets = widgets
+        self._knobs: dict[str, _KnobControl] = {}
+        self._saving: Future[None] | None = None
+        self._pausing: Future[None] | None = None
+        self._said = ""
+        self._notice = widgets.make(ipywidgets.HTML, classes="na-hidden")
+        self.box = widgets.make(ipywidgets.VBox, [self._notice], classes="na-controls")
+        self._save, self._pause = (
+            widgets.make(
+                ipywidgets.Button,
+                description=name,
+                tooltip=about,
+                disabled=True,
+                classes=f"na-small-button {class_}",
+            )
+            for name, about, class_ in (
+                ("Save now", _SAVE_TOOLTIP, "na-save"),
+                ("Pause", _PAUSE_TOOLTIP, "na-pause"),
+            )
+        )
+        self.buttons = [self._save, self._pause] if call_of(run).can_act else []
+        self._save.on_click(self._on_save)
+        self._pause.on_click(self._on_pause)
+        for button in self.buttons:
+            clicks.let_through(button)
+
+    def draw(self, state: RunState) -> None:
+        """Update buttons and controls; only what has changed is sent to the page."""
+        is_paused = state.status == "paused"
+        is_saving, is_pausing = _waits(self._saving), _waits(self._pausing)
+        trains = state.status == "running"
+        self._save.description = "Saving" if is_saving else "Save now"
+        self._save.disabled = is_saving or not trains
+        if is_pausing:
+            self._pause.description = "Going on" if is_paused else "Pausing"
+        else:
+            self._pause.description = "Go on" if is_paused else "Pause"
+        self._pause.disabled = is_pausing or not (trains or is_paused)
+        if call_of(self._run).can_act:
+            self._draw_knobs(state)
+        lines = [element("div", self._said, role="status", class_="na-said")] if self._said else []
+        if len(state.knobs) > _MAX_KNOBS:
+            more = f"{len(state.knobs) - _MAX_KNOBS} more knobs: run.set(name=value)"
+            lines.append(element("div", more, class_="na-muted"))
+        self._notice.value = str(element("div", join(lines), class_="na"))
+        (self._notice.remove_class if lines else self._notice.add_class)("na-hidden")
+
+    def _draw_knobs(self, state: RunState) -> None:
+        new = [name for name in list(state.knobs)[:_MAX_KNOBS] if name not in self._knobs]
+        for name in new:
+            control = _KnobControl(state.knobs[name], self._widgets, self._set)
+            self._clicks.let_through(control.control)
+            self._knobs[name] = control
+        if new:
+            rows = [control.row for control in self._knobs.values()]
+            self.box.children = (*rows, self._notice)
+        for name, control in self._knobs.items():
+            control.draw(state.knobs[name], is_open=state.status in ("running", "paused"))
+
+    # ---- clicks, which may come from any thread: they ask, and the next drawing shows it ----
+
+    def _on_save(self, _button: Any) -> None:
+        act = call_of(self._run).act
+        self._saving = self._ask("Save now", lambda: act(Action(kind="save")), says_done=True)
+
+    def _on_pause(self, _button: Any) -> None:
+        if self._run.status == "paused":
+            self._pausing = self._ask("Go on", call_of(self._run).go_on)
+        else:
+            act = call_of(self._run).act
+            self._pausing = self._ask("Pause", lambda: act(Action(kind="pause")))
+
+    def _set(self, knob: KnobMade, value: object) -> Future[None] | None:
+        def act() -> Future[None]:
+            values = {knob.name: checked(knob, value)}
+            return call_of(self._run).act(Action(kind="set", values=values))
+
+        return self._ask(knob.name, act)
+
+    def _ask(
+        self, what: str, ask: Callable[[], Future[None]], *, says_done: bool = False
+    ) -> Future[None] | None:
+        """Ask for something, and keep the line that the panel says of it in the end."""
+
+        def note(done: Future[None]) -> None:
+            state = self._run.state
+            when = wording.clock(state.now() - state.started)
+            if error := done.exception():
+                self._said = f"{what}: {shorten(str(error), 300)} ({when})"
+            else:
+                self._said = f"{what}: done on all ranks ({when})" if says_done else ""
+
+        try:
+            asked = ask()
+        except Exception as error:  # of a handler it would go to the cell that ran last
+            self._said = f"{what}: {error}"
+            return None
+        asked.add_done_callback(note)
+        return asked
+
+
+class _KnobControl:
+    """The control of one knob, between its name and the value that the ranks have meanwhile."""
+
+    def __init__(
+        self,
+        knob: KnobMade,
+        widgets: PanelWidgets,
+        ask: Callable[[KnobMade, object], Future[None] | None],
+    ) -> None:
+        self._knob = knob
+        self._ask = ask
+        self._shown: KnobMade | None = None
+        self._asked: Future[None] | None = None
+        self._drawing_thread = 0
+        self.control = _control_of(knob, widgets)
+        name = element("div", shorten(knob.name, 60), class_="na", title=shorten(knob.name, 200))
+        self._now = widgets.make(ipywidgets.HTML, classes="na-knob-now")
+        parts = [widgets.make(ipywidgets.HTML, str(name), classes="na-knob-name")]
+        parts += [self.control, self._now]
+        self.row = widgets.make(ipywidgets.HBox, parts, classes="na-knob")
+        self.control.observe(self._on_change, names="value")
+
+    def draw(self, knob: KnobMade, *, is_open: bool) -> None:
+        """Show the value that the ranks have, unless a newer one is on its way to them."""
+        self._knob = knob
+        self.control.disabled = not is_open
+        waits = _waits(self._asked)
+        was_refused = self._asked is not None and not waits and self._asked.exception() is not None
+        text = element("div", f"waits; now {_shown(knob.value)}", class_="na na-muted")
+        self._now.value = str(text) if waits else ""
+        if waits or (knob is self._shown and not was_refused):
+            return
+        self._asked, self._shown = None, knob
+        self._drawing_thread = threading.get_ident()
+        try:
+            self.control.value = knob.value
+        finally:
+            self._drawing_thread = 0
+
+    def _on_change(self, change: Any) -> None:
+        if self._drawing_thread == threading.get_ident():
+            return
+        knob, value = self._knob, change.new
+        if isinstance(self.control, ipywidgets.FloatLogSlider):
+            # The ends of a scale of exponents are not quite those of the range.
+            value = min(max(float(f"{value:.3g}"), knob.low or 0.0), knob.high or math.inf)
+            value = round(value) if isinstance(knob.value, int) else value
+        self._asked = self._ask(knob, value)
+        if self._asked is None:  # refused: the next drawing takes it back
+            self._shown = None
+
+
+def _control_of(knob: KnobMade, widgets: PanelWidgets) -> Any:
+    """Make the control that fits the type and the range of a knob."""
+    shared: dict[str, Any] = {"description": knob.name, "value": knob.value, "classes": "na-set"}
+    low, high = knob.low, knob.high
+    if knob.choices:
+        options = [(str(choice), choice) for choice in knob.choices]
+        return widgets.make(ipywidgets.Dropdown, options=options, **shared)
+    if isinstance(knob.value, bool):
+        return widgets.make(ipywidgets.Checkbox, indent=False, **shared)
+    # A slider asks once it is let go: each value is a step that all ranks agree on.
+    shared["continuous_update"] = False
+    if isinstance(knob.value, str):
+        return widgets.make(ipywidgets.Text, **shared)
+    if low is None or high is None or not math.isfinite(low + high) or low == high:
+        kind = ipywidgets.IntText if isinstance(knob.value, int) else ipywidgets.FloatText
+        return widgets.make(kind, **shared)
+    if knob.log:
+        ends = math.log10(low), math.log10(high)
+        step = (ends[1] - ends[0]) / _STEPS_OF_SLIDER
+        # Only then the value: within a range that is not set yet it would be cut.
+        limits: dict[str, Any] = {
+            "min": ends[0],
+            "max": ends[1],
+            "step": step,
+            "readout_format": ".3g",
+        }
+        return widgets.make(ipywidgets.FloatLogSlider, **limits, **shared)
+    if isinstance(knob.value, int):
+        limits = {"min": math.ceil(low), "max": math.floor(high)}
+        return widgets.make(ipywidgets.IntSlider, **limits, **shared)
+    step = (high - low) / _STEPS_OF_SLIDER
+    limits = {"min": low, "max": high, "step": step, "readout_format": ".3g"}
+    return widgets.make(ipywidgets.FloatSlider, **limits, **shared)
+
+
+def _waits(asked: Future[None] | None) -> bool:
+    return asked is not None and not asked.done()
+
+
+def _shown(value: object) -> str:
+    return wording.number(value) if isinstance(value, float) else shorten(str(value), 30)
