@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help test check coverage docs test-accelerator test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-hosts test-inductor test-kernels test-kills test-libraries test-long test-pythons test-ray \
   test-soak test-torch test-torch-tpu test-tpu test-wheel test-without-browser bench changelog demo dist lab env browser \
-  clean
+  clean size
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
@@ -54,6 +54,7 @@ help:
 	@echo 'make dist            build and check what is published: dist/'
 	@echo 'make changelog VERSION=0.2.0   gather changelog.d/ in CHANGELOG.md'
 	@echo 'make bench           the figures of benchmarks/README.md, peers beside us'
+	@echo 'make size            code lines, docstrings, helpers used once; ARGS=-v lists those'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
 # Several files at a time (with JOBS=1 one), and then the browsers two at a time: some ten minutes. A
@@ -291,6 +292,9 @@ browser:
 	else \
 	  echo 'No Chromium found: the browser tests are skipped (Debian: apt-get install chromium).'; \
 	fi
+
+size:
+	@$(PYTHON) tests/house_figures.py $(ARGS)
 
 clean:
 	rm -rf build dist docs/notebooks docs/reference/api .mypy_cache .ruff_cache .pytest_cache .coverage .coverage.*
