@@ -26,6 +26,8 @@ from .notebook.runs import compare as compare
 from .notebook.runs import find_run as find_run
 from .notebook.runs import last_run as last_run
 from .notebook.runs import runs as runs
+from .notebook.sweeps.sweep import Sweep as Sweep
+from .notebook.sweeps.sweep import sweep as sweep
 from .training.accelerator import Accelerator as Accelerator
 from .training.collectives import broadcast as broadcast
 from .training.collectives.operations import gather_object as gather_object

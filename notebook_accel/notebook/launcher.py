@@ -190,7 +190,7 @@ def notebook_launcher(
         return None  # type: ignore[return-value]
     if "join_token" in changed:
         raise ConfigError("join_token is for the other machines (node_rank above 0): leave it out")
-    settings = _settings_of(given)
+    settings = settings_of(given)
     if name is not None and (session or not isinstance(name, str) or not name.strip()):
         expected = (
             "no name with session=True, since the calls of a session are named by their functions"
@@ -287,7 +287,7 @@ def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given fields of ``LaunchConfig``, converted; ConfigError for a bad endpoint."""
     settings = {name: given[name] for name in _SETTINGS if name in given}
     for name in ("num_nodes", "use_port"):  # Accelerate's own default is the text "29500"

@@ -79,6 +79,16 @@ class Transcript(PlainView):
         self._slot.show(snapshot.bundle)
 
 
+class Unseen(View):
+    """Shows nothing until ``run.show()`` asks for it, then how the run stands at that moment."""
+
+    def reopen(self, run: Run) -> None:
+        choose_view("text").reopen(run)
+
+    def show_displays(self, run: Run, rank: int) -> None:
+        choose_view("text").show_displays(run, rank)
+
+
 # ---- The view of a run where pages draw nothing between cells (Colab).
 
 
@@ -152,7 +162,7 @@ VIEWS: Mapping[str, Callable[[Any, bool, bool], View]] = {
     "auto": _automatic,
     "widgets": _widgets,
     "text": _text,
-    "none": lambda *_: View(),
+    "none": lambda *_: Unseen(),
 }
 
 

@@ -1,0 +1,9 @@
+r"""Sweeps: many runs of one function, each with other arguments, as many at a time as fit.
+
+    sweep (sweep.py) --> Arguments (space.py)   which arguments the next trial gets; Optuna
+                    \--> Leases (leases.py)     which devices are free for it
+                    \--> Sweep (sweep.py)       starts trials, follows and ends them, in one thread
+                              \--> table.py     how they stand, as text and HTML
+
+A trial (trial.py) is a run like any other, launched by ``notebook_launcher`` without a view.
+"""

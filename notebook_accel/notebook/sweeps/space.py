@@ -1,0 +1,147 @@
+"""The space of a sweep: which arguments each trial gets.
+
+A grid and a list are worked off in their order; distributions are sampled by an Optuna study, which
+is told how each trial ended. A pruner needs a study as well, whatever the space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+from notebook_accel.config.checks import as_count
+from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import shown
+
+_EXPECTED = (
+    'expected a dictionary of lists ({"lr": [0.1, 0.01]}), a list of dictionaries, or a dictionary '
+    "of Optuna's distributions"
+)
+
+
+class Arguments:
+    """Gives each trial its arguments, and tells the Optuna study, if there is one, of its values.
+
+    Attributes:
+        study: the Optuna study; None for a grid or list without a pruner.
+        samples: arguments of trials, or stand-ins: one for each set of names.
+        num_trials: how many trials there are.
+    """
+
+    def __init__(
+        self,
+        space: Any,
+        *,
+        mode: str,
+        metric: str | None,
+        num_trials: int | None,
+        sampler: Any,
+        pruner: Any,
+    ) -> None:
+        """Check the space; make the study if one is needed.
+
+        Raises:
+            ConfigError: the space is empty or no space, or an argument does not go with it.
+            ImportError: Optuna is needed, and is not installed.
+        """
+        self.study: Any = None
+        self._points: list[dict[str, Any]] | None = None
+        self._distributions: dict[str, Any] = {}
+        if isinstance(space, Mapping) and any(map(_is_distribution, space.values())):
+            self._distributions = _checked_distributions(space)
+            if num_trials is None:
+                raise ConfigError("num_trials is missing: distributions do not end by themselves")
+            self.num_trials = as_count("num_trials", num_trials)
+            self.samples = [dict.fromkeys(space)]
+        else:
+            for name, value in (("num_trials", num_trials), ("sampler", sampler)):
+                if value is not None:
+                    raise ConfigError(
+                        f"{name}={shown(value)}: only for a space of Optuna's distributions; a "
+                        "grid or list is worked off as it is"
+                    )
+            self._points = _points(space)
+            self.num_trials = len(self._points)
+            self.samples = [*{frozenset(point): point for point in self._points}.values()]
+        if self._points is not None and pruner is None:
+            return
+        if metric is None:
+            raise ConfigError("metric is missing: Optuna needs the name of the value to go by")
+        try:
+            import optuna
+        except ImportError:
+            raise ImportError(
+                "distributions, samplers and pruners of a sweep are Optuna's: pip install optuna"
+            ) from None
+        self.study = optuna.create_study(
+            direction="minimize" if mode == "min" else "maximize",
+            sampler=sampler,
+            pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
+        )
+
+    def ask(self, number: int) -> tuple[dict[str, Any], Any]:
+        """Return the arguments of trial ``number``, and its Optuna trial (None without a study)."""
+        asked: Any = None if self.study is None else self.study.ask(self._distributions)
+        return (asked.params if self._points is None else self._points[number]), asked
+
+    def tell(self, asked: Any, value: float | None, *, pruned: bool, failed: bool) -> None:
+        """Tell the study how a trial ended; a value that is not finite is a failure there."""
+        if asked is None:
+            return
+        from optuna.trial import TrialState
+
+        if failed or value is None or not math.isfinite(value):
+            self.study.tell(asked, state=TrialState.FAIL)
+        elif pruned:
+            self.study.tell(asked, state=TrialState.PRUNED)
+        else:
+            self.study.tell(asked, value)
+
+
+def _is_distribution(value: Any) -> bool:
+    """Return whether a value is a distribution of Optuna, which need not be installed."""
+    return any(kind.__name__ == "BaseDistribution" for kind in type(value).__mro__)
+
+
+def _checked_distributions(space: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in space.items():
+        if not _is_distribution(value):
+            raise ConfigError(
+                f"space: {name}={shown(value)} is no distribution, and others are. For a list take "
+                "optuna.distributions.CategoricalDistribution([...]); what is the same in all "
+                "trials goes to kwargs="
+            )
+    return _with_names(space)
+
+
+def _points(space: Any) -> list[dict[str, Any]]:
+    """Return the arguments of all trials of a grid or list, in their order."""
+    if isinstance(space, Mapping):
+        values = {name: _choices(name, value) for name, value in space.items()}
+        found = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+        found = found if values else []
+    elif isinstance(space, (list, tuple)) and all(isinstance(one, Mapping) for one in space):
+        found = [dict(one) for one in space]
+    else:
+        raise ConfigError(f"space={shown(space)}: {_EXPECTED}")
+    if not found:
+        raise ConfigError(f"space={shown(space)} has no trial: {_EXPECTED}")
+    return [_with_names(point) for point in found]
+
+
+def _choices(name: object, value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(
+            f"space: {name}={shown(value)} is no list. What is the same in all trials goes to "
+            "kwargs="
+        )
+    return list(value)
+
+
+def _with_names(point: Mapping[Any, Any]) -> dict[str, Any]:
+    for name in point:
+        if not isinstance(name, str):
+            raise ConfigError(f"space: {shown(name)} is no name of an argument: expected a text")
+    return dict(point)

@@ -1,0 +1,514 @@
+"""``sweep`` and the handle that it returns: starts trials, follows them, and ends them.
+
+All trials are started and followed by one thread of the sweep; the methods of :class:`Sweep` may be
+called from any thread, and only set what that thread reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.config import resolve
+from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
+from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.launch.preflight import check_call
+from notebook_accel.launch.system.interrupts import held
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.notebook import clicks
+from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
+from notebook_accel.notebook.launcher import notebook_launcher, settings_of
+from notebook_accel.notebook.sweeps import table
+from notebook_accel.notebook.sweeps.leases import Leases
+from notebook_accel.notebook.sweeps.space import Arguments
+from notebook_accel.notebook.sweeps.trial import Trial
+from notebook_accel.notebook.tracebacks import show_in_short
+from notebook_accel.notebook.views import choose_view
+from notebook_accel.text_values import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from notebook_accel.launch.run import Run
+
+# Between two looks at the trials, and two drawings of the table.
+_LOOK_SECONDS = 0.05
+_DRAW_SECONDS = 0.5
+# Arguments of the launcher that make no sense for a trial.
+_NOT_FOR_TRIALS = (
+    "session", "node_rank", "num_nodes", "join_token", "master_addr", "use_port",
+    "rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "name",
+)  # fmt: skip
+
+
+class Sweep:
+    """The trials of a sweep, while they run and afterwards.
+
+    ``len(sweep)`` is the number of trials that were started; iteration gives their runs, in the
+    order of the trials.
+
+    Attributes:
+        study: the Optuna study; None for a grid or list without a pruner.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        leases: Leases,
+        launch: Callable[[dict[str, Any], tuple[int, ...]], Run],
+        *,
+        metric: str | None,
+        mode: str,
+        max_failures: int,
+        is_shown: bool,
+    ) -> None:
+        self.study = arguments.study
+        self._name = name
+        self._arguments, self._leases, self._launch = arguments, leases, launch
+        self._metric, self._mode, self._max_failures = metric, mode, max_failures
+        self._trials: list[Trial] = []
+        self._running: list[Trial] = []
+        self._failures: Counter[tuple[Any, ...]] = Counter()
+        self._first_error: dict[tuple[Any, ...], BaseException] = {}
+        self._error: BaseException | None = None
+        self._stop_asked, self._ended = threading.Event(), threading.Event()
+        self._kernel, self._is_shown = clicks.find_kernel(), is_shown
+        self._slot = DisplaySlot()
+        self._drawn = 0.0
+        if is_shown and self._kernel is not None:
+            self._slot.show(self._bundle())
+        start_thread(self._conduct, name=f"notebook-accel sweep of {name}")
+
+    # ---- for the person --------------------------------------------------------------------
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of all trials that were started, in the order of the trials."""
+        return [trial.run for trial in [*self._trials]]
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self.runs)
+
+    @property
+    def best(self) -> Run:
+        """The run with the best value; a trial's value is the last that it logged as ``metric``.
+
+        Failed trials and values that are not finite do not count, and pruned or stopped trials only
+        if no other trial has ended.
+
+        Raises:
+            ConfigError: the sweep was made without ``metric``.
+            NotebookAccelError: no trial has such a value.
+        """
+        best = self._best_trial()
+        if best is None:
+            if self._metric is None:
+                raise ConfigError("the sweep has no metric=, by which a trial could be the best")
+            raise NotebookAccelError(
+                f"no trial has a finite value of {self._metric!r}{self._what_was_logged()}"
+            )
+        return best.run
+
+    def _best_trial(self) -> Trial | None:
+        trials = [
+            (trial.newest, trial)
+            for trial in [*self._trials]
+            if trial.newest is not None
+            and math.isfinite(trial.newest)
+            and trial.run.status != "failed"
+        ]
+        whole = [pair for pair in trials if pair[1].status == "succeeded"]
+        choose = min if self._mode == "min" else max
+        return choose(whole or trials, key=lambda pair: pair[0], default=(None, None))[1]
+
+    def stop(self) -> None:
+        """Start no further trial, and ask those that run to stop; return at once."""
+        self._stop_asked.set()
+
+    def wait(self, timeout: float | None = None) -> Sweep:
+        """Wait for the end of all trials, and return this sweep.
+
+        Trials that failed raise nothing, unless ``max_failures`` of them failed alike.
+
+        Args:
+            timeout: seconds to wait; None for no limit. The sweep goes on afterwards.
+
+        Raises:
+            WorkerError: the first of ``max_failures`` failures that are alike.
+            LaunchError: a trial could not be started.
+            ConfigError: no trial has logged ``metric``, or the settings of the launch are invalid.
+            TimeoutError: the sweep has not ended in time.
+
+            All have the sweep as ``error.sweep``.
+        """
+        if timeout is not None:
+            as_seconds("timeout", timeout)
+        if not self._ended.wait(timeout):
+            raise self._about_this(
+                TimeoutError(f"the sweep has not ended within {timeout} s; it goes on")
+            )
+        if self._error is not None:
+            raise self._about_this(self._error)
+        return self
+
+    def show(self) -> None:
+        """Show the table of trials in the current cell; while they run it is live there."""
+        if self._kernel is None:
+            sys.stdout.write(f"{self._bundle()['text/plain']}\n")
+            return
+        self._slot.show(self._bundle(), is_to_place=False)
+        self._slot.place()
+
+    def to_pandas(self) -> Any:
+        """Return a pandas DataFrame with a row for each trial, in their order.
+
+        The columns are ``trial``, ``state``, the arguments by their names, the metric's last value
+        by its name (``value`` if an argument has that name) and ``run``, the run's id.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError("sweep.to_pandas() needs pandas: pip install pandas") from None
+        taken = {"trial", "state", "run"}.union(*(trial.arguments for trial in self._trials))
+        value = "value" if self._metric is None or self._metric in taken else self._metric
+        return pd.DataFrame(
+            [
+                {
+                    "trial": trial.number,
+                    "state": trial.status,
+                    **trial.arguments,
+                    value: math.nan if trial.newest is None else trial.newest,
+                    "run": trial.run.id,
+                }
+                for trial in self._trials
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return f"<Sweep of {self._title()}>"
+
+    # ---- in the sweep's thread -------------------------------------------------------------
+
+    def _conduct(self) -> None:
+        try:
+            while not self._stop_asked.is_set() and self._error is None:
+                self._start_trials()
+                if not self._running:
+                    break
+                self._look()
+                time.sleep(_LOOK_SECONDS)
+        except BaseException as error:  # a launch that failed; raised by whoever waits
+            self._error = error
+            for trial in self._running:
+                trial.asked = None  # it may be Optuna that has failed
+        try:
+            for trial in self._running:
+                trial.end()
+            while self._running:
+                self._look()
+                time.sleep(_LOOK_SECONDS)
+            if self._error is None and self._is_fruitless() and not self._stop_asked.is_set():
+                self._error = self._never_logged()
+            self._draw(is_last=True)
+        finally:
+            self._ended.set()
+
+    def _start_trials(self) -> None:
+        while len(self._running) < self._leases.at_a_time:
+            number = len(self._trials)
+            if number == self._arguments.num_trials or self._stop_asked.is_set():
+                return
+            devices = self._leases.take()
+            if devices is None:  # of another sweep meanwhile
+                if not self._running:
+                    time.sleep(_LOOK_SECONDS)
+                    continue
+                return
+            try:
+                arguments, asked = self._arguments.ask(number)
+                run = self._launch(arguments, devices)
+            except BaseException:
+                self._leases.give_back(devices)
+                raise
+            trial = Trial(number=number, arguments=arguments, run=run, devices=devices, asked=asked)
+            self._trials.append(trial)
+            self._running.append(trial)
+
+    def _look(self) -> None:
+        """Read what the running trials have logged, and take leave of those that have ended."""
+        for trial in [*self._running]:
+            # Asked before what it logged is read: nothing comes after.
+            has_ended = trial.has_ended
+            if trial.read(self._metric, self._mode) and not has_ended:
+                trial.pruned = True
+                trial.end()
+            if has_ended:
+                self._running.remove(trial)
+                self._leases.give_back(trial.devices)
+                self._take_leave(trial)
+        self._draw()
+
+    def _take_leave(self, trial: Trial) -> None:
+        has_failed = trial.run.status == "failed"
+        is_cut = trial.pruned or trial.run.status == "stopped"
+        self._arguments.tell(trial.asked, trial.newest, pruned=is_cut, failed=has_failed)
+        if self._kernel is None and self._is_shown:
+            named = wording.arguments((), trial.arguments)
+            value = "" if trial.newest is None else f", {self._metric} {trial.newest:g}"
+            sys.stdout.write(f"trial {trial.number} ({named}): {trial.status}{value}\n")
+            sys.stdout.flush()
+        if has_failed:
+            kind = trial.kind_of_failure()
+            self._failures[kind] += 1
+            error = self._first_error.setdefault(kind, trial.error() or RuntimeError())
+            if self._failures[kind] >= self._max_failures and self._error is None:
+                self._error = error
+        elif self._is_fruitless(self._max_failures) and self._error is None:
+            self._error = self._never_logged()
+
+    def _is_fruitless(self, least: int = 1) -> bool:
+        """Return whether so many trials have succeeded and none has logged the metric."""
+        succeeded = sum(trial.status == "succeeded" for trial in self._trials)
+        has_value = any(trial.newest is not None for trial in self._trials)
+        return self._metric is not None and succeeded >= least and not has_value
+
+    def _never_logged(self) -> ConfigError:
+        return ConfigError(f"no trial has logged {self._metric!r}{self._what_was_logged()}")
+
+    def _what_was_logged(self) -> str:
+        names = dict.fromkeys(name for trial in self._trials for name in trial.logged)
+        listed = one_line(", ".join(names), 200) or "nothing, by accelerator.log or otherwise"
+        return f"; they logged {listed}"
+
+    def _about_this(self, error: BaseException) -> BaseException:
+        error.sweep = self  # type: ignore[attr-defined]
+        return error
+
+    # ---- what is shown ---------------------------------------------------------------------
+
+    def _title(self) -> str:
+        ended = len(self._trials) - len(self._running)
+        parts = [f"{ended} of {self._arguments.num_trials} trials ended"]
+        parts += [f"{len(self._running)} running"] if self._running else []
+        failed = sum(trial.run.status == "failed" for trial in self._trials)
+        parts += [f"{failed} failed"] if failed else []
+        best = self._best_trial()
+        if best is not None and best.newest is not None:
+            value = wording.number(best.newest)
+            parts.append(f"best {self._metric} {value} (trial {best.number})")
+        return f"{self._name}: {', '.join(parts)}"
+
+    def _bundle(self) -> dict[str, str]:
+        cells = table.rows([*self._trials], self._metric, self._mode)
+        hidden = len(self._trials) - len(cells) + 1
+        notes = [f"{hidden} more trials are in .to_pandas()"] if self._trials and hidden > 0 else []
+        if self._error is not None:
+            last = str(self._error).strip().rpartition("\n")[2]
+            notes.append(f"ended early: {one_line(last, 200)}")
+        return table.as_bundle(f"sweep of {self._title()}", cells, notes)
+
+    def _draw(self, *, is_last: bool = False) -> None:
+        is_due = time.monotonic() - self._drawn > _DRAW_SECONDS
+        if self._slot.is_placed and (is_due or is_last):
+            self._slot.show(self._bundle())
+            self._drawn = time.monotonic()
+
+    def _end_now(self) -> None:
+        """Stop, and wait for the end; a further interrupt kills the trials that still run."""
+        self.stop()
+        try:
+            self._ended.wait()
+        except KeyboardInterrupt:
+            for trial in [*self._running]:
+                trial.end(at_once=True)
+            self._ended.wait()
+
+
+def sweep(
+    function: Callable[..., Any],
+    space: Any,
+    *,
+    metric: str | None = None,
+    mode: str = "min",
+    num_trials: int | None = None,
+    num_processes: int = 1,
+    concurrent: int | None = None,
+    rounds: int = 1,
+    sampler: Any = None,
+    pruner: Any = None,
+    max_failures: int = 3,
+    engine: str = "auto",
+    block: bool = True,
+    detach: bool = False,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **launch: Any,
+) -> Sweep:
+    """Run a function with many settings, as many at a time as there are free devices.
+
+    Each trial is a run of its own, and one table shows them all. It calls
+    ``function(*args, **kwargs, **arguments)`` on ``num_processes`` ranks.
+
+    Args:
+        function: as for ``notebook_launcher``. It is sent anew with each trial.
+        space: a dictionary of lists, of which each combination is a trial; a list of dictionaries,
+            one for each trial; or a dictionary of Optuna's distributions.
+        metric: name of a value that the function logs (``accelerator.log``); the last is the
+            trial's value.
+        mode: "min" if lower values are better, or "max".
+        num_trials: number of trials; needed for distributions, and only for them.
+        num_processes: ranks of a trial.
+        concurrent: trials at a time. None: as many as have an accelerator for each rank or, without
+            accelerators, a core for each. With more than that, trials share.
+        rounds: only 1 for now.
+        sampler: Optuna's sampler for distributions; None for Optuna's default.
+        pruner: Optuna's pruner, which sees each value of ``metric``; a pruned trial is stopped as
+            by ``run.stop()``. None prunes nothing.
+        max_failures: so many trials that fail alike (type and place of the error) end the sweep;
+            other failed trials are rows of the table.
+        engine: "auto" or "local".
+        block: wait for the end of all trials. False returns at once.
+        detach: only False for now.
+        args, kwargs: further arguments of the function, the same in all trials.
+        **launch: further arguments of ``notebook_launcher``.
+
+    Returns:
+        The sweep: ``.best`` is the run with the best value, ``.runs`` are all runs.
+
+    Raises:
+        ConfigError: an argument is invalid, and nothing was started; or no trial has logged
+            ``metric``.
+        ImportError: the space or the pruner needs Optuna, which is not installed.
+        WorkerError: the first of ``max_failures`` failures that are alike.
+        LaunchError: a trial could not be started.
+        KeyboardInterrupt: the cell was interrupted; all trials were stopped before.
+
+    With ``block=False``, ``sweep.wait()`` raises the errors of trials. Errors that end trials have
+    the sweep as ``error.sweep``.
+
+    Example:
+        >>> from notebook_accel import Accelerator, sweep
+        >>> def train(lr, width):
+        ...     Accelerator().log({"loss": lr * width}, step=1)
+        ...     return lr, width
+        >>> s = sweep(train, {"lr": [0.1, 0.2], "width": [1, 2]}, metric="loss", view="none")
+        >>> len(s), s.best[0]
+        (4, (0.1, 1))
+    """
+    with show_in_short():
+        kwargs = {} if kwargs is None else kwargs
+        as_choice("mode", mode, ["min", "max"])
+        as_flag("block", block)
+        num_processes = as_count("num_processes", num_processes)
+        max_failures = as_count("max_failures", max_failures)
+        concurrent = None if concurrent is None else as_count("concurrent", concurrent)
+        if metric is not None and not isinstance(metric, str):
+            raise ConfigError(f"metric={shown(metric)}: expected the name of a logged value")
+        _check_is_there(rounds=rounds, engine=engine, detach=detach)
+        _check_launch(launch)
+        arguments = Arguments(
+            space, mode=mode, metric=metric, num_trials=num_trials, sampler=sampler, pruner=pruner
+        )
+        for sample in arguments.samples:
+            if twice := [name for name in sample if name in kwargs]:
+                raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
+            _check_names(function, sample)
+            check_call(function, args, {**kwargs, **sample})
+        view = launch.pop("view", "auto")
+        choose_view(view)  # for its check alone
+        settings = {**launch, "num_processes": num_processes, "engine": engine}
+        config, _ = resolve(settings_of(settings), launch.pop("config", None))
+        leases = Leases(config, concurrent)
+        of_call = {name: launch[name] for name in ("timeout",) if name in launch}
+        env = dict(config.env or {})
+        if leases.at_a_time > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
+            env["OMP_NUM_THREADS"] = str(leases.num_threads)
+
+        def start(chosen: dict[str, Any], devices: tuple[int, ...]) -> Run:
+            return notebook_launcher(
+                function,
+                args,
+                kwargs={**kwargs, **chosen},
+                config=replace(config, env=env, devices=devices or config.devices),
+                block=False,
+                view="none",
+                name=wording.arguments((), chosen) or None,
+                **of_call,
+            )
+
+        name = one_line(str(getattr(function, "__name__", type(function).__name__)), 60)
+        found: Sweep | None = None
+        try:
+            with held():
+                found = Sweep(
+                    name,
+                    arguments,
+                    leases,
+                    start,
+                    metric=metric,
+                    mode=mode,
+                    max_failures=max_failures,
+                    is_shown=view != "none",
+                )
+            return found.wait() if block else found
+        except KeyboardInterrupt as error:
+            if found is not None:
+                found._end_now()
+                error.sweep = found  # type: ignore[attr-defined]
+                error.run = found.runs[-1] if found.runs else None  # type: ignore[attr-defined]
+                error.args = error.args or ("the sweep was interrupted; its trials are in runs()",)
+            raise
+
+
+def _check_is_there(*, rounds: object, engine: object, detach: object) -> None:
+    """Refuse what is not built yet."""
+    if as_count("rounds", rounds) != 1:
+        raise ConfigError(f"rounds={rounds}: trials cannot take turns yet; leave it out")
+    if as_flag("detach", detach):
+        raise ConfigError("detach=True: a sweep ends with its kernel for now; leave it out")
+    if engine not in ("auto", "local"):
+        raise ConfigError(
+            f"engine={shown(engine)}: trials run on this machine for now; leave it out"
+        )
+
+
+def _check_names(function: Any, names: Iterable[str]) -> None:
+    """Refuse a misspelt argument by its name; ``check_call`` would say that another is missing."""
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        return
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"space: the function takes no argument {name!r}{meant}")
+
+
+def _check_launch(launch: Mapping[str, Any]) -> None:
+    known = inspect.signature(notebook_launcher).parameters
+    for name in launch:
+        if name in _NOT_FOR_TRIALS:
+            raise ConfigError(f"sweep() takes no {name}=: each trial is a launch of its own")
+        if name not in known:
+            close = get_close_matches(name, [*known, *inspect.signature(sweep).parameters], n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"sweep() got an unexpected argument {name!r}{meant}")

@@ -1,0 +1,113 @@
+"""One trial of a sweep: its run, and what it has logged under the sweep's metric."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import WorkerError
+from notebook_accel.launch.control.metrics_file import MetricTail
+from notebook_accel.launch.run import call_of, raise_error
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.run import Run
+
+# Optuna copies all earlier ones at each, in memory.
+_MAX_REPORTS = 10_000
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One trial of a sweep.
+
+    Attributes:
+        arguments: what the sweep chose for it.
+        run: its run.
+        devices: the accelerators that it has leased.
+        asked: Optuna's trial; None without a study.
+        newest, best: the last and the best value that it logged; None before the first.
+        pruned: whether the pruner has ended it.
+    """
+
+    number: int
+    arguments: dict[str, Any]
+    run: Run
+    devices: tuple[int, ...]
+    asked: Any
+    newest: float | None = None
+    best: float | None = None
+    pruned: bool = False
+    logged: dict[str, None] = field(default_factory=dict)
+    _tail: MetricTail = field(init=False)
+    _step: int = -1
+    _num_reports: int = 0
+
+    def __post_init__(self) -> None:
+        self._tail = MetricTail(call_of(self.run).folder.path)
+
+    @property
+    def status(self) -> str:
+        """That of its run, or "pruned"."""
+        is_cut = self.pruned and self.has_ended and self.run.status != "failed"
+        return "pruned" if is_cut else self.run.status
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended: it logs nothing from then on."""
+        return call_of(self.run).ended.is_set()
+
+    def read(self, metric: str | None, mode: str) -> bool:
+        """Read what the trial has logged since, and report it; return whether to prune it."""
+        call_of(self.run).metrics.flush()
+        to_prune = False
+        for row in self._tail.read_new():
+            self.logged[row["name"]] = None
+            if row["name"] == metric:
+                to_prune = self._add(row["value"], row["step"], mode) or to_prune
+        return to_prune
+
+    def _add(self, value: float, step: int | None, mode: str) -> bool:
+        self.newest = value
+        is_better = self.best is None or (value < self.best if mode == "min" else value > self.best)
+        if math.isfinite(value) and is_better:
+            self.best = value
+        step = self._step + 1 if step is None else step
+        is_new = step > self._step and self._num_reports < _MAX_REPORTS
+        if self.asked is None or self.pruned or not is_new:
+            return False
+        self._step, self._num_reports = step, self._num_reports + 1
+        self.asked.report(value, step)
+        return bool(self.asked.should_prune())
+
+    def error(self) -> BaseException | None:
+        """Return why the run has failed; None if it has not."""
+        try:
+            if self.run.state.failure is not None:
+                raise_error(self.run)
+        except BaseException as error:  # to be raised by whoever waits for the sweep
+            return error
+        return None
+
+    def kind_of_failure(self) -> tuple[Any, ...]:
+        """Return what is equal for failures that are alike: type and place, or how it died."""
+        error = self.error()
+        if not isinstance(error, WorkerError):
+            return (str(error),)
+        places = re.findall(r'File "(.+)", line (\d+)', error.traceback)
+        last = error.traceback.strip().rpartition("\n")[2]
+        return (last.partition(":")[0], *places[-1:], error.exitcode, error.signal)
+
+    def last_line_of_error(self) -> str:
+        """Return the last line of the failure, for the table; "" if there is none."""
+        failure = self.run.state.failure
+        text = "" if failure is None else failure.traceback or failure.message
+        return text.strip().rpartition("\n")[2]
+
+    def end(self, *, at_once: bool = False) -> None:
+        """Ask the run to stop, or kill it, unless it has ended."""
+        with contextlib.suppress(OSError):
+            if not self.has_ended:
+                self.run.kill() if at_once else self.run.stop()

@@ -1,0 +1,226 @@
+"""Sweeps: trials are real runs on real processes; what is bad is told before or after."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
+from notebook_accel.launch import run_list
+from notebook_accel.notebook.sweeps import table
+from tests.kernel.notebooks import open_notebook
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOON = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _runs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+
+
+def train(lr: float, width: int = 1, *, steps: int = 3, seconds: float = 0.0) -> float:
+    accelerator = Accelerator(cpu=True)
+    for step in range(steps):
+        accelerator.log({"loss": lr * width / (step + 1)}, step=step)
+        time.sleep(seconds)
+        if accelerator.should_stop:
+            break
+    return lr
+
+
+def on_cpu(function: Any, space: Any, **asked: Any) -> Sweep:
+    return sweep(function, space, **{"devices": "cpu", "view": "none", **asked})
+
+
+def test_a_grid_of_four_on_two_ranks_each_finds_its_best_and_two_run_at_a_time() -> None:
+    space = {"lr": [0.4, 0.2], "width": [1, 2]}
+    found = on_cpu(
+        train, space, metric="loss", num_processes=2, concurrent=2, kwargs={"seconds": 0.2}
+    )
+    assert [run.state.arguments for run in found] == [
+        f"seconds=0.2, lr={lr}, width={width}" for lr in (0.4, 0.2) for width in (1, 2)
+    ]
+    assert len(found) == 4
+    assert {run.status for run in found.runs} == {"succeeded"}
+    assert [run.results for run in found] == [[0.4] * 2, [0.4] * 2, [0.2] * 2, [0.2] * 2]
+    assert found.best is found.runs[2]
+    spans = [(run.state.started, max(row["time"] for row in run.metrics)) for run in found]
+    at_a_time = [sum(a <= start < b for a, b in spans) for start, _ in spans]
+    assert max(at_a_time) == 2, "never three, and not one after the other"
+    frame = found.to_pandas()
+    assert frame[["trial", "lr", "width", "state"]].iloc[-1].tolist() == [3, 0.2, 2, "succeeded"]
+    assert frame["loss"].tolist() == pytest.approx([0.4 / 3, 0.8 / 3, 0.2 / 3, 0.4 / 3])
+    found.show()
+
+
+def test_a_failing_trial_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def divides(by: float) -> None:
+        Accelerator(cpu=True).log({"score": 1 / by})
+
+    found = on_cpu(divides, [{"by": 1}, {"by": 0}, {"by": 2}], metric="score", mode="max")
+    assert [run.status for run in found] == ["succeeded", "failed", "succeeded"]
+    assert found.best is found.runs[0]
+    found.show()
+    shown = capsys.readouterr().out
+    assert "1 failed, best score 1 (trial 0)" in shown
+    assert "ZeroDivisionError: division by zero" in shown
+
+
+def test_failures_that_are_alike_end_the_sweep_with_the_first_of_them() -> None:
+    def fails(number: int) -> None:
+        raise ValueError(f"number {number}")
+
+    with pytest.raises(WorkerError, match="number 0") as caught:
+        on_cpu(fails, {"number": range(50)}, concurrent=1, max_failures=2)
+    found = caught.value.sweep  # type: ignore[attr-defined]
+    assert len(found) == 2
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_stop_ends_what_runs_and_starts_no_more() -> None:
+    found = on_cpu(
+        train,
+        {"lr": [1.0] * 20},
+        concurrent=2,
+        block=False,
+        kwargs={"steps": 9999, "seconds": 0.05},
+    )
+    eventually(lambda: len(found) == 2, within=SOON, what="two run")
+    with pytest.raises(TimeoutError, match="goes on"):
+        found.wait(0.01)
+    for run in found:
+        eventually(lambda run=run: bool(run.metrics), within=SOON, what="it trains")
+    found.stop()
+    assert found.wait(SOON) is found
+    assert len(found) == 2
+    assert [run.results for run in found] == [[1.0], [1.0]], "by should_stop"
+
+
+def test_bad_input_starts_nothing() -> None:
+    before = len(run_list.runs())
+    for error, space, asked in [
+        ("no trial", {}, {}),
+        ("no trial", [], {}),
+        ("no trial", {"lr": []}, {}),
+        ("is no list", {"lr": 0.1}, {}),
+        ("expected a dictionary of lists", 3, {}),
+        ("takes no argument 'lrr'; did you mean lr", {"lrr": [1]}, {}),
+        ("takes no argument 'b'", [{"lr": 1}, {"lr": 2, "b": 1}], {}),
+        ("both in space and in kwargs", {"lr": [1]}, {"kwargs": {"lr": 1}}),
+        ("only for a space of Optuna", {"lr": [1]}, {"num_trials": 3}),
+        ("metric is missing", {"lr": [1]}, {"pruner": object()}),
+        ("did you mean concurrent", {"lr": [1]}, {"concurent": 2}),
+        ("takes no session", {"lr": [1]}, {"session": True}),
+        ("mode='lowest'", {"lr": [1]}, {"mode": "lowest"}),
+        ("take turns", {"lr": [1]}, {"rounds": 8}),
+        ("detach", {"lr": [1]}, {"detach": True}),
+        ("engine='ray'", {"lr": [1]}, {"engine": "ray"}),
+        ("view='big'", {"lr": [1]}, {"view": "big"}),
+    ]:
+        with pytest.raises(ConfigError, match=error):
+            on_cpu(train, space, **asked)
+    assert len(run_list.runs()) == before
+
+
+def test_a_metric_that_no_trial_logs_is_told_with_those_that_they_log() -> None:
+    with pytest.raises(ConfigError, match="no trial has logged 'los'; they logged loss") as caught:
+        on_cpu(train, {"lr": [0.1] * 20}, metric="los", concurrent=1, max_failures=2)
+    assert len(caught.value.sweep) == 2, "the other trials would log it neither"  # type: ignore[attr-defined]
+
+
+def test_a_value_that_is_not_finite_is_never_the_best() -> None:
+    found = on_cpu(train, {"lr": [float("nan"), 5.0, float("-inf")]}, metric="loss")
+    assert found.best is found.runs[1]
+    with pytest.raises(NotebookAccelError, match="no trial has a finite value of 'loss'"):
+        _ = on_cpu(train, {"lr": [float("nan")]}, metric="loss").best
+    with pytest.raises(ConfigError, match="no metric="):
+        _ = on_cpu(train, {"lr": [1.0]}).best
+
+
+def test_optuna_samples_and_is_told_and_its_pruner_stops_trials() -> None:
+    optuna = pytest.importorskip("optuna")
+    space = {"lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
+    sampler = optuna.samplers.RandomSampler(seed=1)
+    found = on_cpu(train, space, metric="loss", num_trials=3, sampler=sampler)
+    assert [trial.value for trial in found.study.trials] == [
+        run.metrics[-1]["value"] for run in found
+    ]
+    assert found.best[0] == found.study.best_params["lr"]
+
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0)
+    found = on_cpu(
+        train,
+        [{"lr": 0.1, "steps": 3}, {"lr": 0.9, "steps": 9999, "seconds": 0.05}],
+        metric="loss",
+        pruner=pruner,
+        concurrent=1,
+    )
+    assert [trial.state.name for trial in found.study.trials] == ["COMPLETE", "PRUNED"]
+    assert found.to_pandas()["state"].tolist() == ["succeeded", "pruned"]
+    assert found.runs[1][0] == 0.9, "what it had is kept"
+    assert found.best is found.runs[0]
+
+
+def test_distributions_need_a_number_and_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+    optuna = pytest.importorskip("optuna")
+    space = {"lr": optuna.distributions.FloatDistribution(0.1, 1.0)}
+    for error, asked in [
+        ("num_trials is missing", {"metric": "loss"}),
+        ("metric is missing", {"num_trials": 2}),
+    ]:
+        with pytest.raises(ConfigError, match=error):
+            on_cpu(train, space, **asked)
+    with pytest.raises(ConfigError, match="CategoricalDistribution"):
+        on_cpu(train, {**space, "width": [1, 2]}, metric="loss", num_trials=2)
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(ImportError, match="pip install optuna"):
+        on_cpu(train, space, metric="loss", num_trials=2)
+
+
+def test_text_of_trials_is_escaped() -> None:
+    cells = [["trial", "<b>"], ["0", "<script>&"]]
+    html = table.as_bundle("<i>", cells, ["<u>"])["text/html"]
+    assert "<td>&lt;script&gt;&amp;</td>" in html
+    assert not [tag for tag in ("<i>", "<u>", "<script>") if tag in html]
+
+
+def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
+    with open_notebook() as notebook:
+        notebook.run(
+            """
+            import time
+            from notebook_accel import Accelerator, runs, sweep
+
+            def train(lr, steps=2):
+                accelerator = Accelerator(cpu=True)
+                for step in range(steps):
+                    accelerator.log({"loss": lr / (step + 1)}, step=step)
+                    time.sleep(0.05)
+                    if accelerator.should_stop:
+                        return
+            """
+        )
+        cell = notebook.start('s = sweep(train, {"lr": [0.5, 0.1]}, metric="loss", concurrent=1)')
+        (output,) = notebook.finish(cell).outputs
+        assert (
+            "<b>sweep of train: 2 of 2 trials ended, best loss 0.05" in output["data"]["text/html"]
+        )
+        lines = output["data"]["text/plain"].splitlines()
+        assert [line.split()[:5] for line in lines[2:]] == [
+            ["1", "✓", "succeeded", "0.1", "0.05"],
+            ["0", "✓", "succeeded", "0.5", "0.25"],
+        ]
+        long = 's = sweep(train, {"lr": [1, 2, 3]}, kwargs={"steps": 9999}, concurrent=1)'
+        cell = notebook.start(f"before = len(runs())\n{long}")
+        time.sleep(3)
+        notebook.interrupt()
+        reply = notebook.finish(cell)
+        assert "the sweep was interrupted" in reply.traceback[-1]
+        ended = "all(run.state.has_ended for run in runs())"
+        assert notebook.run(f"print(len(runs()) - before, {ended})") == "1 True\n"
