@@ -33,6 +33,7 @@ _SAVE_TOOLTIP = (
     "checkpoint is written there"
 )
 _PAUSE_TOOLTIP = "All ranks wait at the same step, and the devices are free, until Go on"
+_WAITS = "the ranks have this value until they take the new one at a common step"
 # More would push the metrics out of sight.
 _MAX_KNOBS = 12
 _STEPS_OF_SLIDER = 200
@@ -94,7 +95,10 @@ class Controls:
         self._pause.disabled = is_pausing or not (trains or is_paused)
         if call_of(self._run).can_act:
             self._draw_knobs(state)
-        lines = [element("div", self._said, role="status", class_="na-said")] if self._said else []
+        # Among knobs it has its room from the start, so that its words move nothing.
+        has_line = bool(self._said or state.knobs)
+        said = element("div", self._said, role="status", class_="na-said")
+        lines = [said] if has_line else []
         if len(state.knobs) > _MAX_KNOBS:
             more = f"{len(state.knobs) - _MAX_KNOBS} more knobs: run.set(name=value)"
             lines.append(element("div", more, class_="na-muted"))
@@ -117,7 +121,7 @@ class Controls:
 
     def _on_save(self, _button: Any) -> None:
         act = call_of(self._run).act
-        self._saving = self._ask("Save now", lambda: act(Action(kind="save")), says_done=True)
+        self._saving = self._ask("Save now", lambda: act(Action(kind="save")))
 
     def _on_pause(self, _button: Any) -> None:
         if self._run.status == "paused":
@@ -133,18 +137,15 @@ class Controls:
 
         return self._ask(knob.name, act)
 
-    def _ask(
-        self, what: str, ask: Callable[[], Future[None]], *, says_done: bool = False
-    ) -> Future[None] | None:
+    def _ask(self, what: str, ask: Callable[[], Future[None]]) -> Future[None] | None:
         """Ask for something, and keep the line that the panel says of it in the end."""
 
         def note(done: Future[None]) -> None:
             state = self._run.state
             when = wording.clock(state.now() - state.started)
-            if error := done.exception():
-                self._said = f"{what}: {shorten(str(error), 300)} ({when})"
-            else:
-                self._said = f"{what}: done on all ranks ({when})" if says_done else ""
+            error = done.exception()
+            came = "done on all ranks" if error is None else shorten(str(error), 300)
+            self._said = f"{what}: {came} ({when})"
 
         try:
             asked = ask()
@@ -183,7 +184,7 @@ class _KnobControl:
         self.control.disabled = not is_open
         waits = _waits(self._asked)
         was_refused = self._asked is not None and not waits and self._asked.exception() is not None
-        text = element("div", f"waits; now {_shown(knob.value)}", class_="na na-muted")
+        text = element("div", f"now {_shown(knob.value)}", class_="na na-muted", title=_WAITS)
         self._now.value = str(text) if waits else ""
         if waits or (knob is self._shown and not was_refused):
             return

@@ -670,7 +670,7 @@ def test_knobs_pause_and_save_act_while_the_cell_waits(notebook: Notebook, tmp_p
     expect(output.locator(".na-status")).to_have_text("paused", timeout=30_000)
     expect(output.locator("td.na-paused")).to_have_count(2)
     slider.press("PageUp")
-    expect(output.locator(".na-knob-now").first).to_contain_text("waits; now 0.00")
+    expect(output.locator(".na-knob-now").first).to_contain_text("now 0.00")
     button("Go on").click()
     expect(output.locator(".na-status")).to_have_text("running", timeout=30_000)
     expect(output.locator(".na-knob-now").first).to_have_text("", timeout=30_000)
@@ -680,7 +680,9 @@ def test_knobs_pause_and_save_act_while_the_cell_waits(notebook: Notebook, tmp_p
     field.fill("2.5")
     field.press("Enter")
     button("Save now").click()
-    expect(output.locator(".na-said")).to_contain_text("done on all ranks", timeout=30_000)
+    expect(output.locator(".na-said")).to_contain_text(
+        "Save now: done on all ranks", timeout=30_000
+    )
     check_layout(notebook)
 
     (tmp_path / "turned").touch()
