@@ -232,7 +232,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     expect(output.locator(".na-blocks")).to_have_text(re.compile(r"^\s*needle 20 of 0\s*$"))
     output.get_by_label("Search the output").fill("")
     wait_for(output, "straw 49 of 0")
-    output.get_by_role("button", name="Save").click()
+    output.get_by_role("button", name="Save", exact=True).click()
     link = output.locator("a[download]")
     link.wait_for(timeout=30_000)
     with page.expect_download() as download:
