@@ -68,6 +68,9 @@ class Training(Protocol):
         is known. The dictionary is empty for other errors.
         """
 
+    def off_device(self) -> AbstractContextManager[None]:
+        """Return a context within which what was prepared lies on the host."""
+
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
@@ -137,7 +140,6 @@ class RankContext:
         self.knobs: dict[str, wire.KnobValue] = {}
         self.knobs_made: dict[str, Any] = {}
         self.save_here: Callable[[], object] | None = None
-        self.device_left: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     @classmethod
     def from_environment(cls) -> RankContext:
@@ -501,7 +503,8 @@ class LaunchedContext(RankContext):
         self._did = number
         action = msgspec.msgpack.decode(self._board.content, type=Action)
         if action.kind == "pause":
-            with self.device_left():
+            training = self._any_training and self._any_training()
+            with training.off_device() if training else contextlib.nullcontext():
                 self._board.wait_in_pause(self.local_rank, number)
             return False
         if action.kind == "set":

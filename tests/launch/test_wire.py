@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel.launch import action_messages, wire
 from notebook_accel.launch.transport.channel import decode, encode
 
 HEAD = {
@@ -129,7 +129,7 @@ def test_what_is_no_message(data: bytes) -> None:
 
 
 def test_every_kind_of_message_can_be_decoded() -> None:
-    exported = [value for name, value in vars(wire).items() if name[0] != "_"]
+    exported = [*vars(wire).values(), *vars(action_messages).values()]
     assert {kind.__name__ for kind in MESSAGES} == {
         kind.__name__
         for kind in exported

@@ -150,7 +150,8 @@ def add_entries(source: Path, final: Path, belongs: Callable[[Path], bool]) -> b
             return False
         _finish_update(final)  # of a writer that died
         _link_entries(source, final)
-    shutil.rmtree(source, ignore_errors=True)
+        # Within the lock: its own rank and the one that publishes may both be about to add it.
+        shutil.rmtree(source, ignore_errors=True)
     return True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,6 +33,7 @@ from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -264,15 +264,17 @@ class Preparation:
         self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
         # Should the run be stopped, this is what was being trained.
-        context = current()
-        context.note_training(self)
-        context.device_left = partial(off_device, self)
+        current().note_training(self)
         group = self.plan.strategy.data_group
         if prepared.training and group.size > 1:
             own = weakref.ref(self)
             watch_loaders(
                 group, lambda: any(one.inner.training for one in getattr(own(), "models", ()))
             )
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """Return a context within which what was prepared lies on the host."""
+        return off_device(self)
 
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's training state in alternative forms, the most complete first.
