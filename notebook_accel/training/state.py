@@ -77,6 +77,10 @@ class PartialState(ProcessInfo):
 
         All ranks then make their ``PartialState`` together. The arguments have an effect only in
         the first ``PartialState`` or ``Accelerator`` of this rank.
+
+        Args:
+            cpu: compute on the CPU even if there is an accelerator.
+            **kwargs: fields of :class:`InitProcessGroupKwargs`.
         """
         topology.establish(cpu=cpu, options=InitProcessGroupKwargs(**kwargs))
 
@@ -218,6 +222,15 @@ class AcceleratorState(PartialState):
             mixed_precision: the precision that all instances show from now on, in place of the
                 Accelerator's: "no", "bf16", "fp16" or "fp8". It does not change how models compute.
                 None changes nothing.
+            cpu: compute on the CPU even if there is an accelerator. It has an effect only if this
+                is the first state or ``Accelerator`` of this rank.
+            **kwargs: plugins (``dynamo_plugin``, ``fsdp_plugin``, ``deepspeed_plugin``,
+                ``torch_tp_plugin``, ``megatron_lm_plugin``, ``parallelism_config``), accepted if
+                the newest ``Accelerator`` has the same object; and fields of
+                :class:`InitProcessGroupKwargs`.
+
+        Raises:
+            ConfigError: the newest ``Accelerator`` was not made with this plugin.
         """
         shown = self if is_initialized() else None
         for name in [name for name in kwargs if name.endswith(("plugin", "config"))]:

@@ -21,7 +21,7 @@ _KEY = "exchange without a process group"
 class Exchange:
     """Collectives without a process group: here of a single rank.
 
-    All but ``store`` and ``show`` wait.
+    All ranks call all but ``store`` and ``show``.
     """
 
     rank = 0

@@ -206,10 +206,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors, each once and with memory of its own.
-
-    The other names of tied ones.
-    """
+    """Return the tensors with memory of their own, and the other names of tied ones."""
     tensors: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     seen: dict[Any, str] = {}

@@ -58,7 +58,19 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,  # noqa: ARG001
 ) -> None:
-    """Write the weights of a prepared model to a folder; all ranks have to call it."""
+    """Write the weights of a prepared model to a folder; all ranks have to call it.
+
+    Args:
+        fsdp_plugin: its ``state_dict_type`` says whether rank 0 writes whole weights, or each rank
+            writes its shards.
+        accelerator: the ``Accelerator`` that prepared the model.
+        model: the prepared model.
+        output_dir: the folder, which is created if it does not exist.
+        model_index: the model's number in the names of files.
+        adapter_only: whether to write only the trainable weights of a PEFT model; no effect on
+            other models.
+        use_dcp: accepted for Accelerate's signature, without effect.
+    """
     own = _inner(model)
     state = accelerator._strategy.state_dict(
         own, full=not fsdp_plugin.saves_shards, keeps=accelerator.is_main_process
@@ -87,6 +99,17 @@ def load_fsdp_model(
     use_dcp: bool = True,  # noqa: ARG001
 ) -> None:
     """Load weights that ``save_fsdp_model`` or ``save_state`` wrote; all ranks have to call it.
+
+    Args:
+        fsdp_plugin: its ``state_dict_type`` says whether the weights were written whole or as
+            shards.
+        accelerator: the ``Accelerator`` that prepared the model.
+        model: the prepared model.
+        input_dir: the folder that was given to the save or, for shards, the folder
+            ``pytorch_model_fsdp_0`` in it.
+        model_index: the model's number in the names of files.
+        adapter_only: whether only the trainable weights of a PEFT model were written.
+        use_dcp: accepted for Accelerate's signature, without effect.
 
     Raises:
         FileNotFoundError: the folder has no saved weights of this number and type.
@@ -121,7 +144,18 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,  # noqa: ARG001
 ) -> None:
-    """Write the state of a prepared optimizer to a folder; all ranks have to call it."""
+    """Write the state of a prepared optimizer to a folder; all ranks have to call it.
+
+    Args:
+        fsdp_plugin: its ``state_dict_type`` says whether rank 0 writes the whole state, or each
+            rank writes its shards.
+        accelerator: the ``Accelerator`` that prepared the optimizer.
+        optimizer: the prepared optimizer.
+        model: the prepared model whose weights the optimizer steps.
+        output_dir: the folder, which is created if it does not exist.
+        optimizer_index: the optimizer's number in the names of files.
+        use_dcp: accepted for Accelerate's signature, without effect.
+    """
     own, folder = inner_optimizer(optimizer), _made(output_dir)
     if fsdp_plugin.saves_shards:
         from notebook_accel.training.files import sharded
@@ -150,6 +184,18 @@ def load_fsdp_optimizer(
     """Load an optimizer state that ``save_fsdp_optimizer`` or ``save_state`` wrote.
 
     All ranks have to call it.
+
+    Args:
+        fsdp_plugin: its ``state_dict_type`` says whether the state was written whole or as shards.
+        accelerator: the ``Accelerator`` that prepared the optimizer.
+        optimizer: the prepared optimizer.
+        model: the prepared model whose weights the optimizer steps.
+        input_dir: the folder that was given to the save. For shards, its subfolder
+            ``optimizer_<optimizer_index>`` is accepted as well.
+        optimizer_index: the optimizer's number in the names of files.
+        adapter_only: accepted without effect, since an optimizer only has states of trainable
+            weights.
+        use_dcp: accepted for Accelerate's signature, without effect.
 
     Raises:
         FileNotFoundError: the folder has no saved state of this number and type.

@@ -36,7 +36,14 @@ class DummyOptim(torch.optim.Optimizer):
         weight_decay: float = 0,
         **kwargs: Any,
     ) -> None:
-        """Store the parameters, and the values for "auto" entries of the configuration."""
+        """Store the parameters, and the values for "auto" entries of the configuration.
+
+        Args:
+            params: parameters, or dictionaries of parameter groups.
+            lr: learning rate, used if the configuration says "auto".
+            weight_decay: weight decay, used if the configuration says "auto".
+            **kwargs: values for further "auto" entries, such as ``betas`` and ``eps``.
+        """
         given = list(params)
         # The base class completes the groups in place; DeepSpeed gets them as they were.
         self.params = [dict(one) if isinstance(one, dict) else one for one in given]
@@ -75,9 +82,14 @@ class DummyScheduler(LRScheduler):
         """Store the values for "auto" entries of the configuration.
 
         Args:
+            optimizer: the optimizer whose learning rates the scheduler sets.
             total_num_steps: length of the schedule. As for every prepared scheduler, it counts
                 batches of the loader before ``prepare``: ``num_epochs * len(loader)``. None leaves
                 it to the configuration.
+            warmup_num_steps: steps until the full learning rate, counted in the same way.
+            lr_scheduler_callable: called with the optimizer; returns a scheduler to use instead of
+                the one in the configuration.
+            **kwargs: values for further "auto" entries.
         """
         # Not the base class's, which would begin a schedule.
         self.optimizer = optimizer

@@ -45,7 +45,12 @@ def require_torchao(asked: str) -> None:
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """Settings of ``mixed_precision="fp8"``, for ``kwargs_handlers``."""
+    """Settings of ``mixed_precision="fp8"``, for ``kwargs_handlers``: how torchao converts layers.
+
+    Raises:
+        ConfigError: torchao is not installed, or ``enable_fsdp_float8_all_gather`` is True, which
+            is not supported.
+    """
 
     config: Any = None
     """A ``torchao.float8.Float8LinearConfig``; None makes one. With ``emulate=True`` it computes on
@@ -100,10 +105,14 @@ def convert_model_to_fp8_ao(
     Their weights stay the same. Layers that are converted already are left as they are.
 
     Args:
+        model: the model.
         config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's default.
         module_filter_func: called with a layer and its name; returns whether to convert it. None
             takes all linear layers whose sizes are multiples of 16, except the model's first and
             last linear layer.
+
+    Raises:
+        ConfigError: torchao is not installed.
     """
     require_torchao("convert_model_to_fp8_ao()")
     from torchao.float8 import convert_to_float8_training
@@ -146,6 +155,11 @@ def filter_linear_layers(
 
     A linear layer is converted if both of its sizes are multiples of 16, which the product of 8-bit
     numbers needs, and its name is not in ``layers_to_filter``.
+
+    Args:
+        module: the layer.
+        fqn: the layer's full name in the model.
+        layers_to_filter: names of layers that are not converted.
     """
     if isinstance(module, torch.nn.Linear) and (
         module.in_features % _DIVISOR or module.out_features % _DIVISOR

@@ -59,7 +59,12 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        """Read the configuration."""
+        """Read the configuration.
+
+        Args:
+            config_file_or_dict: a dictionary, the path of a JSON file, or another
+                ``HfDeepSpeedConfig``.
+        """
         self.config: dict[str, Any] = _read(config_file_or_dict)
         # What ``fill`` put in the place of "auto".
         self._filled: dict[str, Any] = {}

@@ -31,7 +31,11 @@ class StrategyPlugin:
         """Return the plugin that was given; else a default one if ``switch`` is true, else None.
 
         Args:
+            argument: name of the argument of ``Accelerator``, for error messages.
             given: value of that argument; None if the user gave none.
+
+        Raises:
+            ConfigError: an object of another class was given.
         """
         if given is None:
             return cls() if environment.read_flag(cls.switch) else None
@@ -45,6 +49,14 @@ class StrategyPlugin:
         """Raise if these settings cannot use this number of ranks; the base class accepts any.
 
         It is called before ranks connect, so that each rank fails and none waits for another.
+
+        Args:
+            plugins: all plugins in use, by the names of their arguments.
+            num_processes: number of ranks.
+            local_num_processes: number of ranks of this machine.
+
+        Raises:
+            ConfigError: the number of ranks does not fit the settings.
         """
 
     def resolve_precision(self, asked: str | None) -> str | None:

@@ -40,7 +40,12 @@ __all__ = [
 
 
 class DeepSpeedEngineWrapper:
-    """Drives a DeepSpeed engine by the separate calls of a training loop."""
+    """Drives a DeepSpeed engine by the separate calls of a training loop.
+
+    Attributes:
+        engine: the ``deepspeed.DeepSpeedEngine``.
+        step_was_skipped: whether the last step was skipped because a gradient overflowed.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -100,7 +105,18 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """The optimizer that ``prepare`` returns under DeepSpeed: its steps are steps of the engine."""
+    """The optimizer that ``prepare`` returns under DeepSpeed: its steps are steps of the engine.
+
+    Args:
+        optimizer: the optimizer that DeepSpeed steps.
+        engine: the wrapper of the engine.
+        accumulation: the state of gradient accumulation.
+        device_memory: returns the memory of the device, or None if that is not known; shown in the
+            live panel.
+
+    Attributes:
+        optimizer: the optimizer inside, which has this rank's shards of the weights.
+    """
 
     def __init__(
         self,
@@ -148,7 +164,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """The scheduler that ``prepare`` returns for a ``DummyScheduler``; the engine moves it."""
+    """The scheduler that ``prepare`` returns for a ``DummyScheduler``; the engine moves it.
+
+    Attributes:
+        scheduler: DeepSpeed's scheduler, which advances with each step of the engine.
+    """
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine's step has moved the scheduler already."""
@@ -166,8 +186,10 @@ def GatheredParameters(  # noqa: N802 (Accelerate's name)
     it together.
 
     Args:
+        params: one weight, or several.
         modifier_rank: the rank whose changes of the weights are kept, and sent to all ranks; None
             discards changes.
+        fwd_module: passed to ``deepspeed.zero.GatheredParameters`` as its ``fwd_module``.
         enabled: False makes the context manager do nothing.
     """
     given = [params] if hasattr(params, "numel") else list(params)

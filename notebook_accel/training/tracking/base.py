@@ -71,6 +71,9 @@ class GeneralTracker:
 
         They are ``name``, ``requires_logging_directory`` and ``tracker``.
 
+        Args:
+            _blank: skip the check, as Accelerate's code does for ranks that do not track.
+
         Raises:
             NotImplementedError: one of the three attributes is missing.
         """

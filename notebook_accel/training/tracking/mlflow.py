@@ -45,9 +45,13 @@ class MLflowTracker(LibraryTracker):
         """Store the arguments until ``start`` uses them.
 
         Args:
+            experiment_name: name of the experiment: the project's name.
             logging_dir: folder for the files of a new experiment; None leaves it to MLflow.
             run_id: the id of an existing run to continue; None begins a new one.
+            tags: tags of the run (and of a new experiment), as a dictionary or as JSON text.
+            nested_run: whether to make the run a child of the run that is active.
             run_name: name of a new run; None leaves it to MLflow.
+            description: description of the run.
         """
         environment = os.environ
         super().__init__(environment.get("MLFLOW_EXPERIMENT_NAME") or experiment_name or "Default")

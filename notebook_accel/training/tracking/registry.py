@@ -51,6 +51,13 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
     The class is registered in this process only, so each rank has to call this. If a tracker of the
     same name is registered already, the class replaces it, with a warning.
+
+    Args:
+        tracker_class: a class with the methods of ``GeneralTracker``, usually a subclass.
+
+    Raises:
+        ConfigError: ``tracker_class`` is not such a class, or lacks ``name`` or
+            ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and _has_interface(tracker_class)):
         raise ConfigError(
@@ -88,6 +95,13 @@ def resolve_trackers(
         log_with: a name, a ``LoggerType``, a subclass or an object of ``GeneralTracker``, or a list
             of these. "all" means every tracker whose library is installed, None no tracker.
         logging_dir: the folder for trackers that write files; None if the user gave none.
+
+    Returns:
+        each tracker once: its class, which is not instantiated yet, or the object that was given.
+
+    Raises:
+        ConfigError: a name is unknown, a tracker's library is not installed, or a tracker class
+            writes files and ``logging_dir`` is None.
     """
     if log_with is None:
         return []

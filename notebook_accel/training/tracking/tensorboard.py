@@ -28,6 +28,12 @@ class TensorBoardTracker(LibraryTracker):
     """Logs to TensorBoard by a ``SummaryWriter``.
 
     The writer is that of torch, or that of tensorboardX if the package tensorboard is missing.
+
+    Args:
+        run_name: name of the project.
+        logging_dir: folder in which each project has a folder for its files.
+        **kwargs: arguments for the ``SummaryWriter``: this tracker's entry in the ``init_kwargs``
+            of ``init_trackers``.
     """
 
     name = "tensorboard"
