@@ -81,8 +81,9 @@ def _arguments(documented: Any) -> set[str]:
     fields = {*getattr(documented, "__dataclass_fields__", ())}
     call = documented
     if inspect.isclass(documented):
-        # Run is made by a launch alone; others have the arguments of a class above them.
-        if documented is notebook_accel.Run or "__init__" not in vars(documented):
+        # These a launch or sweep makes; others have the arguments of a class above them.
+        made_elsewhere = (notebook_accel.Run, notebook_accel.Sweep)
+        if documented in made_elsewhere or "__init__" not in vars(documented):
             return set()
         call = documented.__init__
     return {*inspect.signature(call).parameters} - {"self", "cls", "args", "kwargs"} - fields

@@ -182,7 +182,7 @@ def _seen_in_a_group() -> set[str]:
 
 
 _IN_A_GROUP = """
-import contextlib, torch, torch.distributed as dist
+import contextlib, time, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -223,7 +223,12 @@ with told("_dump_fr_trace", "pg_names"):
     recorded = of_torch.recorded_collectives()
     if not recorded and torch.__version__ < (2, 12):  # gloo's are not there
         print("_dump_fr_trace", "pg_names")
-    newest = recorded[-1]
+    assert recorded
+    for _ in range(500):  # a thread of gloo's notes the end
+        newest = of_torch.recorded_collectives()[-1]
+        if newest["retired"]:
+            break
+        time.sleep(0.01)
     assert newest["retired"] and newest["profiling_name"] == "gloo:all_reduce"
     assert newest["input_sizes"] == [[3]] and newest["collective_seq_id"] > 0
     assert of_torch.ranks_of_groups()[newest["process_group"][0]] == [0]

@@ -85,7 +85,9 @@ class Shown:
             config=SimpleNamespace(grace=10.0),
             world_size=2,
             log_dir="/runs/1",
-            _call=SimpleNamespace(curves=None, metrics=SimpleNamespace(sample=list), **more),
+            _call=SimpleNamespace(
+                can_act=False, curves=None, metrics=SimpleNamespace(sample=list), **more
+            ),
             **more,
         )
         self.view = Dashboard(clicks(None), waits=waits, slot=slot)

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel import ConfigError, notebook_launcher, runs
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks, launcher
 from notebook_accel.notebook.dashboard import Dashboard
-from notebook_accel.notebook.views import Transcript, choose_view
+from notebook_accel.notebook.views import Transcript, Unseen, choose_view
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.view import View
 
 ACCELERATES = (
     "function",
@@ -156,7 +158,7 @@ def test_calling_the_function_by_mistake_is_explained() -> None:
         ("text", None, PlainView),
         ("text", True, Transcript),
         ("widgets", False, Dashboard),
-        ("none", True, View),
+        ("none", True, Unseen),
     ],
 )
 def test_the_view_fits_where_the_code_runs(

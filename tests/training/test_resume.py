@@ -93,16 +93,6 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.tensor([index + draw()])
 
 
-class Plain(Augmented):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
-
-
-class PlainStream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([float(index)]) for index in range(23))
-
-
 class AugmentedStream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker: Any = get_worker_info()
@@ -124,27 +114,27 @@ class DrawnWhenAsked(OwnOrder):
         return (random.randrange(23) for _ in range(23))
 
 
-# Dataset, loader, DataLoaderConfiguration. Samples read by worker processes are augmented.
-LOADERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "map": (Plain, {"shuffle": True}, {}),
-    "own order": (Plain, {"sampler": OwnOrder()}, {}),
-    "drawn when asked": (Plain, {"sampler": DrawnWhenAsked()}, {}),
+# Dataset, loader, DataLoaderConfiguration.
+AUGMENTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "map": (Augmented, {"shuffle": True}, {}),
+    "own order": (Augmented, {"sampler": OwnOrder()}, {}),
+    "drawn when asked": (Augmented, {"sampler": DrawnWhenAsked()}, {}),
     "workers": (Augmented, {"shuffle": True, "num_workers": 2}, {}),
     "workers that stay": (
         Augmented,
         {"shuffle": True, "num_workers": 2, "persistent_workers": True},
         {},
     ),
-    "stream": (PlainStream, {}, {"dispatch_batches": False}),
+    "stream": (AugmentedStream, {}, {"dispatch_batches": False}),
     "stream, workers": (AugmentedStream, {"num_workers": 2}, {"dispatch_batches": False}),
-    "stateful": (Plain, {}, {"use_stateful_dataloader": True}),
+    "stateful": (Augmented, {}, {"use_stateful_dataloader": True}),
 }
 IN_THE_SECOND_EPOCH = ("own order", "workers that stay")
 DISPATCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "map": (Plain, {"shuffle": True}, {"dispatch_batches": True}),
-    "split": (Plain, {"shuffle": True}, {"dispatch_batches": True, "split_batches": True}),
+    "map": (Augmented, {"shuffle": True}, {"dispatch_batches": True}),
+    "split": (Augmented, {"shuffle": True}, {"dispatch_batches": True, "split_batches": True}),
     "workers": (Augmented, {"num_workers": 2}, {"dispatch_batches": True}),
-    "stream": (PlainStream, {}, {}),
+    "stream": (AugmentedStream, {}, {}),
 }
 
 
@@ -172,16 +162,16 @@ def learn(case: Any, folder: Path, save_at: int | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", AUGMENTED)
 def test_losses_are_those_of_a_run_that_was_never_stopped(name: str, tmp_path: Path) -> None:
-    case, save_at = LOADERS[name], 8 if name in IN_THE_SECOND_EPOCH else 3
+    case, save_at = AUGMENTED[name], 8 if name in IN_THE_SECOND_EPOCH else 3
     whole = learn(case, tmp_path / "run", save_at)
     assert learn(case, tmp_path / "run", None) == whole[save_at:]
 
 
 def learn_all(folder: str) -> dict[str, Any]:
     found = {}
-    for cases, save_at in ((DISPATCHED, 2), (LOADERS, 2)):
+    for cases, save_at in ((DISPATCHED, 2), (AUGMENTED, 2)):
         for name in cases if cases is DISPATCHED else ("map", "workers", "stream"):
             place = Path(folder) / f"{name} {cases is DISPATCHED}"
             whole = learn(cases[name], place, save_at)

@@ -13,6 +13,7 @@ from notebook_accel.training.collectives import this_rank
 from notebook_accel.training.processes.random_states import (
     as_plain,
     note_random_states,
+    random_states_unchanged_since,
     set_random_states,
 )
 from notebook_accel.training.processes.seeding import (
@@ -52,18 +53,22 @@ def test_deterministic_algorithms() -> None:
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_restored_states_draw_the_same_again() -> None:
+def test_any_draw_is_seen_in_the_states() -> None:
     set_seed(5)
     draws: list[Any] = [
         *(random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)),
         *(np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(1)),
-        lambda: torch.rand(()),
+        *(lambda: torch.rand(()), lambda: None),
     ]
     for draw_one in draws:
         before = note_random_states()
+        assert random_states_unchanged_since(before)
         following = draw_one()
+        assert random_states_unchanged_since(before) == (draw_one is draws[-1])
         for states in (before, as_plain(before)):
             set_random_states(states, torch.device("cpu"))
+            assert random_states_unchanged_since(before)
+            assert random_states_unchanged_since(states)
             assert draw_one() == following
 
 

@@ -58,6 +58,12 @@ class Sweep:
 
     Attributes:
         study: the Optuna study; None for a grid or list without a pruner.
+
+    Example:
+        >>> from notebook_accel import sweep
+        >>> s = sweep(lambda lr: 2 * lr, {"lr": [0.5, 1.0]}, view="none")
+        >>> [run[0] for run in s]
+        [1.0, 2.0]
     """
 
     def __init__(

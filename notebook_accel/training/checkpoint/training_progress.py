@@ -80,7 +80,7 @@ class TrainingProgress:
         else:
             states |= {**window.random_states, "step": 0}
             for position in reversed(window.loaders.stack):
-                if not position.at_step[1]:  # the window began with this pass
+                if position.at_step[1] is None:  # the window began with this pass
                     states |= as_plain_states(position.begin or {})
         states |= {**self._stands(), SAVE_ID: save_id, "knobs": dict(current().knobs)}
         states["loaders"] = [

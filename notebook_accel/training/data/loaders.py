@@ -23,8 +23,8 @@ How an epoch is resumed in its middle (batches are counted from 0)::
 
 The place in an epoch is the number of batches that this rank has got, plus those that
 ``skip_first_batches`` left out. The saved random states give the same order of samples again, so
-this number determines the samples. ``replay`` says what of the random numbers that
-reading itself draws (augmentations) is the same again.
+this number determines the samples. ``replay`` handles the random numbers that reading itself draws
+(augmentations).
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class PreparedLoader(LoaderWrapper):
             epoch=self._progress.iteration,
             num_given=start,
             num_in_blocks=start,
-            at_step=(start, False),
+            at_step=(start, None),
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
             generators=self._generator_states(),
@@ -390,7 +390,12 @@ class PreparedLoader(LoaderWrapper):
         )
         self._seed_workers()
         self._progress.position = position
-        source = replayed(partial(self._read, position), position, restored.get("random"))
+        source = replayed(
+            partial(self._read, position),
+            position,
+            restored.get("random"),
+            reads_here=not self.num_workers,
+        )
         return position, source, self._receiver(position)
 
     def _synchronize(self) -> None:
@@ -425,25 +430,44 @@ class PreparedLoader(LoaderWrapper):
         is_ours = self.num_workers and self.worker_init_fn is None
         self._index.seed = seed if is_ours else None
 
-    def _read(self, position: Position) -> Iterator[Any]:
-        """Return the batches from ``position`` on; ``at_start`` is called in a resumed epoch."""
-        return self._read_from(position, position.num_given)
+    def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
+        """Return the batches of this rank from ``position`` on, as the dataset made them.
+
+        ``at_start``, if given, is called in a resumed epoch right before its first new batch is
+        read, to set the random states. It is not called if the dataset restores its own state.
+        """
+        return self._read_from(position, position.num_given, at_start)
 
     def _read_from(
-        self, position: Position, start: int, keeps_first: bool = False
+        self,
+        position: Position,
+        start: int,
+        at_start: Callable[[], None] | None,
+        keeps_first: bool = False,
     ) -> Iterator[Any]:
-        """Return the batches from ``start`` on; ``at_start`` is called before the first."""
+        """Return the batches of the loader inside, from batch ``start`` of the epoch on.
+
+        Args:
+            position: the state of this pass, which has the saved states of the dataset.
+            start: number of the first batch to read. It differs from ``position.num_given`` where
+                rank 0 reads the batches of all ranks.
+            at_start: called right before batch ``start`` is read, to set the random states; None
+                calls nothing. Not called if ``start`` is 0, nor if the dataset continues from a
+                saved state.
+            keeps_first: yield the first batch of the epoch too, ahead of batch ``start``, because
+                its samples are to fill up the last round.
+        """
         base, index = self.base_dataloader, self._index
         keeps_states = self.use_stateful_dataloader and hasattr(self.dataset, "state_dict")
         is_counted = keeps_states or isinstance(self.dataset, IterableDataset)
         index.start = 0 if is_counted else start
-        index.keeps_first = keeps_first
+        index.keeps_first, index.at_start = keeps_first, at_start
         state = position.reader_states.get(start)
         if keeps_states:
             base.load_state_dict(state or {})  # type: ignore[attr-defined]
         reader: Iterator[Any] = iter(base)
         if is_counted and start and state is None:
-            reader = skip(reader, start, keeps_first)
+            reader = skip(reader, start, keeps_first, at_start)
         if not keeps_states:
             return reader
         skips = start > 0 and state is None
@@ -590,7 +614,8 @@ class PreparedLoader(LoaderWrapper):
         ):
             state["generators"] = self._generator_states()
         else:
-            given, has_begun = position.at_step if at_step else (position.num_given, True)
+            now = position.num_given, position.before_read
+            given, before_read = position.at_step if at_step else now
             num_read = given * self._batches_a_step
             reader = None if at_step else position.reader_states.get(num_read)
             state |= {
@@ -599,8 +624,9 @@ class PreparedLoader(LoaderWrapper):
                 "generators": position.generators,
                 "reader": reader and {num_read: reader},
             }
-            if position.begin is not None and has_begun:
-                state["random"] = {"begin": as_plain(position.begin)}
+            if position.begin is not None and before_read is not None:
+                begin, ahead = as_plain(position.begin), before_read and as_plain(before_read)
+                state["random"] = {"begin": begin, "ahead": ahead}
         return {
             **state,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
@@ -683,7 +709,11 @@ class PreparedLoader(LoaderWrapper):
             if name in restored["generators"]:
                 generator.set_state(restored["generators"][name])
         given, asked = int(restored["given"]), self._options.skip_batches
-        return given if asked is None else asked, restored
+        if asked in (None, given):
+            return given, restored
+        # `ahead` has the states before batch `given` was read; this pass begins with another one.
+        drawn = restored["random"]
+        return asked, {**restored, "random": drawn and {**drawn, "ahead": {}}}
 
     def _seedable_samplers(self) -> list[SeedableRandomSampler]:
         return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]

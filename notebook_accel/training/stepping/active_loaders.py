@@ -69,6 +69,10 @@ class Position:
     begin: Mapping[str, Any] | None = None
     """The states of the global random numbers as the pass began."""
 
+    before_read: Mapping[str, Any] = field(default_factory=dict)
+    """The states of the global random numbers before the newest read; empty where reads draw
+    nothing (``replay``)."""
+
     reader_states: dict[int, Any] = field(default_factory=dict)
     """Of a dataset that says itself how far it is (``stateful``), its states after the last few
     batches read, by their numbers."""
@@ -85,9 +89,9 @@ class Position:
     end_of_dataloader: bool = False
     """Whether the batch that the loop has now is the last."""
 
-    at_step: tuple[int, bool] = (0, False)
-    """``num_given`` as an optimizer made its last step in this pass, or as the pass began; and
-    whether the order was drawn before that: False where the pass began anew and had no step."""
+    at_step: tuple[int, Mapping[str, Any] | None] = (0, None)
+    """``num_given`` and ``before_read`` as an optimizer made its last step in this pass,
+    or as the pass began; no such states where it began anew."""
 
     is_stopped: bool = False
     """Whether a stop of the run (``RunStopped``) ended the pass, and the pass was over training
@@ -98,7 +102,7 @@ class Position:
 
         A checkpoint may have to resume there, since an accumulation window begins after a step.
         """
-        self.at_step = self.num_given, True
+        self.at_step = self.num_given, self.before_read
 
 
 @dataclass(eq=False)
