@@ -649,6 +649,7 @@ def turned(folder):
 """
 
 
+@pytest.mark.long
 def test_knobs_pause_and_save_act_while_the_cell_waits(notebook: Notebook, tmp_path: Path) -> None:
     notebook.add(TURNED)
     output = notebook.add(
