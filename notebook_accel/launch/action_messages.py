@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from notebook_accel.launch.wire import KnobValue, Message
+
+
+class Post(Protocol):
+    """Sends the other side a message of this class, with these fields, about one call."""
+
+    def __call__(self, kind: type[Message], /, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """An agent's answer to a request: how far its ranks have come in this call.
+
+    Attributes:
+        batches, reads, begun, saves: the highest count of batches, reads of ``should_stop``,
+            optimizer steps without a loader, and reads of ``should_save``, at which any rank of the
+            agent went on with its loop.
+    """
+
+    batches: int = 0
+    reads: int = 0
+    begun: int = 0
+    saves: int = 0
+    reads_should_stop: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Where all ranks act: the first batch, read or step with such a number, counted from 1.
+
+    None stands for points at which nobody acts.
+    """
+
+    batches: int | None = None
+    reads: int | None = None
+    begun: int | None = None
+    saves: int | None = None
+
+
+NOWHERE = Point()
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,18 +60,15 @@ class PointReached(Message, frozen=True, kw_only=True):
     """From an agent, in answer to ``Stop`` or ``Act``: how far its ranks have come in their loops.
 
     From the answers of all agents the kernel chooses a later point, at which all ranks act
-    (:class:`ActAt`); transport/scoreboard.py explains how, and what the counts are.
+    (:class:`ActAt`); transport/scoreboard.py explains how.
 
     Attributes:
+        number: of the action; ``scoreboard.STOP`` for a stop.
         refused: why this machine cannot do the action; "" if it can.
     """
 
     number: int
-    batches: int = 0
-    reads: int = 0
-    begun: int = 0
-    saves: int = 0
-    reads_should_stop: bool = False
+    passed: Passed = Passed()
     refused: str = ""
 
 
@@ -63,17 +100,11 @@ class Act(Message, frozen=True, kw_only=True):
 class ActAt(Message, frozen=True, kw_only=True):
     """From the kernel to all agents, after all have answered ``Stop`` or ``Act``: where ranks act.
 
-    Attributes:
-        batches, reads, begun, saves: the first batch, read of ``should_stop``, step of an
-            optimizer, or read of ``should_save`` with such a number, from 1 on; None where nobody
-            acts. All None withdraw the action.
+    ``NOWHERE`` withdraws the action.
     """
 
     number: int
-    batches: int | None = None
-    reads: int | None = None
-    begun: int | None = None
-    saves: int | None = None
+    point: Point
 
 
 class Hold(Message, frozen=True, kw_only=True):

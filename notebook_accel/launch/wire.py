@@ -33,7 +33,7 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 16
+VERSION = 17
 
 
 # What a knob may hold.

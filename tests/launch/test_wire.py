@@ -27,6 +27,8 @@ STRUCTS: dict[Any, Any] = {
     wire.Packet: wire.Packet(sizes=(1, 2), inline=(b"a", b"bc")),
     wire.ImportItem: wire.ImportItem("a.b", ("c", "d")),
     wire.RankSpec: wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2),
+    action_messages.Passed: action_messages.Passed(batches=3, reads_should_stop=True),
+    action_messages.Point: action_messages.Point(batches=4),
     wire.StepTimes: wire.StepTimes(num_steps=3, total=100, data=7, data_wait=5),
     wire.Metric: wire.Metric(rank=1, values={"loss": 0.5}, step=7),
     wire.Collective: wire.Collective(

@@ -6,10 +6,10 @@ once it is known.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from notebook_accel.launch.action_messages import (
+    NOWHERE,
     Act,
     ActAt,
     ActionDone,
@@ -18,21 +18,15 @@ from notebook_accel.launch.action_messages import (
     PauseEnded,
     PointReached,
 )
-from notebook_accel.launch.transport.scoreboard import BY_INTERRUPT, FLAG_SECONDS, STOP, Point
+from notebook_accel.launch.transport.scoreboard import BY_INTERRUPT, FLAG_SECONDS, STOP
 
 if TYPE_CHECKING:
-    from notebook_accel.launch import wire
+    from notebook_accel.launch.action_messages import Post
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
 # A rank has so long to show on the board whether it passed its newest point or waits there; one
 # that shows neither counts as having passed.
 _PATIENCE_SECONDS = 1.0
-
-
-class Post(Protocol):
-    """Sends the kernel a message of this class, with these fields, about the current call."""
-
-    def __call__(self, kind: type[wire.Message], /, **fields: Any) -> None: ...
 
 
 class Acting:
@@ -58,11 +52,6 @@ class Acting:
         """Whether the kernel and all ranks wait for an answer."""
         return self._asked_at is not None or self._held_at is not None
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether ranks wait in a pause, or are about to."""
-        return bool(self._pause)
-
     def ask(self, message: Act, *, is_pause: bool, refused: str, now: float) -> None:
         """Ask the ranks for an action, or tell the kernel why this machine cannot do it."""
         self._number = message.number
@@ -83,10 +72,8 @@ class Acting:
         """Tell the ranks where to do the action, or that it is withdrawn."""
         if message.number != self._number:  # a stop has been asked here meanwhile
             return
-        counts = {name: getattr(message, name) for name in ("batches", "reads", "begun", "saves")}
-        point = Point(**counts)
-        self._board.act_at(point)
-        if point == Point():
+        self._board.act_at(message.point)
+        if message.point == NOWHERE:
             self._is_done, self._pause = True, 0
 
     def hold(self, message: Hold, now: float) -> None:
@@ -107,7 +94,7 @@ class Acting:
             passed = self._board.passed(patient=now < self._asked_at + _PATIENCE_SECONDS)
             if passed is not None:
                 self._asked_at = None
-                self._post(PointReached, number=self._number, **asdict(passed))
+                self._post(PointReached, number=self._number, passed=passed)
         if self._held_at is not None and now >= self._held_at + FLAG_SECONDS:
             did = self._board.resolved(self._held)
             if did is None and now >= self._held_at + _PATIENCE_SECONDS:

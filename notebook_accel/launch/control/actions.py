@@ -15,12 +15,13 @@ import math
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from notebook_accel.launch.action_messages import (
+    NOWHERE,
     Act,
     ActAt,
     Action,
@@ -32,33 +33,19 @@ from notebook_accel.launch.action_messages import (
     PointReached,
 )
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.transport.scoreboard import (
-    MAX_CONTENT,
-    NOWHERE,
-    STOP,
-    Passed,
-    leave_after,
-    meet_after,
-)
+from notebook_accel.launch.transport.scoreboard import MAX_CONTENT, STOP, leave_after, meet_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from notebook_accel.launch import wire
-    from notebook_accel.launch.transport.scoreboard import Point
+    from notebook_accel.launch.action_messages import Passed, Point, Post
 
 # So long an action may wait for ranks to come to its point.
 POINT_SECONDS = 30.0
-_COUNTS = ("batches", "reads", "begun", "saves", "reads_should_stop")
 
 # An agent is known by the numbers of its ranks.
 Agent = tuple[int, ...]
-
-
-class Send(Protocol):
-    """Sends all agents a message of this class, with these fields, about a call."""
-
-    def __call__(self, kind: type[wire.Message], /, **fields: Any) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -84,7 +71,7 @@ class CommonActions:
 
     def __init__(
         self,
-        send: Send,
+        send: Post,
         agents: Callable[[], Iterable[Agent]],
         on_pause: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -149,8 +136,7 @@ class CommonActions:
     def take(self, agent: Agent, message: wire.Message) -> None:
         with self._lock:
             if isinstance(message, PointReached) and message.number == STOP:
-                counts = {name: getattr(message, name) for name in _COUNTS}
-                self._stop_answers[agent] = Passed(**counts)
+                self._stop_answers[agent] = message.passed
             elif isinstance(message, PauseEnded):
                 self._back.add(agent)
             elif self._line and getattr(message, "number", 0) == self._line[0].number:
@@ -168,7 +154,7 @@ class CommonActions:
             if agents and agents <= self._stop_answers.keys():
                 point = leave_after(self._stop_answers[agent] for agent in agents)
                 self._stop_answers = {}
-                self._send(ActAt, number=STOP, **asdict(point))
+                self._send(ActAt, number=STOP, point=point)
             if self._pause and agents <= self._back:
                 self._end_pause()
             if self._line and self._line[0].number and agents:
@@ -220,14 +206,13 @@ class CommonActions:
         elif refused := [one.refused for one in first.answers.values() if one.refused]:
             self._withdraw(first, RuntimeError(refused[0]))
         else:
-            answers = (first.answers[agent] for agent in agents)
-            point = meet_after(Passed(**{n: getattr(one, n) for n in _COUNTS}) for one in answers)
+            point = meet_after(first.answers[agent].passed for agent in agents)
             first.point, first.due = point, self._clock() + POINT_SECONDS
             self._act_at(first, point)
 
     def _act_at(self, first: _Asked, point: Point) -> None:
         first.answers = {}
-        self._send(ActAt, number=first.number, **asdict(point))
+        self._send(ActAt, number=first.number, point=point)
 
     def _withdraw(self, first: _Asked, error: Exception) -> None:
         self._act_at(first, NOWHERE)

@@ -51,9 +51,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from notebook_accel.launch.action_messages import Passed, Point
 from notebook_accel.launch.wire import StepTimes
 
 if TYPE_CHECKING:
@@ -92,39 +93,6 @@ STOP = 2**31
 BY_INTERRUPT = b"interrupt"
 # Bytes that the content of an action may have.
 MAX_CONTENT = 2**16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passed:
-    """An agent's answer to a request: how far its ranks have come in this call.
-
-    Attributes:
-        batches, reads, begun, saves: the highest count of batches, reads of ``should_stop``,
-            optimizer steps without a loader, and reads of ``should_save``, at which any rank of the
-            agent went on with its loop.
-    """
-
-    batches: int = 0
-    reads: int = 0
-    begun: int = 0
-    saves: int = 0
-    reads_should_stop: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """Where all ranks act: the first batch, read or step with such a number, counted from 1.
-
-    None stands for points at which nobody acts.
-    """
-
-    batches: int | None = None
-    reads: int | None = None
-    begun: int | None = None
-    saves: int | None = None
-
-
-NOWHERE = Point()
 
 
 def leave_after(answers: Iterable[Passed]) -> Point:

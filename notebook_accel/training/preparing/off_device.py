@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.training.collectives.nested import leaves
+from notebook_accel.training.processes.devices import device_module
+from notebook_accel.training.strategies.dtensors import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +28,7 @@ def off_device(preparation: Preparation) -> Iterator[None]:
     if kind in ("cpu", "xla"):
         yield
         return
-    device = getattr(torch, kind)
+    device = device_module(kind)
     device.synchronize()
     copies = []
     for storage in _storages(preparation, kind):
@@ -57,8 +59,7 @@ def _storages(preparation: Preparation, kind: str) -> list[torch.UntypedStorage]
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     found = {}
     for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage.device.type == kind and storage.nbytes():
             found[storage.data_ptr()] = storage
     return list(found.values())

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.action_messages import ActAt, PointReached
+from notebook_accel.launch.action_messages import ActAt, Point, PointReached
 from notebook_accel.launch.engines.local import tcp_pair
 from notebook_accel.launch.rank import current
 from tests.engines.processes import gone
@@ -232,7 +232,7 @@ def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent: AgentByHand) -> Non
     agent.wait_for(wire.Output)
     agent.say(wire.Stop, grace=0.2)
     point = agent.wait_for(PointReached)
-    agent.say(ActAt, number=point.number, reads=point.reads + 1)
+    agent.say(ActAt, number=point.number, point=Point(reads=point.passed.reads + 1))
     assert agent.wait_for(wire.RankEnded).exitcode == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from notebook_accel import LaunchError
 from notebook_accel.launch import wire
-from notebook_accel.launch.action_messages import ActAt, PointReached
+from notebook_accel.launch.action_messages import ActAt, Passed, PointReached
 from notebook_accel.launch.control import call as calls
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang_watch import HangWatch
@@ -237,7 +237,7 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
     call.stop()
     assert isinstance(first.next(), wire.BeginCall)
     assert isinstance(first.next(), wire.Stop)
-    first.tell(PointReached, number=STOP, batches=0, reads=0, reads_should_stop=False)
+    first.tell(PointReached, number=STOP, passed=Passed(batches=0))
     assert second.says_nothing_new()
     first.tell(wire.PortReserved, port=4321)
     # An agent drops what is about a call that it does not know: in this order.
@@ -245,11 +245,11 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
     assert isinstance(second.next(), wire.Stop)
     call.press(1)
     assert isinstance(second.next(), wire.Interrupt)
-    second.tell(PointReached, number=STOP, batches=3, reads=0, reads_should_stop=False)
+    second.tell(PointReached, number=STOP, passed=Passed(batches=3))
     for agent in (second, first):
         while not isinstance(said := agent.next(), ActAt):
             assert isinstance(said, wire.Interrupt)
-        assert said.batches == 4
+        assert said.point.batches == 4
 
 
 def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
@@ -258,7 +258,7 @@ def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
     two.pool.stop(call=1, grace=1.0)
     for agent in two.agents:
         assert isinstance(agent.next(), wire.Stop)
-    two.agents[1].tell(PointReached, number=STOP, batches=5, reads=0, reads_should_stop=False)
+    two.agents[1].tell(PointReached, number=STOP, passed=Passed(batches=5))
     two.agents[0].channel.close()
     kinds = [type(two.agents[1].next()) for _ in range(2)]
     assert kinds == [wire.RankFailed, ActAt]

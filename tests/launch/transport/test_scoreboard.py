@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch.transport.scoreboard import (
-    FLAG_SECONDS,
-    STOP,
-    Passed,
-    Point,
-    Scoreboard,
-    leave_after,
-)
+from notebook_accel.launch.action_messages import Passed, Point
+from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, STOP, Scoreboard, leave_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
