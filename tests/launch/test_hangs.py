@@ -138,16 +138,49 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         waits = computed.state.hang
         assert waits is not None
         assert not waits.is_certain
+        eventually(lambda: len(told_of) == 2, within=10, what="both hangs are told")
+        assert {*told_of} == {(skipped, "running"), (crossed, "running")}
         (tmp_path / "end").touch()
         computed.wait(timeout=30)
         assert computed.status == "succeeded"
         eventually(lambda: len(told_of) == 3, within=10, what="callbacks are told")
-        assert {*told_of[:2]} == {(skipped, "running"), (crossed, "running")}
         assert told_of[2] == (computed, "succeeded")
     finally:
         for run in runs:
             run.kill()
             eventually(lambda run=run: run.state.has_ended, within=30, what="it has ended")
+
+
+def waits_beside_a_busy_thread(kind: str) -> None:
+    import threading
+    import time
+
+    _meet()
+    if kind == "holds the GIL":
+        import ctypes
+
+        while True:  # a signal ends it
+            ctypes.PyDLL(None).sleep(600)
+
+    def work() -> None:
+        while True:
+            sorted(str(number) for number in range(100))
+
+    threading.Thread(target=work, daemon=True).start()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("kind", ["holds the GIL", "runs Python"])
+def test_stacks_of_a_busy_rank_are_read_and_do_no_harm(kind: str) -> None:
+    config = LaunchConfig(num_processes=2, devices="cpu", grace=2.0)
+    run = launch(waits_beside_a_busy_thread, (kind,), config=config, block=False)
+    try:
+        eventually(lambda: run.logs().count("begun") == 2, within=60, what="both have begun")
+        stacks = run.stacks()
+        assert stacks.count("in waits_beside_a_busy_thread") == 2
+        assert stacks.count("in work") == (0 if kind == "holds the GIL" else 2)
+    finally:
+        run.kill()
 
 
 def waits_alone() -> None:

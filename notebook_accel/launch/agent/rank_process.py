@@ -37,7 +37,9 @@ _SAMPLE_SECONDS = 0.2
 _WAKE_SECONDS = 0.25
 # A dump of stacks is whole once the file has not grown for this long.
 _STACKS_QUIET_SECONDS = 0.1
-_STACKS_SECONDS = 3.0
+_STACKS_SECONDS = 5.0
+# A rank's own thread that has not written them by then waits for the GIL, which native code holds.
+_GIL_SECONDS = 2.0
 # A connection that closes is mostly the first sign of a process that ends. One that still lives
 # after this time has closed it itself.
 _CLOSED_SECONDS = 1.0
@@ -146,6 +148,7 @@ class RankProcess:
         self._disconnect = inherited.disconnect
         self._collectives = inherited.collectives
         self._stacks_asked: float | None = None
+        self._stacks_signalled = False
         self._wakes_at = 0.0
         # The size of the file with the stacks, and when it was first found to be that.
         self._stacks_grew = (0, 0.0)
@@ -303,19 +306,24 @@ class RankProcess:
     # ---- stacks ----------------------------------------------------------------------------
 
     def ask_stacks(self) -> None:
-        """Ask the rank's faulthandler, by a signal, for the stack traces of all its threads.
+        """Ask the rank for the stack traces of all its threads.
 
         The rank writes them to a file in memory; :meth:`observe` yields the text once it is
-        complete. A thread of a rank that has a process group sends ``Collectives`` by itself. Does
-        nothing if the process has ended, or an earlier request is unanswered.
+        complete. A rank that has a process group has a thread that writes them, and sends
+        ``Collectives`` after that. The others are asked by a signal, as are those whose thread does
+        not answer. Does nothing if the process has ended, or an earlier request is unanswered.
         """
+        # faulthandler's signal handler reads the frames of all threads without the GIL. If another
+        # thread runs Python meanwhile, that ends the process by SIGSEGV, once in some 20,000 times.
         if self.alive and self._stacks_asked is None:
             os.ftruncate(self._stacks, 0)
             os.lseek(self._stacks, 0, os.SEEK_SET)
             self._stacks_asked = time.monotonic()
             self._stacks_grew = (0, self._stacks_asked)
-            self._signal(STACKS_SIGNAL)
-            if self.row.tells_collectives:
+            self._stacks_signalled = not self.row.tells_collectives
+            if self._stacks_signalled:
+                self._signal(STACKS_SIGNAL)
+            else:
                 os.eventfd_write(self._collectives, 1)
 
     def _new_stacks(self, now: float) -> Iterator[wire.Message]:
@@ -323,6 +331,9 @@ class RankProcess:
         if size != self._stacks_grew[0]:
             self._stacks_grew = (size, now)
         assert self._stacks_asked is not None
+        if not size and not self._stacks_signalled and now - self._stacks_asked >= _GIL_SECONDS:
+            self._stacks_signalled = True
+            self._signal(STACKS_SIGNAL)
         is_whole = size and now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
         if is_whole or now - self._stacks_asked >= _STACKS_SECONDS:
             self._stacks_asked = None

@@ -1,6 +1,6 @@
 """Make the stack dumps of ranks readable: name cells, and leave out the launcher's own frames.
 
-A rank writes its stacks with ``faulthandler``, which works even while native code holds the GIL.
+A rank writes its stacks with ``faulthandler``, by a signal also while native code holds the GIL.
 The output of ``faulthandler`` has file names in place of cell labels, and includes the frames of
 ``worker/main.py`` that called the user's function.
 """

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.setup.steps import Step
     from notebook_accel.launch.transport.channel import Channel
 
-# faulthandler prints the stacks on it, also while native code holds the GIL.
+# faulthandler writes the stacks on it, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 # Pauses of a rank that waits for the others to end: each is longer than the one before.
 _FIRST_PAUSE_SECONDS = 0.0005
@@ -122,7 +122,8 @@ class Inherited:
             the ranks are on several machines, or have another store.
         disconnect: eventfd that the agent writes to when the rank is to shut down its connections
             to other ranks.
-        collectives: eventfd that the agent writes to when the rank is to tell its collectives.
+        collectives: eventfd that the agent writes to when the rank is to tell its stacks and
+            collectives.
     """
 
     agent_pid: int
@@ -260,6 +261,8 @@ class Worker:
         self.row.is_asynchronous = groups.are_asynchronous()
 
     def _tell_collectives(self) -> None:
+        if os.fstat(self._inherited.stacks).st_size == 0:  # else the signal came first
+            faulthandler.dump_traceback(file=self._inherited.stacks, all_threads=True)
         of_groups, begun = collectives.newest(since=self._groups_since)
         self.context.report(wire.Collectives, groups=of_groups, begun=begun)
 
