@@ -353,10 +353,11 @@ def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
     # The keyboard does as well as the mouse: it comes to all of it, in the order of the page.
     output.get_by_role("button", name="Stop").focus()
     names = []
-    for _ in range(5):
+    for _ in range(7):
         output.page.keyboard.press("Tab")
         names.append(output.page.evaluate(NAME_OF_FOCUSED))
-    assert names == ["Kill", "Stacks", "Log folder", "Output of", "Search the output"]
+    assert names[:4] == ["Save now", "Pause", "Kill", "Stacks"]
+    assert names[4:] == ["Log folder", "Output of", "Search the output"]
     output.get_by_role("button", name="Stop").press("Space")
     wait_for(output, "■ stopped")
 
@@ -649,9 +650,8 @@ def turned(folder):
 """
 
 
-@pytest.mark.long
 def test_knobs_pause_and_save_act_while_the_cell_waits(notebook: Notebook, tmp_path: Path) -> None:
-    notebook.add(TURNED)
+    notebook.add(f"{SETUP}\n{TURNED}")  # the kernel may be a new one
     output = notebook.add(
         f"turning = notebook_launcher(turned, args=({str(tmp_path)!r},), num_processes=2)"
     )
