@@ -200,7 +200,7 @@ class LivePanel:
     ) -> None:
         self._run = run
         self._lasting = lasting
-        self._body, self.box = lasting.body, lasting.box
+        self.box = lasting.box
         self._hang: Hang | None = None
         self._kill_asked = -math.inf
         self._titled, self._titled_at = "", 0.0
@@ -210,9 +210,11 @@ class LivePanel:
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
         self._widgets = widgets = PanelWidgets()
-        self._title, self._note, self._alert, self._displays = (
+        # Its own body: a page that shows the box would draw the table in the other one at once,
+        # and the rest of the panel when it has made all widgets.
+        self._title, self._body, self._note, self._alert, self._displays = (
             widgets.make(ipywidgets.HTML, classes=classes)
-            for classes in ("na-head", "na-note", "na-alert", "")
+            for classes in ("na-head", "na-body", "na-note", "na-alert", "")
         )
         buttons = [
             widgets.make(ipywidgets.Button, description=name, tooltip=tooltip, classes=classes)
