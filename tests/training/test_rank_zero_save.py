@@ -15,6 +15,7 @@ from torch import nn
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
 from notebook_accel.training.checkpoint import rank_zero_save
 from notebook_accel.training.collectives import wait
+from notebook_accel.training.files.atomic import StagedFolder
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.waiting import eventually
@@ -80,6 +81,17 @@ def any_rank_but_0(folder: Path) -> dict[str, Any]:
     return {"there": files(folder), "last": files(folder / "last"), "told": len(caught)}
 
 
+def best_by_rank_0_and_last_by_all(folder: Path) -> list[list[str]]:
+    """In one step, so that they differ by their names alone."""
+    accelerator, _ = setup()
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "best")
+    accelerator.save_state(folder / "last")
+    accelerator.wait_for_checkpoint()
+    wait()
+    return [files(folder / name) for name in ("best", "last")]
+
+
 def late_ranks(folder: Path) -> dict[str, Any]:
     """Some come after rank 0 has published, and rank 2 once its checkpoint has been replaced."""
     accelerator, _ = setup()
@@ -123,7 +135,56 @@ def a_failing_rank(folder: Path) -> dict[str, Any]:
     return {"told": told, "left": files(folder)}
 
 
-CASES = {one.__name__: one for one in (rank_0_alone, any_rank_but_0, late_ranks, a_failing_rank)}
+def fails_beside(path: Path, *, is_before: bool) -> list[str]:
+    accelerator, _ = setup()
+    came, counted, failed = (path.with_suffix(f".{sign}") for sign in ("came", "counted", "failed"))
+
+    def until(sign: Path) -> None:
+        eventually(sign.exists, within=30, what=f"{sign.name} is there")
+
+    def hook(*_: Any) -> None:
+        if accelerator.process_index == 1:
+            came.touch()
+            until(counted if is_before else path)
+            raise OSError("disk full")
+        until(came)
+
+    class Late(StagedFolder):
+        def publish(self, **options: Any) -> None:
+            counted.touch()
+            if is_before:
+                until(failed)
+            super().publish(**options)
+
+    accelerator.register_save_state_pre_hook(hook)
+    rank_zero_save.StagedFolder = Late  # type: ignore[misc]
+    try:
+        accelerator.save_state(path)
+    except OSError:
+        failed.touch()
+    finally:
+        rank_zero_save.StagedFolder = StagedFolder  # type: ignore[misc]
+    accelerator.wait_for_checkpoint()
+    wait()
+    return files(path)
+
+
+def fails_as_rank_0_publishes(folder: Path) -> list[list[str]]:
+    """Rank 1 has come, and fails just before rank 0 publishes, or just after."""
+    return [fails_beside(folder / str(when), is_before=when) for when in (True, False)]
+
+
+CASES = {
+    one.__name__: one
+    for one in (
+        rank_0_alone,
+        any_rank_but_0,
+        best_by_rank_0_and_last_by_all,
+        late_ranks,
+        a_failing_rank,
+        fails_as_rank_0_publishes,
+    )
+}
 
 
 def all_cases(folder: str) -> dict[str, Any]:
@@ -156,6 +217,11 @@ def test_other_ranks_alone_save_nothing_and_do_not_hang(ranks: list[dict[str, An
         assert got["any_rank_but_0"] == {"there": ["last"], "last": FILES, "told": int(rank > 0)}
 
 
+def test_the_best_by_rank_0_alone_leaves_the_last_whole(ranks: list[dict[str, Any]]) -> None:
+    for got in ranks:
+        assert got["best_by_rank_0_and_last_by_all"] == [OF_RANK_0, FILES]
+
+
 def test_late_ranks_add_their_files_to_their_own_checkpoint(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
         assert got["late_ranks"]["seen"] == [OF_RANK_0, FILES[:4], OF_RANK_0, OF_RANK_0, FILES]
@@ -171,6 +237,11 @@ def test_a_rank_that_cannot_write(ranks: list[dict[str, Any]]) -> None:
         assert told[3] == ("disk full" if rank == 1 else "")
         assert told[4:] == [str([*FILES[:3], FILES[4]]), str(FILES)]
         assert got["a_failing_rank"]["left"] == ["of 0", "of 1"]
+
+
+def test_no_empty_file_stays_of_a_rank_that_fails(ranks: list[dict[str, Any]]) -> None:
+    for got in ranks:
+        assert got["fails_as_rank_0_publishes"] == [[*FILES[:3], FILES[4]]] * 2
 
 
 def dies_in_its_save(folder: str) -> None:

@@ -135,7 +135,7 @@ class Checkpoints:
         asked = None if output_dir is None else resolved(output_dir)
         if asked is None:
             self.numbering.folder()  # raises on every rank alike where there is none
-        save = self._begin_save()
+        save = self._begin_save(asked)
         finish = partial(self._finish, save, is_numbered=asked is None)
         try:
             # First: the pieces are collected as they are asked for, in its folder.
@@ -170,7 +170,7 @@ class Checkpoints:
     def _needs_all(self) -> bool:
         return self._plan.strategy.saves_together and self._plan.topology.num_processes > 1
 
-    def _begin_save(self) -> JointSave | RankZeroSave:
+    def _begin_save(self, asked: Path | None) -> JointSave | RankZeroSave:
         """Return the next save; drop earlier ones that have ended, or that rank 0 passed by."""
         here, each_machine = self._plan.topology, self._project.save_on_each_node
         if self._needs_all:
@@ -186,7 +186,7 @@ class Checkpoints:
                 self._unsettled.append(one)
             else:
                 one.give_up()
-        return RankZeroSave(here, place, each_machine=each_machine)
+        return RankZeroSave(here, place, asked, each_machine=each_machine)
 
     def _finish(
         self,

@@ -7,11 +7,14 @@
 
 So rank 0 may save alone, as many scripts do, and any rank may be late, or fail. The notes are in a
 key-value store, like those of ``joint_save``. Saves of several ranks belong together if they come
-at the same place in the training. A checkpoint has the ID of its save in its files of random
-states, so that a late rank adds nothing to a folder that another save has replaced.
+at the same place in the training and name the same folder. A checkpoint has the ID of its save in
+its files of random states, so that a late rank adds nothing to a folder that another save has
+replaced.
 
 For a rank that has come and not written yet, rank 0 publishes an empty file. Should that rank be
-killed before it replaces the file, ``resume_or_start`` takes the checkpoint for a damaged one.
+killed before it replaces the file, ``resume_or_start`` takes the checkpoint for a damaged one. A
+rank that gives up takes its note back and then looks whether the checkpoint is published; rank 0
+publishes and then looks for the note. So one of the two removes the empty file.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from notebook_accel.training.checkpoint.folders import is_ours
 from notebook_accel.training.checkpoint.joint_save import describe, slices
 from notebook_accel.training.checkpoint.start import has_save_id, random_states_file
 from notebook_accel.training.collectives.exchange import exchange
-from notebook_accel.training.files.atomic import StagedFolder, add_entries, is_staged
+from notebook_accel.training.files.atomic import StagedFolder, add_entries, drop_empty, is_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,7 +57,9 @@ class RankZeroSave:
     staged: Path
     _folder: StagedFolder
 
-    def __init__(self, here: Topology, place: str, *, each_machine: bool) -> None:
+    def __init__(
+        self, here: Topology, place: str, asked: Path | None, *, each_machine: bool
+    ) -> None:
         own = self._own = here.process_index
         machine = own - here.local_process_index
         leader = machine if each_machine else 0
@@ -68,9 +73,10 @@ class RankZeroSave:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if here.num_processes > 1:
             store = exchange().store()
-            number = store.add(f"notebook_accel/saves of rank {own} at {place}", 1)
+            which = f"{place} {asked and asked.name}"
+            number = store.add(f"notebook_accel/saves of rank {own} at {which}", 1)
             run = store.compare_set("notebook_accel/saves", "", self.id).decode()
-            self.id = f"{run} {place} {number}"
+            self.id = f"{run} {which} {number}"
         self._of_rank_0 = distributed_c10d.PrefixStore(f"notebook_accel/{self.id} of 0", store)
         self._store = distributed_c10d.PrefixStore(f"notebook_accel/{self.id} of {leader}", store)
         if not self.writes:
@@ -105,9 +111,9 @@ class RankZeroSave:
             if not path.exists():
                 raise _unseen(path, f"rank 0, and rank {rank} has written it")
             add_entries(path, self.staged, lambda _: True)
-        for rank in self._others:
-            if self._store.check([f"here/{rank}"]):
-                (self.staged / random_states_file(rank)).touch()
+        awaited = [rank for rank in self._others if self._store.check([f"here/{rank}"])]
+        for rank in awaited:
+            (self.staged / random_states_file(rank)).touch()
         # A disk that machines share although each was to write has the checkpoint already.
         if not (self._each_machine and add_entries(self.staged, self.final, self._is_of_this)):
             self._folder.publish(is_ours=is_ours)
@@ -116,6 +122,9 @@ class RankZeroSave:
         self._store.set("done", "")
         for _, path in self._came():
             add_entries(path, self.final, self._is_of_this)
+        for rank in awaited:
+            if not self._store.check([f"here/{rank}"]):
+                drop_empty(self.final / random_states_file(rank), self._is_of_this)
 
     def _came(self) -> Iterator[tuple[int, Path]]:
         """Yield rank and folder of each rank that has written."""
@@ -173,7 +182,10 @@ class RankZeroSave:
         """Take this rank back out of the save, and remove what it has written."""
         for note in ("here", "came"):
             self._store.delete_key(f"{note}/{self._own}")
-        self._folder.discard()
+        final = _final(self._store)
+        if final is not None and self._store.check(["done"]):
+            drop_empty(final / random_states_file(self._own), self._is_of_this)
+        self._discard()
 
     def fail(self, error: BaseException) -> None:
         """Remove what this rank has written; if it was to publish, the other ranks are told."""
@@ -181,7 +193,10 @@ class RankZeroSave:
             if self.writes:
                 self._store.set("failed", describe(error))
             else:
-                self._store.delete_key(f"here/{self._own}")
+                self.give_up()
+        self._discard()
+
+    def _discard(self) -> None:
         if hasattr(self, "_folder"):
             self._folder.discard()
 

@@ -155,6 +155,14 @@ def add_entries(source: Path, final: Path, belongs: Callable[[Path], bool]) -> b
     return True
 
 
+def drop_empty(path: Path, belongs: Callable[[Path], bool]) -> None:
+    """Remove a file of a published folder if it is there and empty."""
+    folder = path.parent.resolve()
+    with suppress(FileNotFoundError), _locked(folder.parent):
+        if path.stat().st_size == 0 and belongs(folder):
+            path.unlink()
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Run a block while no other process or thread begins or publishes a folder in ``folder``."""
