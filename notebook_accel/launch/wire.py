@@ -332,10 +332,12 @@ class RankEnded(Message, frozen=True, kw_only=True):
     Attributes:
         exitcode: exit code of the process; None if a signal killed it.
         signal: number of the signal that killed the process; None if no signal did.
+        stack: what ``faulthandler`` wrote of a crash in native code; "" for other ends.
     """
 
     exitcode: int | None = None
     signal: int | None = None
+    stack: str = ""
     ended_by_agent: bool = False
     after_interrupt: bool = False
 

@@ -405,6 +405,9 @@ class EngineContract:
         assert (error.exitcode, error.signal) == (exitcode, name)
         assert "last words" in str(error)
         assert str(exitcode or name) in str(error)
+        # A crash in native code says where it was called.
+        has_place = re.search(r'here, .*\n .* in string_at\n.*\n  File ".*', str(error)) is not None
+        assert has_place == (name == "SIGSEGV")
         assert seconds < SOON
 
     def test_a_rank_speaks_for_itself_alone(self) -> None:

@@ -610,6 +610,7 @@ class Agent:
             rank=rank.rank,
             exitcode=exitcode if exitcode >= 0 else None,
             signal=-exitcode if exitcode < 0 else None,
+            stack=rank.crash_stack(-exitcode),
             ended_by_agent=rank.ended_by_agent,
             after_interrupt=self._is_after_interrupt(time.monotonic()),
         )

@@ -40,6 +40,7 @@ _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 5.0
 # A rank's own thread that has not written them by then waits for the GIL, which native code holds.
 _GIL_SECONDS = 2.0
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 # A connection that closes is mostly the first sign of a process that ends. One that still lives
 # after this time has closed it itself.
 _CLOSED_SECONDS = 1.0
@@ -343,6 +344,14 @@ class RankProcess:
                 text=text or "the rank did not answer\n",
                 tells_collectives=bool(self.row.tells_collectives),
             )
+
+    def crash_stack(self, number: int) -> str:
+        """Return what faulthandler wrote as signal ``number`` ended the process; "" if nothing."""
+        if number not in _CRASHES:
+            return ""  # it may be of a child, such as a loader's worker
+        size = os.fstat(self._stacks).st_size
+        text = os.pread(self._stacks, size, 0).decode(errors="replace")
+        return text.partition("Fatal Python error: ")[2]
 
     # ---- act -------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.results import Results
-from notebook_accel.launch.control.stacks import stacks_text
+from notebook_accel.launch.control.stacks import crash_text, stacks_text
 from notebook_accel.launch.control.state import RESCUED, Failure, apply, starting
 from notebook_accel.launch.control.stored_results import StoredResults
 from notebook_accel.launch.control.verdict import Verdict, closing_advice, judge
@@ -486,6 +486,9 @@ class RankCall(Call):
             self._hangs.take(message)
         elif isinstance(message, wire.Imported):
             follow(map(wire.ImportItem, message.names), is_awaited=False)
+        elif isinstance(message, wire.RankEnded) and message.stack:
+            stack = crash_text(message.stack, self._labels)
+            message = msgspec.structs.replace(message, stack=stack)
         self._change(partial(apply, message))
 
     def lose(self, ranks: Sequence[int]) -> None:

@@ -56,6 +56,13 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
     return name_cells("\n\n".join(shown) + "\n", labels)
 
 
+def crash_text(text: str, labels: Mapping[str, str]) -> str:
+    """Return the user's frames of what faulthandler wrote of a crash, newest first; "" if none."""
+    frames = frames_of_function(text)
+    lines = (f'  File "{each.file}", line {each.line} in {each.function}' for each in frames)
+    return name_cells("\n".join(lines), labels)
+
+
 def _threads(text: str) -> list[list[str]]:
     """Split a dump into threads, each a list of lines that begins with the thread's head line."""
     threads: list[list[str]] = []

@@ -134,6 +134,7 @@ class RankState:
         failure: the exception that the function raised; None if it raised none, or was interrupted
             because another rank failed.
         exitcode, signal: how the rank's process ended, once it has: one of the two is not None.
+        crash: the user's frames where native code crashed, newest first; "" for other ends.
         ended: when the rank's part of the call ended: its function returned or raised, or its
             process died (wall time of its machine, in seconds). None before.
         end_order: how many other ranks had ended when the kernel was told that this one has failed
@@ -180,6 +181,7 @@ class RankState:
     failure: wire.Raised | None = None
     exitcode: int | None = None
     signal: int | None = None
+    crash: str = ""
     ended_by_agent: bool = False
     ended: float | None = None
     agent: int = 0
@@ -515,7 +517,8 @@ def _(message: wire.Raised, state: RunState) -> RunState:
 @apply.register
 def _(message: wire.RankEnded, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
-        ended = _changed(rank, exitcode=message.exitcode, signal=message.signal)
+        how = {"exitcode": message.exitcode, "signal": message.signal, "crash": message.stack}
+        ended = _changed(rank, **how)
         if rank.has_ended:
             return ended
         status = "stopped" if message.ended_by_agent else "failed"

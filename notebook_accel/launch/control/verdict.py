@@ -210,7 +210,8 @@ def _rank_failure(failed: list[RankState], state: RunState, log_dir: str) -> Fai
 def _describe(rank: RankState) -> list[str]:
     raised = rank.failure
     if raised is None:
-        return [_death(rank), *_last_lines(rank)]
+        crash = ["it crashed here, the newest call first:", rank.crash] if rank.crash else []
+        return [_death(rank), *crash, *_last_lines(rank)]
     if raised.kind == "exit":
         ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
         return [ended, *_last_lines(rank)]

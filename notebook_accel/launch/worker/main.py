@@ -155,6 +155,8 @@ def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
     worker = Worker(inherited, interrupts)
     output.redirect(inherited.log, on_lost=worker.report_lost_output)
     standard_input.install()
+    # A crash in native code, such as SIGSEGV, writes where it was called.
+    faulthandler.enable(file=inherited.stacks, all_threads=False)
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
     code = worker.serve()
     exiting.finish(code, rank.current().notice)

@@ -88,6 +88,7 @@ class Host:
         _streams.install()
         standard_input.install()
         replace_libraries()
+        faulthandler.enable(file=first.stacks, all_threads=False)
         faulthandler.register(STACKS_SIGNAL, file=first.stacks, all_threads=True, chain=False)
 
     def _interrupt(self, _number: int, _frame: Any) -> None:
