@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.wire import KnobMade
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.live_panel import PanelWidgets
+    from notebook_accel.notebook.widgets import PanelWidgets
 
 _SAVE_TOOLTIP = (
     "accelerator.should_save is True on all ranks at the same step; after resume_or_start the "

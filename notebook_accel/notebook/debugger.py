@@ -13,7 +13,7 @@ freed when the user leaves the debugger (q), with the next launch or ``%%acceler
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.getipython import get_ipython
@@ -28,7 +28,6 @@ from notebook_accel.notebook.worker.calls import DebugCall
 if TYPE_CHECKING:
     from notebook_accel.launch.request import LaunchRequest
     from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.session import NotebookSession
     from notebook_accel.notebook.worker.calls import DebugAnswer
 
 _HINT = (
@@ -41,6 +40,17 @@ HINT_TO_DEBUG = "To look into its frames: launch with debug=True, then `%acceler
 _held: HeldLaunch | None = None
 
 
+class FailedCall(Protocol):
+    """Interface of the ranks of a failed call that :func:`debug` looks into."""
+
+    @property
+    def rank_at_fault(self) -> int | None:
+        """The rank that failed first; None if none is known."""
+
+    def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
+        """Return an answer a rank; None from one without an error, and from those not asked."""
+
+
 @dataclass(frozen=True)
 class HeldLaunch:
     """The ranks of a failed launch, kept for ``%accelerate debug``; no rank may be at fault."""
@@ -50,7 +60,6 @@ class HeldLaunch:
     rank_at_fault: int | None
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """Return an answer a rank; None from one without an error, and from those not asked."""
         return self.session.ask(request)
 
 
@@ -114,7 +123,7 @@ def _load_magics() -> None:
     shell.extension_manager.load_extension("notebook_accel")
 
 
-def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) -> None:
+def debug(failed_call: FailedCall, rank: int | None = None) -> None:
     """Read pdb commands from the user and run them in a rank that has an error, until they quit.
 
     ``rank=None`` is the rank at fault, or else the first one with an error.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RankState, RunState
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.live_panel import PanelWidgets
+    from notebook_accel.notebook.widgets import PanelWidgets
 
     _Timed = tuple[int | None, str]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.curves import LiveCurves
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
-    from notebook_accel.notebook.live_panel import PanelWidgets
+    from notebook_accel.notebook.widgets import PanelWidgets
 
 # Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
 _DRAW_SECONDS = 1.0

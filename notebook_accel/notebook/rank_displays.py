@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.state import Display, RankState, RunState
-    from notebook_accel.notebook.worker.calls import ShownValue
+    from notebook_accel.notebook.worker.shown_value import ShownValue
 
 T = TypeVar("T")
 # Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is

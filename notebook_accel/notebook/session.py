@@ -608,7 +608,6 @@ class NotebookSession:
         return self.session.stacks(rank)
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
-        """Return an answer a rank; None from one without an error, and from those not asked."""
         self._await_turn()
         answers: list[DebugAnswer | None] = self._ask(request)
         return answers

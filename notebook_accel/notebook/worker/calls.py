@@ -30,24 +30,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from notebook_accel.launch.payload import CellSource
-
-
-@dataclass(frozen=True)
-class ShownValue:
-    """A last expression's value by MIME type, binary data in base64."""
-
-    data: Mapping[str, str]
-
-    @property
-    def text(self) -> str:
-        """The plain text; "" if it has no such form."""
-        return self.data.get("text/plain", "")
-
-    def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
-        return dict(self.data)
-
-    def __repr__(self) -> str:
-        return self.text
+    from notebook_accel.notebook.worker.shown_value import ShownValue
 
 
 @dataclass(frozen=True, kw_only=True)

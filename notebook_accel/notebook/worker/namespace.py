@@ -29,7 +29,7 @@ from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import global_names
 from notebook_accel.launch.text.used_names import is_history
 from notebook_accel.launch.worker import displays
-from notebook_accel.notebook.worker.calls import ShownValue
+from notebook_accel.notebook.worker.shown_value import ShownValue
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

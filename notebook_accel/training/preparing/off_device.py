@@ -12,31 +12,35 @@ from notebook_accel.training.processes.devices import device_module
 from notebook_accel.training.strategies.dtensors import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from notebook_accel.training.preparing.prepare import Preparation
+    from torch.nn import Module
+
+    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
 
 
 @contextlib.contextmanager
-def off_device(preparation: Preparation) -> Iterator[None]:
+def off_device(
+    device: torch.device, models: Sequence[Module], optimizers: Sequence[AcceleratedOptimizer]
+) -> Iterator[None]:
     """Move weights, gradients, buffers and optimizer states to the host within the block.
 
     The tensors stay the objects that they are: only the memory behind them is given back. What lies
     on the host already stays there.
     """
-    kind = preparation.plan.topology.device.type
+    kind = device.type
     if kind in ("cpu", "xla"):
         yield
         return
-    device = device_module(kind)
-    device.synchronize()
+    module = device_module(kind)
+    module.synchronize()
     copies = []
-    for storage in _storages(preparation, kind):
+    for storage in _storages(models, optimizers, kind):
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copies.append((storage, storage.nbytes(), view.cpu()))
         del view
         storage.resize_(0)
-    device.empty_cache()
+    module.empty_cache()
     try:
         yield
     finally:
@@ -44,15 +48,17 @@ def off_device(preparation: Preparation) -> Iterator[None]:
             storage, size, copy = copies.pop()
             storage.resize_(size)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
-        device.synchronize()
+        module.synchronize()
 
 
-def _storages(preparation: Preparation, kind: str) -> list[torch.UntypedStorage]:
+def _storages(
+    models: Sequence[Module], optimizers: Sequence[AcceleratedOptimizer], kind: str
+) -> list[torch.UntypedStorage]:
     """Return the memory on the device of all that was prepared, each piece once."""
     held: list[Any] = []
-    for model in preparation.models:
-        held += [*model.inner.parameters(), *model.inner.buffers()]
-    for one in preparation.optimizers:
+    for model in models:
+        held += [*model.parameters(), *model.buffers()]
+    for one in optimizers:
         held += leaves([group["params"] for group in one.optimizer.param_groups])
         held += leaves(list(one.optimizer.state.values()))
     tensors = [one for one in held if isinstance(one, torch.Tensor)]

@@ -274,7 +274,8 @@ class Preparation:
 
     def off_device(self) -> AbstractContextManager[None]:
         """Return a context within which what was prepared lies on the host."""
-        return off_device(self)
+        models = [known.inner for known in self.models]
+        return off_device(self.plan.topology.device, models, self.optimizers)
 
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's training state in alternative forms, the most complete first.
@@ -285,7 +286,9 @@ class Preparation:
         Args:
             free: bytes of the host's memory that the copies may take.
         """
-        return parts_of(self, num_steps, free)
+        return parts_of(
+            self.plan.strategy, self.models, self.optimizers, self.schedulers, num_steps, free
+        )
 
     def memory_parts(self, error: BaseException) -> dict[str, int]:
         """Return the bytes of the device's memory that each part takes, if ``error`` is for them.

@@ -1,6 +1,6 @@
 """Training state of a stopped or interrupted run: from the ranks to the notebook.
 
-    each rank:  parts_of(preparation) -> RankPart, pickled and sent with the rank's last message
+    each rank:  parts_of(models, ...) -> RankPart, pickled and sent with the rank's last message
     notebook:   RankPart.join(parts of the other ranks) -> Rescued, which is ``run.rescued``
                 Rescued.write -> file in the run's folder -> Rescued.read, also in another kernel
 
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from notebook_accel.training.preparing.prepare import Preparation
+    from notebook_accel.training.models import PreparedModel
+    from notebook_accel.training.stepping.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.stepping.scheduler import AcceleratedScheduler
+    from notebook_accel.training.strategies.base import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +189,14 @@ class RankPart:
         )
 
 
-def parts_of(preparation: Preparation, num_steps: int, free: int) -> Iterator[RankPart]:
+def parts_of(
+    strategy: Strategy,
+    known_models: Sequence[PreparedModel],
+    known_optimizers: Sequence[AcceleratedOptimizer],
+    known_schedulers: Sequence[AcceleratedScheduler],
+    num_steps: int,
+    free: int,
+) -> Iterator[RankPart]:
     """Yield this rank's part in alternative forms; the caller sends the first that pickles.
 
     Rank 0 yields a form with the models, then a form with state dicts alone. If any model is
@@ -199,18 +209,18 @@ def parts_of(preparation: Preparation, num_steps: int, free: int) -> Iterator[Ra
     Args:
         free: bytes of the host's memory that the copies may take.
     """
-    strategy, known_models = preparation.plan.strategy, preparation.models
-    is_first = preparation.plan.topology.process_index == 0
+    topology = strategy.topology
+    is_first = topology.process_index == 0
     in_parts = [strategy.is_in_parts(known.inner) for known in known_models]
     if not known_models or not (is_first or any(in_parts)):
         return
     models = [uncompiled(known.inner) for known in known_models]
     # Ranks of one machine that all have parts copy theirs at the same time.
-    num_copies = 2 * (preparation.plan.topology.local_num_processes if any(in_parts) else 1)
+    num_copies = 2 * (topology.local_num_processes if any(in_parts) else 1)
     if (needed := num_copies * sum(map(_num_bytes, models))) > free:
         notice(f"what was being trained is not kept: {_of_memory(needed, free)}")
         return
-    optimizers = [strategy.own_optimizer_state(known.optimizer) for known in preparation.optimizers]
+    optimizers = [strategy.own_optimizer_state(known.optimizer) for known in known_optimizers]
     dropped = ""
     if (needed := needed + num_copies * _num_bytes(optimizers)) > free:
         dropped = f"the optimizers' states are not kept: {_of_memory(needed, free)}"
@@ -223,7 +233,7 @@ def parts_of(preparation: Preparation, num_steps: int, free: int) -> Iterator[Ra
             for model, is_part in zip(models, in_parts, strict=True)
         ],
         optimizers=[_in_pieces(state) for state in optimizers],
-        schedulers=[known.scheduler.state_dict() for known in preparation.schedulers],
+        schedulers=[known.scheduler.state_dict() for known in known_schedulers],
         step=num_steps,
         dropped=dropped,
     )

@@ -1,0 +1,44 @@
+"""The widgets of a run's panel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class PanelWidgets:
+    """Makes and closes the widgets of one panel; all of one class share a layout and a style.
+
+    Own ones would double what a reloaded page loads before it shows the panel; ipywidgets 8 looks
+    for models for two seconds only ("model not found"). Widgets differ by their CSS classes alone.
+    """
+
+    def __init__(self) -> None:
+        self._layout = ipywidgets.Layout()
+        self._styles: dict[Callable[..., Any], Any] = {}
+        self._made: list[Any] = []
+
+    def make(
+        self, kind: Callable[..., Any], *content: Any, classes: str = "", **traits: Any
+    ) -> Any:
+        """Make a widget for :meth:`close`; a ``layout`` in ``traits`` replaces the shared one."""
+        if kind in self._styles:
+            traits["style"] = self._styles[kind]
+        widget = kind(*content, **{"layout": self._layout, **traits})
+        for name in classes.split():
+            widget.add_class(name)
+        if hasattr(widget, "style"):
+            self._styles[kind] = widget.style
+        self._made.append(widget)
+        return widget
+
+    def close(self) -> None:
+        """Close all widgets: a connecting page asks for the state of each that is open."""
+        # What is shared comes last: what uses it is still shown until it is closed itself.
+        looks = [self._layout, *self._styles.values(), *(each.layout for each in self._made)]
+        for widget in (*self._made, *looks):
+            widget.close()
