@@ -29,7 +29,7 @@ from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from notebook_accel.training.models.meta_copy import copy_on_meta
-from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece, parts_of
+from notebook_accel.training.preparing.state_after_stop import RankPart, TensorPiece
 from tests.launches import call, launch
 from tests.training.harness import skip_unless_it_runs
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
@@ -240,7 +240,7 @@ def test_what_the_host_has_no_memory_for_is_left_out(tmp_path: Path) -> None:
     def kept(free: int) -> tuple[Any, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            part = next(parts_of(accelerator._prepared, 1, free), None)
+            part = next(accelerator._prepared.parts_to_rescue(1, free), None)
         return part and part.join([]), [str(one.message) for one in caught]
 
     whole, told = kept(weights + states)
