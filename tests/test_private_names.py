@@ -260,7 +260,7 @@ def _tells_of_overflow() -> bool:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(weight.sum() * float("inf")).backward()
     scaler.step(optimizer)
-    return of_torch.overflowed(scaler, optimizer)
+    return bool(of_torch.overflow(scaler, optimizer))
 
 
 def _knows_compiled() -> bool:

@@ -356,17 +356,20 @@ def unscale_by(
     scaler._unscale_grads_ = replaced
 
 
-def overflowed(scaler: Any, optimizer: Optimizer) -> bool:
-    """Return whether a scaler skipped the optimizer's newest step because of an overflow.
+def overflow(scaler: Any, optimizer: Optimizer) -> torch.Tensor | None:
+    """Return a tensor on the device that is not 0 if the optimizer's newest step overflowed.
 
     This uses ``GradScaler._found_inf_per_device``. If torch removed it, ``step_was_skipped`` would
     never be true, and learning rate schedules would advance on skipped steps.
     """
     if not hasattr(scaler, "_found_inf_per_device"):
         _report_missing("GradScaler._found_inf_per_device", "step_was_skipped is never true")
-        return False
-    found = scaler._found_inf_per_device(optimizer)
-    return any(bool(value.item()) for value in found.values())
+        return None
+    first, *others = scaler._found_inf_per_device(optimizer).values()
+    found: torch.Tensor = first.clone()  # torch adds those of other optimizers to it in place
+    for other in others:
+        found += other.to(found.device, non_blocking=True)
+    return found
 
 
 # ---- modules and wrappers

@@ -706,8 +706,12 @@ class Accelerator(ProcessInfo):
         """
         own, norm = self._ready_to_clip(parameters), float(norm_type)
         if not self.sync_gradients:
-            scale = 1.0 if self._scaling is None else self._scaling.scaler.get_scale()
-            return self._strategy.clip_grad_norm(own, float("inf"), norm) / scale
+            found = self._strategy.clip_grad_norm(own, float("inf"), norm)
+            if self._scaling is None:
+                return found
+            # Divided on the device: `get_scale` would wait for it.
+            one = torch.ones((), device=found.device)
+            return found / self._scaling.scaler.scale(one)
         return self._strategy.clip_grad_norm(own, max_norm, norm)
 
     def clip_grad_value_(

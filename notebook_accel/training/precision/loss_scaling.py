@@ -107,21 +107,27 @@ class LossScaling:
                 "with optimizer.zero_grad()"
             )
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], float] | None
+    ) -> tuple[Any, torch.Tensor | None]:
         """Divide an optimizer's gradients by the scale; let it step, unless they overflowed.
 
         Args:
             closure: computes the loss again, for the optimizer's ``step``; None: no closure.
+
+        Returns:
+            What the optimizer's ``step`` returned, and a tensor on the device that is not 0 if a
+            gradient overflowed; None if none was looked at.
         """
         given = () if closure is None else (closure,)
         if not self.is_so_anywhere(_has_gradients(optimizer)):
-            return optimizer.step(*given), False
+            return optimizer.step(*given), None
         result = self._scaler.step(optimizer, *given)
         self._is_used = True
         self._done[id(optimizer)] = optimizer
         if not self._scaler.is_enabled():  # one that the user set: it keeps no account
-            return result, False
-        return result, of_torch.overflowed(self._scaler, optimizer)
+            return result, None
+        return result, of_torch.overflow(self._scaler, optimizer)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Record that the optimizer's gradients were cleared, whether a step used them or not.

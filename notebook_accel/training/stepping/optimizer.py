@@ -75,8 +75,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizer: the wrapped optimizer.
-        num_steps: number of steps; if a checkpoint was loaded, the steps before that checkpoint
-            count too. Steps that were skipped because fp16 overflowed do not count.
         scaling: the loss scaling of fp16; None without loss scaling.
 
     Example:
@@ -109,9 +107,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             scaling = LossScaling(scaler)
         self.optimizer = optimizer
-        self.num_steps = 0
-        self._used = False
-        self._is_overflow = False
+        self._num_tried = 0
+        # Tensors where only the device knows: they are read once somebody asks, as a read waits
+        # for all that is queued.
+        self._num_skipped: int | torch.Tensor = 0
+        self._overflow: bool | torch.Tensor = False
+        self._used = self._has_stepped = False
         # Of the last batch of a window: the gradients as it began (None: it is not running), and
         # whether zero_grad was called before any of its own came.
         self._at_start: list[tuple[int, int]] | None = None
@@ -129,7 +130,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             def note_used(*_: Any) -> None:
                 stepped = own()
                 if stepped is not None:
-                    stepped._used = True
+                    stepped._used = stepped._has_stepped = True
 
             handle = optimizer.register_step_post_hook(note_used)
             weakref.finalize(self, handle.remove)
@@ -141,7 +142,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the newest step was skipped because a gradient overflowed in fp16."""
-        return self._is_overflow
+        self._overflow = bool(self._overflow)
+        return self._overflow
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps, without skipped ones; after a checkpoint, with those before it."""
+        return self._num_tried - int(self._num_skipped)
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_tried, self._num_skipped = value, 0
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -179,7 +190,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accumulation.is_stepping = True
         try:
             if self.scaling is not None:
-                result, self._is_overflow = self.scaling.step(self.optimizer, closure)
+                self._has_stepped = False
+                result, found = self.scaling.step(self.optimizer, closure)
+                self._note_overflow(found)
             elif closure is None:
                 result = self.optimizer.step()
             else:
@@ -189,9 +202,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         timer.end_step()
         self._used = True
         self._accumulation.note_step()
-        self.num_steps += not self._is_overflow
-        context.count_step(self._device_memory, skipped=self._is_overflow)
+        self._num_tried += 1
+        # The progress shown counts steps that a fused optimizer skips.
+        context.count_step(self._device_memory, skipped=self._overflow is True)
         return result
+
+    def _note_overflow(self, found: torch.Tensor | None) -> None:
+        self._overflow = False
+        if found is None:
+            return
+        if self.optimizer.defaults.get("fused"):  # it skips the step on the device
+            self._overflow = found
+        elif not self._has_stepped:  # torch has read it, to decide whether to step
+            self._overflow = bool(found)
+        if self._overflow is not False:
+            self._num_skipped = self._num_skipped + self._overflow
 
     def _look_for_plain_backward(self) -> None:
         at, num_steps = self._accumulation, self._accumulation.num_steps

@@ -127,6 +127,8 @@ class AcceleratedScheduler:
 
     @property
     def _was_skipped(self) -> bool:
+        # Of a fused optimizer in fp16 only the device knows, so that the host waits for it here:
+        # torch's schedulers compute their rates on the host.
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def _move(self, *args: Any, **kwargs: Any) -> None:
