@@ -182,6 +182,26 @@ def test_functions_that_no_cell_defines() -> None:
     assert returned(book.script()) == (2, "a/b")
 
 
+def test_a_function_of_a_program_that_the_notebook_has_run(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("import math\nsize = 3\n\n\ndef train():\n    return math.floor(size / 2)\n")
+    book = Notebook("size = 4")
+    exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), book.names)
+    book.run("size = 9")
+    assert returned(book.script()) == 4
+
+
+def test_a_cell_that_ran_again_stands_once() -> None:
+    helper = "def helper(x): return x * factor"
+    book = Notebook("factor = 'old'", helper.replace("x *", "'old',"), "def train(): return rows")
+    for cell in ("rows = [helper(1)]", helper, "factor = 2", "rows = helper(3); rows", "rows"):
+        book.run(cell)
+    script = book.script()
+    assert returned(script) == 6
+    assert "old" not in script
+    assert "rows\n" not in script.split("def train")[0], "what a cell shows is left out"
+
+
 def test_magics_and_cells_that_failed_are_left_out() -> None:
     book = Notebook("rows = []", "import math")
     for cell in (
