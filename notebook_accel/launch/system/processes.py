@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import select
 import signal
@@ -91,22 +90,6 @@ def await_exit(pid: int, seconds: float) -> None:
             is_readable(exit_fd, seconds)
         finally:
             os.close(exit_fd)
-
-
-def end_on_hangup(fd: int, pid: int) -> None:
-    """Have a process get SIGIO, which ends it, when the other end of its socket ``fd`` is closed.
-
-    Signals also come with data, so the process calls :func:`stay_on_hangup` before it lets its peer
-    send any. This ends a process that does not run our code yet, or hangs in a library's.
-    """
-    with contextlib.suppress(OSError):  # a sandbox without such signals
-        fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def stay_on_hangup(fd: int) -> None:
-    """Undo :func:`end_on_hangup`."""
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,13 @@ exec in its own session, imports torch, and then only forks: it has no thread, n
 region, no module of the user's. So a fork of it is safe, whatever the notebook's kernel has done,
 and takes milliseconds. This file is the kernel's side, ``process.py`` the template's::
 
-    Template: exec, secret over stdin ------->  serve: imports, then proves the secret
+    Template: exec, an end of a socket ------>  serve: imports torch
               wait_until_ready <---------------  TemplateReady
               ForkAgent, an end of a socket -->  fork --> the agent, which accepts the socket
               <------------------- Forked(pid)
               CountDevices ------------------->  fork --> a child that asks torch, and ends
               <------------------------ Devices
-    follow:   Import, by a socket of its own ->  imports in a prepared template (prepared.py)
+    follow:   Import ------------------------->  imports in a prepared template (prepared.py)
               AskImports --------------------->
               <------------------------ Imports
               exit_of <------- AgentExited(pid)  an agent ended
@@ -34,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
@@ -49,7 +50,6 @@ from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.system.processes import import_path, is_readable
 from notebook_accel.launch.template.prepared import ITS_THREADS
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.private.of_debugpy import without_debugger
 from notebook_accel.text_values import parse_flag
 from notebook_accel.tpu import AUTOLOAD
@@ -83,7 +83,6 @@ _NEEDS_NO_OTHER = (
 # It imports torch, from a cold disk.
 _START_SECONDS = 120.0
 # What takes milliseconds, on a machine that swaps.
-_HANDSHAKE_SECONDS = 30.0
 _FORK_SECONDS = 20.0
 # The process gives a driver 60 s to name its devices.
 _DEVICES_SECONDS = 70.0
@@ -100,12 +99,12 @@ _MAX_NAMES = 8
 
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
-    "from notebook_accel.launch.template.process import serve; serve({fd}, {kernel}, {imports})"
+    "from notebook_accel.launch.template.process import serve; serve({fd}, {kernel})"
 )
 
 
 class UnresponsiveTemplateError(LaunchError):
-    """Raised if the template did not answer in time, or sent nonsense; it has been killed."""
+    """Raised if the template ended, did not answer in time, or sent nonsense; it is no more."""
 
 
 class Template:
@@ -113,75 +112,61 @@ class Template:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start the template process, without waiting until it has imported its modules."""
-        secret = new_secret()
         self._lock = threading.Lock()
         self._exits: dict[int, wire.AgentExited] = {}
         self._devices: dict[tuple[tuple[str, str], ...], wire.Devices] = {}
         with naming_what_is_short(), without_debugger(), contextlib.ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
-            imports, their_imports = map(undo.enter_context, socket.socketpair())
             self._stderr = undo.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _boot_code(theirs.fileno(), their_imports.fileno())],
+                [sys.executable, "-c", _boot_code(theirs.fileno())],
                 env={**environment, **dict.fromkeys(ITS_THREADS, "1"), AUTOLOAD: "0"},
                 cwd="/",
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=(theirs.fileno(), their_imports.fileno()),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-            processes.end_on_hangup(theirs.fileno(), self._process.pid)
             undo.pop_all()
         theirs.close()
-        their_imports.close()
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as stdin:
-            stdin.write(secret)
-        self._socket = ours
-        self._secret = secret
-        self._channel: Channel | None = None
-        # It needs no answer, so that a cell waits for nothing.
-        self._imports = Channel(imports)
-        self._imports_lock = threading.Lock()
+        self._channel = Channel(ours)
+        self._is_ready = False
+        self._unsent: deque[wire.Import] = deque()
         self.pid = self._process.pid
 
     @property
     def alive(self) -> bool:
-        return self._socket.fileno() >= 0 and self._process.poll() is None
+        return not self._channel.closed and self._process.poll() is None
 
     @property
     def is_ready(self) -> bool:
         """Whether the process has finished its imports, so that a launch need not wait for it."""
         # It speaks first, once all is imported.
-        return self._channel is not None or is_readable(self._socket)
+        return self._is_ready or is_readable(self._channel)
 
     def wait_until_ready(self) -> None:
         """Wait until the process has imported all that it preloads."""
         with self._lock:
-            self._ready()
+            self._await_imports()
 
     def import_soon(self, message: wire.Import) -> None:
         """Have the process import what the notebook has imported; return at once."""
-        with self._imports_lock:
-            self._imports.post(message)
-        self._flush_imports()
+        self._unsent.append(message)
+        # Whoever asks it something now sends the message with the next question.
+        if self._lock.acquire(blocking=False):
+            try:
+                # A process that has ended is noticed by whoever asks it something.
+                with held(), contextlib.suppress(OSError):
+                    self._post_imports()
+                    self._channel.flush(block=False)
+            finally:
+                self._lock.release()
 
     def imports(self) -> wire.Imports:
         """Return how far the imports are."""
-        while True:
-            is_told = self._flush_imports()
-            request = wire.AskImports(run=uuid4().hex)
-            answer = self._ask(request, wire.Imports, seconds=_FORK_SECONDS)
-            if is_told:
-                return answer
-
-    def _flush_imports(self) -> bool:
-        """Write what the socket takes now; return whether that was all."""
-        # A process that has ended is noticed by whoever asks it something.
-        with self._imports_lock, contextlib.suppress(OSError):
-            self._imports.flush(block=False)
-        return not self._imports.num_pending
+        request = wire.AskImports(run=uuid4().hex)
+        return self._ask(request, wire.Imports, seconds=_FORK_SECONDS)
 
     def fork_agent(
         self, sock: socket.socket, *, run: str, secret: bytes, is_prepared: bool = False
@@ -235,8 +220,10 @@ class Template:
             # Whoever holds the lock may wait for another answer, and notes the exits meanwhile.
             if self._lock.acquire(timeout=_POLL_SECONDS):
                 try:
-                    if self._channel is None or not self._note_exits(self._channel):
-                        break
+                    for message, _ in self._channel.drain():
+                        self._note(message)
+                except (EOFError, OSError, ProtocolError):
+                    break
                 finally:
                     self._lock.release()
             # Only after a look: an answer may already lie here unread, also with a timeout of 0.
@@ -247,26 +234,24 @@ class Template:
 
     def close(self) -> None:
         """Close the connection; the template process ends by itself once its agents have ended."""
-        self._socket.close()
-        self._imports.close()
+        # One that still imports would notice it late, and has no agents.
+        if not self._is_ready:
+            self._process.kill()
         self._stderr.close()
-        if self._channel is not None:
-            self._channel.close()
+        self._channel.close()
 
     def kill(self) -> None:
         processes.kill_tree([self.pid])
         self._process.wait()
         self.close()
 
-    def _ready(self) -> Channel:
-        if self._channel is None:
-            try:
-                self._wait(self._socket, _START_SECONDS)
-                with held():
-                    self._channel = connect(self._socket, self._secret, timeout=_HANDSHAKE_SECONDS)
-            except (AuthenticationError, EOFError, OSError, ValueError) as error:
-                raise self._broken(str(error)) from error
-        return self._channel
+    def _await_imports(self) -> None:
+        if not self._is_ready:
+            self._receive(wire.TemplateReady, "", _START_SECONDS)
+
+    def _post_imports(self) -> None:
+        while self._unsent:
+            self._channel.post(self._unsent.popleft())
 
     def _ask(
         self,
@@ -277,74 +262,62 @@ class Template:
         fds: tuple[int, ...] = (),
     ) -> wire.M:
         with self._lock:
-            channel = self._ready()
-            found: wire.M | None = None
-            # Outside of `try`: an OSError here says that this process has no descriptor left to
-            # send, and nothing of the template.
+            self._await_imports()
+            # An OSError here says that this process has no descriptor left to send, and nothing of
+            # the template.
             with held():
-                channel.post(request, fds)
-            try:
-                deadline = time.monotonic() + seconds
-                while found is None:
-                    # The wait may be interrupted. Reading may not, so that no message is torn.
-                    self._wait(channel, deadline - time.monotonic())
-                    with held():
-                        channel.flush(block=False)
-                        for message, _ in channel.drain():
-                            # An interrupted call may have left its answer behind.
-                            if isinstance(message, answer) and message.run == request.run:
-                                found = message
-                            self._note(message)
-            except (EOFError, OSError, ValueError, ProtocolError) as error:
-                raise self._broken(str(error)) from error
-            return found
+                self._post_imports()
+                self._channel.post(request, fds)
+            return self._receive(answer, request.run, seconds)
 
-    def _wait(self, source: socket.socket | Channel, seconds: float) -> None:
-        """Wait until ``source`` is readable, or a request queued in it can be written."""
+    def _receive(self, answer: type[wire.M], run: str, seconds: float) -> wire.M:
         deadline = time.monotonic() + seconds
-        wants_to_write = isinstance(source, Channel) and source.num_pending > 0
-        while not is_readable(source, _LOOK_SECONDS, or_writable=wants_to_write):
+        found: wire.M | None = None
+        try:
+            while found is None:
+                # The wait may be interrupted. Reading may not, so that no message is torn.
+                self._wait(deadline)
+                with held():
+                    self._channel.flush(block=False)
+                    for message, _ in self._channel.drain():
+                        # An interrupted call may have left its answer behind.
+                        if isinstance(message, answer) and message.run == run:
+                            found = message
+                        self._note(message)
+        except (EOFError, OSError, ValueError, ProtocolError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            code = self._process.returncode
+            unclear = f"could not be understood ({error})"
+            raise self._lost(unclear if code is None else processes.describe_exit(code)) from error
+        return found
+
+    def _wait(self, deadline: float) -> None:
+        """Wait until there is something to read, or a queued request can be written."""
+        wants_to_write = self._channel.num_pending > 0
+        while not is_readable(self._channel, _LOOK_SECONDS, or_writable=wants_to_write):
             # Its end of the connection may live on in a process that it forked.
             if not self.alive:
                 raise EOFError("the process has ended")
             if time.monotonic() >= deadline:
                 raise self._lost("did not answer in time")
 
-    def _note_exits(self, channel: Channel) -> bool:
-        try:
-            for message, _ in channel.drain():
-                self._note(message)
-        except (EOFError, OSError, ProtocolError):
-            return False
-        return True
-
     def _note(self, message: wire.Message) -> None:
-        if isinstance(message, wire.AgentExited):
+        if isinstance(message, wire.TemplateReady):
+            self._is_ready = True
+        elif isinstance(message, wire.AgentExited):
             self._exits[message.pid] = message
         elif isinstance(message, wire.Forked):
             # The new agent may have the pid of one that ended long ago.
             self._exits.pop(message.pid, None)
 
-    def _broken(self, error: str) -> LaunchError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.returncode
-        if code is None:
-            return self._lost(f"could not be understood ({error})")
-        how = processes.describe_exit(code)
-        return LaunchError(
-            f"the helper process from which ranks are started (pid {self.pid}) {how}. "
-            "Launch again: a new one is made. If it happens again, look for too little memory, "
-            f"and whether `{sys.executable} -c 'import torch._dynamo'` works in a terminal."
-            f"{self._what_it_wrote()}"
-        )
-
     def _lost(self, how: str) -> UnresponsiveTemplateError:
         """Kill the template process but not its agents; return the error to raise."""
         error = UnresponsiveTemplateError(
-            f"the helper process from which ranks are started (pid {self.pid}) {how}, and was "
-            "ended. Launch again: a new one is made. If it happens again, look for what stops "
-            "processes on this machine (a job scheduler, a debugger, a full memory limit)."
+            f"the helper process from which ranks are started (pid {self.pid}) {how}. "
+            "Launch again: a new one is made. If it happens again, look for what stops processes "
+            "on this machine (a job scheduler, a debugger, a full memory limit), and whether "
+            f"`{sys.executable} -c 'import torch._dynamo'` works in a terminal."
             f"{self._what_it_wrote()}"
         )
         self._process.kill()
@@ -407,8 +380,8 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
 def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
     """Return ``question(template)`` for the template of this environment.
 
-    If the template does not answer in time, ``question`` is called once more, with a new template.
-    No other thread can close the template until this returns.
+    If the template ends or does not answer in time, ``question`` is called once more, with a new
+    one. No other thread can close the template until this returns.
 
     Raises:
         UnresponsiveTemplateError: the second template did not answer either.
@@ -517,8 +490,8 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
     return os.getpid(), sys.executable, variables
 
 
-def _boot_code(fd: int, imports: int) -> str:
+def _boot_code(fd: int) -> str:
     # After the interpreter's own: a file beside the notebook must not shadow a module of Python's.
     path = [entry for entry in import_path() if os.path.isabs(entry)]
     path.append(str(Path(__file__).parents[3]))
-    return _BOOT.format(path=path, fd=fd, kernel=os.getpid(), imports=imports)
+    return _BOOT.format(path=path, fd=fd, kernel=os.getpid())

@@ -2,7 +2,7 @@
 
 The kernel is the notebook's process; an agent supervises a run's ranks on this machine.
 
-    serve: import -> accept the kernel's connection -> TemplateReady
+    serve: import torch                                       -> TemplateReady
     Server: ForkAgent    -> fork: agent.main, in a session of its own -> Forked
              CountDevices -> fork: ask torch, end                      -> Devices
              an agent ends -> kill its descendants, remove its files   -> AgentExited
@@ -21,7 +21,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import traceback
 from dataclasses import asdict
 from importlib import import_module
@@ -34,7 +33,6 @@ from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.template.forking import end_everything, fork, run_agent
 from notebook_accel.launch.template.prepared import Preparer, reap
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.handshake import accept
 
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
@@ -57,18 +55,15 @@ _PRELOADED = (
     "notebook_accel.training.accelerator",
     "notebook_accel.training.strategies.ddp",
 )
-# A template that was warmed may wait as long as its notebook is open; it watches the kernel.
-_IDLE_SECONDS = 1e7
 # A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
 
 
-def serve(fd: int, kernel_pid: int, imports_fd: int) -> None:
+def serve(fd: int, kernel_pid: int) -> None:
     """Run the template process: import torch, then serve the kernel's requests.
 
-    The connection's secret, 32 bytes, is read from standard input. This returns once the kernel has
-    closed the connection and all agents have ended. When the kernel's process ends, this kills all
-    agents and exits the process.
+    This returns once the kernel has closed the connection and all agents have ended. When the
+    kernel's process ends, this kills all agents and exits the process.
     """
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
@@ -78,7 +73,6 @@ def serve(fd: int, kernel_pid: int, imports_fd: int) -> None:
     # Two descriptors for each agent that lives.
     open_files.raise_limit()
     with processes.acting_on_exit(kernel, end_everything):
-        secret = sys.stdin.buffer.read(32)
         # The collector would look through what is imported again and again, which takes a tenth of
         # the time of the imports.
         gc.disable()
@@ -92,84 +86,51 @@ def serve(fd: int, kernel_pid: int, imports_fd: int) -> None:
         gc.enable()
         # Not collected before: that takes 0.3 s, in which the first launch may wait.
         gc.freeze()
-        processes.stay_on_hangup(fd)
-        sock = socket.socket(fileno=fd)
-        server = Server(Channel(sock), kernel, Channel(socket.socket(fileno=imports_fd)))
-        # The kernel connects with its first request. What it imports comes before.
-        channel = accept(
-            sock, secret, timeout=_IDLE_SECONDS, meanwhile=lambda: server.import_until(sock)
-        )
+    channel = Channel(socket.socket(fileno=fd))
+    with contextlib.suppress(OSError):
         channel.send(wire.TemplateReady())
-    server.run()
+    Server(channel, kernel).run()
 
 
 class Server:
     """The event loop of the template process: answers the kernel's requests, reaps ended agents."""
 
-    def __init__(self, channel: Channel, kernel: int, imports: Channel | None = None) -> None:
+    def __init__(self, channel: Channel, kernel: int) -> None:
         self._channel = channel
         self._kernel = kernel
-        self._imports = imports
         self._agents: dict[int, int] = {}
         self._runs: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
         self._is_retired = False
         self._preparer = Preparer(kernel, self._selector, self._descriptors, self._kill_descendants)
         self._selector.register(self._kernel, selectors.EVENT_READ, self._end_everything)
-        if imports is not None:
-            self._selector.register(imports, selectors.EVENT_READ, self._read_imports)
-
-    def import_until(self, sock: socket.socket) -> None:
-        """Serve the imports alone, until there is something to read from ``sock``."""
-        self._selector.register(sock, selectors.EVENT_READ, lambda: None)
-        while not processes.is_readable(sock):
-            self._turn()
-        self._selector.unregister(sock)
+        self._selector.register(self._channel, selectors.EVENT_READ, self._from_kernel)
 
     def run(self) -> None:
-        self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
         while self._agents or self._preparer.pids or not self._is_retired:
-            self._turn()
-
-    def _turn(self) -> None:
-        for key, _ in self._selector.select(self._preparer.seconds_left()):
-            # Another one of them may have taken it out meanwhile.
-            if self._selector.get_map().get(key.fd) == key:
-                key.data()
-        self._preparer.check()
+            for key, _ in self._selector.select(self._preparer.seconds_left()):
+                # Another one of them may have taken it out meanwhile.
+                if self._selector.get_map().get(key.fd) == key:
+                    key.data()
+            self._preparer.check()
 
     def _end_everything(self) -> None:
         end_everything(self._runs)
 
     def _descriptors(self) -> list[int]:
         """Return the descriptors of this process that a child closes."""
-        imports = [] if self._imports is None else [self._imports.fileno()]
-        own = [self._channel.fileno(), self._selector.fileno(), *imports]
+        own = [self._channel.fileno(), self._selector.fileno()]
         return [*own, *self._agents.values(), *self._preparer.descriptors()]
 
     def _kill_descendants(self) -> list[int]:
         return processes.kill_descendants(keep={*self._agents, *self._preparer.pids})
-
-    def _read_imports(self) -> None:
-        if self._imports is None:
-            return
-        try:
-            messages = self._imports.drain()
-        except (EOFError, OSError, ProtocolError):
-            self._selector.unregister(self._imports)
-            self._imports.close()
-            self._imports = None
-            return
-        for message, _ in messages:
-            if isinstance(message, wire.Import):
-                self._preparer.want(message)
 
     def _from_kernel(self) -> None:
         try:
             messages = self._channel.drain()
         except (EOFError, OSError, ProtocolError):
             # Retired: runs that are under way go on, and their kernel is still watched.
-            self._selector.unregister(self._channel.fileno())
+            self._selector.unregister(self._channel)
             self._is_retired = True
             self._preparer.end()
             return
@@ -178,8 +139,9 @@ class Server:
                 self._fork_agent(message, fds)
             elif isinstance(message, wire.CountDevices):
                 self._count_devices(message)
+            elif isinstance(message, wire.Import):
+                self._preparer.want(message)
             elif isinstance(message, wire.AskImports):
-                self._read_imports()
                 state = self._preparer.state()
                 self._tell(msgspec.structs.replace(state, run=message.run))
 

@@ -57,13 +57,7 @@ def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
 
-def accept(
-    sock: socket.socket,
-    secret: bytes,
-    *,
-    timeout: float = _HANDSHAKE_SECONDS,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> Channel:
+def accept(sock: socket.socket, secret: bytes) -> Channel:
     """Return a channel over ``sock`` once the peer, which calls :func:`connect`, is authenticated.
 
     Args:
@@ -73,17 +67,16 @@ def accept(
         AuthenticationError: the peer did not prove in time that it knows the secret. ``sock`` is
             closed.
     """
-    with _handshake(sock, timeout) as read:
+    with _handshake(sock) as read:
         mine = secrets.token_bytes(_NONCE)
         sock.sendall(_MAGIC + mine)
-        meanwhile()
         theirs = read(_NONCE)
         _check(read(_PROOF), _proof(secret, b"connect", mine, theirs))
         sock.sendall(_proof(secret, b"accept", mine, theirs))
     return _CHANNELS[sock.family](sock)
 
 
-def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
+def connect(sock: socket.socket, secret: bytes) -> Channel:
     """Return a channel over ``sock`` once the peer, which calls :func:`accept`, is authenticated.
 
     Args:
@@ -93,7 +86,7 @@ def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_S
         AuthenticationError: the peer did not prove in time that it knows the secret, or has another
             version of the protocol. ``sock`` is closed.
     """
-    with _handshake(sock, timeout) as read:
+    with _handshake(sock) as read:
         _check_version(read(len(_MAGIC)))
         theirs = read(_NONCE)
         mine = secrets.token_bytes(_NONCE)
@@ -103,10 +96,9 @@ def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_S
 
 
 @contextlib.contextmanager
-def _handshake(sock: socket.socket, timeout: float) -> Iterator[Callable[[int], bytes]]:
-    """Limit the handshake in the block to ``timeout`` seconds in all."""
-    sock.settimeout(timeout)
-    deadline = time.monotonic() + timeout
+def _handshake(sock: socket.socket) -> Iterator[Callable[[int], bytes]]:
+    """Limit the time that the handshake in the block takes in all."""
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
     try:
         yield lambda size: _read_exactly(sock, size, deadline)
     except (OSError, EOFError) as error:

@@ -83,7 +83,7 @@ def test_a_path_among_the_folders_of_modules_is_passed_over(
 ) -> None:
     """Its text would be no Python in the process that is started with it."""
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere"), "/here"])
-    code = _boot_code(3, 4)
+    code = _boot_code(3)
     assert "'/here'" in code
     assert "elsewhere" not in code
 

@@ -59,7 +59,6 @@ def a_launch(number: int = 1) -> list[Any]:
 
 
 def test_a_template_that_answers_garbage_is_replaced(ready: Template) -> None:
-    assert ready._channel is not None
     # As if half a frame had been lost: what follows is read as another length.
     ready._channel._incoming += b"garbage that is no frame"
     assert a_launch() == [1, 1]
@@ -71,7 +70,6 @@ def test_a_template_whose_answer_is_lost_is_replaced(
 ) -> None:
     monkeypatch.setattr(handle, "_FORK_SECONDS", 0.5)
     # A length that more bytes are waited for than will ever come.
-    assert ready._channel is not None
     ready._channel._incoming += b"\x00\x10\x00\x00\x00"
     began = time.monotonic()
     assert a_launch() == [1, 1]

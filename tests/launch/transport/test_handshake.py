@@ -12,6 +12,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.transport import channel as channels
+from notebook_accel.launch.transport import handshake
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.handshake import (
     AuthenticationError,
@@ -19,7 +20,7 @@ from notebook_accel.launch.transport.handshake import (
     connect,
     new_secret,
 )
-from tests.launch.transport.test_channel import SOON, beside, notice, text_of
+from tests.launch.transport.test_channel import beside, notice, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,14 +118,17 @@ def test_garbage_before_the_handshake(side: Any, monkeypatch: pytest.MonkeyPatch
         with contextlib.suppress(OSError):
             sock.sendall(notice("before the proof") + os.urandom(500))
 
-    _, ours = meet(noise, lambda s: side(s, new_secret(), timeout=SOON))
+    _, ours = meet(noise, lambda s: side(s, new_secret()))
     assert isinstance(ours, AuthenticationError)
     assert decoded == []
 
 
 @pytest.mark.parametrize("side", [accept, connect])
-def test_a_silent_peer_is_given_up_after_the_time_out(side: Any) -> None:
+def test_a_silent_peer_is_given_up_after_the_time_out(
+    side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "_HANDSHAKE_SECONDS", 0.05)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(AuthenticationError):
-        side(ours, new_secret(), timeout=0.05)
+        side(ours, new_secret())
     assert ours.fileno() == -1
