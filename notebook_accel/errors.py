@@ -71,7 +71,9 @@ class NotebookAccelError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """IPython calls this: a traceback up to this package's call, then the message."""
-        frames = list(takewhile(_is_outer, traceback.extract_tb(self.__traceback__)))
+        own = Path(__file__).parent
+        found = traceback.extract_tb(self.__traceback__)
+        frames = list(takewhile(lambda frame: own not in Path(frame.filename).parents, found))
         frames = [frame for frame in frames if not _SHELL & set(Path(frame.filename).parts)]
         # One frame is the cell itself, right above.
         where = "".join(traceback.format_list(frames) if len(frames) > 1 else [])
@@ -82,10 +84,6 @@ class NotebookAccelError(RuntimeError):
 
     def _shown_message(self) -> str:
         return str(self)
-
-
-def _is_outer(frame: traceback.FrameSummary) -> bool:
-    return Path(__file__).parent not in Path(frame.filename).parents
 
 
 def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...]) -> NotebookAccelError:

@@ -31,7 +31,9 @@ def env(arguments: Sequence[str]) -> int:
 
 def _facts() -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.platform()}, Python {platform.python_version()}"
-    packages = ("notebook-accel", "accelerate", *_required())
+    lines = metadata.requires("notebook-accel") or ()
+    required = [re.split(r"[\s<>=!~;\[(]", line)[0] for line in lines if "extra ==" not in line]
+    packages = ("notebook-accel", "accelerate", *required)
     yield "packages", ", ".join(filter(None, map(_version, packages)))
     machine = look_at_machine()
     names = ", ".join(device.name for device in machine.devices) or "none"
@@ -47,11 +49,6 @@ def _facts() -> Iterator[tuple[str, str]]:
     # Their texts may be secrets, too.
     given = sorted(name for name in os.environ if name.startswith(_VARIABLES))
     yield "variables set", ", ".join(given) or "none"
-
-
-def _required() -> list[str]:
-    lines = metadata.requires("notebook-accel") or ()
-    return [re.split(r"[\s<>=!~;\[(]", line)[0] for line in lines if "extra ==" not in line]
 
 
 def _version(package: str) -> str:

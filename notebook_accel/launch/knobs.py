@@ -10,6 +10,8 @@ from notebook_accel.errors import ConfigError
 if TYPE_CHECKING:
     from notebook_accel.launch.wire import KnobMade, KnobValue
 
+_KINDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}
+
 
 def checked(knob: KnobMade, value: object) -> KnobValue:
     """Return a value for a knob, in the type that the knob has."""
@@ -23,7 +25,8 @@ def checked(knob: KnobMade, value: object) -> KnobValue:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         fits = False
     if not fits or (kind is float and not math.isfinite(made)):
-        raise ConfigError(f"knob {knob.name!r}: {value!r} was given, and {_what(knob)} is expected")
+        expected = _KINDS[kind]
+        raise ConfigError(f"knob {knob.name!r}: {value!r} was given, and {expected} is expected")
     if knob.choices and made not in knob.choices:
         raise ConfigError(f"knob {knob.name!r}: {value!r} is none of its choices {knob.choices}")
     low = -math.inf if knob.low is None else knob.low
@@ -31,8 +34,3 @@ def checked(knob: KnobMade, value: object) -> KnobValue:
     if is_number and not low <= made <= high:
         raise ConfigError(f"knob {knob.name!r}: {value!r} is not between {low:g} and {high:g}")
     return made  # type: ignore[no-any-return]
-
-
-def _what(knob: KnobMade) -> str:
-    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}
-    return names[type(knob.value)]

@@ -355,7 +355,10 @@ class LaunchedContext(RankContext):
             training = self._any_training()
         if training is None:
             return iter(())
-        if not self._is_of_one_step():
+        # Where collectives are asynchronous, a rank that was interrupted within a step may hold
+        # half of it, and after its groups were aborted anything.
+        is_done, is_asynchronous = self.device_is_done(), self._row.is_asynchronous
+        if not is_done or (is_asynchronous and (self.lost_group or self._is_stepping)):
             self.notice("what was being trained is not kept: the ranks were within a step")
             return iter(())
         return training.parts_to_rescue(self._row.steps, free)
@@ -472,16 +475,6 @@ class LaunchedContext(RankContext):
                 "the process groups were aborted, since the device waited for a rank that had left "
                 "within a step: what it holds is of no step, and is not saved"
             )
-
-    def _is_of_one_step(self) -> bool:
-        """Wait for the device; return whether what it holds is a state between two steps.
-
-        Where collectives are asynchronous, a rank that was interrupted within a step may hold half
-        of it, and after its groups were aborted anything.
-        """
-        if not self._row.is_asynchronous:
-            return self.device_is_done()
-        return self.device_is_done() and not (self.lost_group or self._is_stepping)
 
     def should_save(self) -> bool:
         row, acted = self._row, self._did

@@ -53,7 +53,8 @@ def slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
     return SlurmStep(
         num_nodes=num_nodes,
         node_rank=int(environment["SLURM_NODEID"]),
-        master_addr=_first_host(nodes),
+        # A comma inside brackets separates numbers, not hosts.
+        master_addr=_FIRST_RANGE.sub(r"\1", nodes).partition(",")[0],
         port=_FIRST_PORT + int(environment["SLURM_JOB_ID"]) % _NUM_PORTS,
     )
 
@@ -104,8 +105,3 @@ def has_other_nodes(environment: Mapping[str, str], num_nodes: int) -> bool:
     """
     is_on_node = "SLURMD_NODENAME" in environment and shutil.which("srun") is not None
     return is_on_node and int(environment.get("SLURM_JOB_NUM_NODES", "1")) > num_nodes
-
-
-def _first_host(nodes: str) -> str:
-    # A comma inside brackets separates numbers, not hosts.
-    return _FIRST_RANGE.sub(r"\1", nodes).partition(",")[0]

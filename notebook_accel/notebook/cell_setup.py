@@ -133,7 +133,8 @@ def _repeated(shell: InteractiveShell, lost: list[str]) -> Iterator[tuple[Any, .
                 if not dotted.startswith(_NOT_SET):
                     yield dotted, found.label, name, assign, path, value
                 continue
-            names = (dotted, f"{getattr(value, '__module__', '')}.{_qualified(value)}")
+            qualified = getattr(value, "__qualname__", "") or type(value).__qualname__
+            names = (dotted, f"{getattr(value, '__module__', '')}.{qualified}")
             arguments = _arguments(found.called, namespace)
             if arguments is not None and libraries.is_repeated(*names):
                 yield f"{dotted} {found.label}", found.label, name, call, path, *arguments
@@ -154,10 +155,6 @@ def _root(value: Any) -> tuple[str, Path] | None:
     return name, tuple(path.split(".")) if path else ()
 
 
-def _qualified(value: Any) -> str:
-    return getattr(value, "__qualname__", "") or type(value).__qualname__
-
-
 def _arguments(node: ast.Call, namespace: dict[str, Any]) -> tuple[list[Any], Any] | None:
     """Return None where evaluating them again could have an effect."""
     parts = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -166,15 +163,12 @@ def _arguments(node: ast.Call, namespace: dict[str, Any]) -> tuple[list[Any], An
     if not all(isinstance(inner, _PLAIN) for part in parts for inner in ast.walk(part)):
         return None
     try:
-        values = [_value(part, namespace) for part in parts]
+        expressions = [compile(ast.Expression(part), "<cell>", "eval") for part in parts]
+        values = [eval(code, namespace) for code in expressions]
     except Exception:  # a name that was deleted, say
         return None
     names = [keyword.arg for keyword in node.keywords]
     return values[: len(node.args)], dict(zip(names, values[len(node.args) :], strict=True))
-
-
-def _value(node: ast.expr, namespace: dict[str, Any]) -> Any:
-    return eval(compile(ast.Expression(node), "<cell>", "eval"), namespace)
 
 
 @lru_cache(maxsize=4096)

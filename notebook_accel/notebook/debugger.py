@@ -79,7 +79,8 @@ def end_held_launch() -> bool:
 
 def launch_for_debugger(request: LaunchRequest) -> Run:
     """As :func:`notebook_accel.launch.launcher.launch`, but hold the ranks if one raised."""
-    _load_magics()
+    shell: Any = get_ipython()
+    shell.extension_manager.load_extension("notebook_accel")
     request = replace(request, view=GuardedView(request.view), keeps_error=True)
     try:
         session = Session(request)
@@ -116,11 +117,6 @@ def _hold_or_end(session: Session) -> bool:
     end_held_launch()
     _held = HeldLaunch(session, run.name, failure.rank)
     return True
-
-
-def _load_magics() -> None:
-    shell: Any = get_ipython()
-    shell.extension_manager.load_extension("notebook_accel")
 
 
 def debug(failed_call: FailedCall, rank: int | None = None) -> None:

@@ -248,7 +248,10 @@ class LivePanel:
             self._title.value = str(render_title(state, details))
         self._body.value = str(render_panel(state, details))
         self._alert.value = str(render_alert(state))
-        self._draw_buttons(state, now)
+        if state.status == "stopping":
+            self._stop.description = "Stopping"
+            self._stop.disabled = True
+        self._kill.description = "Sure?" if self._asks_whether_sure(now) else "Kill"
         self._controls.draw(state)
         self._draw_note(state)
         curves = call_of(self._run).curves
@@ -268,12 +271,6 @@ class LivePanel:
         # Each time that there is more of it, all of it is sent.
         self._displays_due = now + seconds_to_wait(len(html))
         self._displays.value = str(html)
-
-    def _draw_buttons(self, state: RunState, now: float) -> None:
-        if state.status == "stopping":
-            self._stop.description = "Stopping"
-            self._stop.disabled = True
-        self._kill.description = "Sure?" if self._asks_whether_sure(now) else "Kill"
 
     def _asks_whether_sure(self, now: float) -> bool:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS

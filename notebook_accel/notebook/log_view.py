@@ -339,7 +339,11 @@ class LogView:
             old, self._scroll = self._scroll, self._make_scroll_box()
             self.box.children = (self._bar, self._scroll)
             old.close()
-        self._say_what_was_found()
+        found = self._window.num_found
+        hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
+        self._title.value = hits if words else "output"
+        # On a narrow page only a title that says something has room.
+        (self._title.remove_class if words else self._title.add_class)("na-optional")
         return self._send_block()
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
@@ -360,13 +364,6 @@ class LogView:
             self._clear(index)
         self._is_follow_asked = True
 
-    def _say_what_was_found(self) -> None:
-        found, words = self._window.num_found, self._window.words
-        hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
-        self._title.value = hits if words else "output"
-        # On a narrow page only a title that says something has room.
-        (self._title.remove_class if words else self._title.add_class)("na-optional")
-
     def _send_block(self) -> bool:
         # The newest block and those before it take turns: where lines keep coming, the newest one
         # alone would take every message.
@@ -386,7 +383,10 @@ class LogView:
         # for the seam between the oldest and the newest one.
         index = block.number % _MAX_BLOCKS
         if index >= len(self._blocks.children):
-            self._add_widgets(index + 1 - len(self._blocks.children))
+            # All at once: each change of the box sends its whole list of widgets to the page.
+            missing = range(len(self._blocks.children), index + 1)
+            added = [self._widgets.make(ipywidgets.HTML) for _ in missing]
+            self._blocks.children = [*self._blocks.children, *added]
         lines = self._window.render(block)
         # The order comes with the lines: as the widget's layout it would be one more message.
         markup = element("div", lines, class_="na-block", style=f"order:{block.number}")
@@ -396,11 +396,6 @@ class LogView:
     def _clear(self, index: int) -> None:
         self._blocks.children[index].value = ""
         del self._shown[index]
-
-    def _add_widgets(self, number: int) -> None:
-        """Add all at once: each change of the box sends its whole list of widgets to the page."""
-        added = [self._widgets.make(ipywidgets.HTML) for _ in range(number)]
-        self._blocks.children = [*self._blocks.children, *added]
 
     def _make_scroll_box(self) -> Any:
         return self._widgets.make(ipywidgets.Box, [self._blocks], classes="na-scroll")

@@ -79,7 +79,9 @@ class Details:
 
 def render_panel(state: RunState, details: Details) -> Markup:
     """Return ranks, notices and warnings; that of a hang stays: no panel jumps under the mouse."""
-    parts = _ranks(state, details), _steps(state), _notices(state), _warnings(state, details)
+    warned = [line for line in (_hang(state, details), _stopping(details)) if line]
+    warnings = element("div", *warned, class_="na-warnings") if warned else ""
+    parts = _ranks(state, details), _steps(state), _notices(state), warnings
     return element("div", *parts, class_="na")
 
 
@@ -249,6 +251,14 @@ def _row(
     if status == "quiet" and rank.quiet_since is not None:
         shown = f"quiet {wording.clock(state.now() - rank.quiet_since)}"
     bars = [_bar(rank, line, "") for line in (line, *inner)]
+    device_cells = []
+    if _is_of_device(state):
+        use, memory = _percent(rank, rank.device_use), _memory(rank.device_memory)
+        # On a narrow page they stand for what the process takes, too.
+        device_cells = [
+            element("td", use, class_="na-c-use", title=_taken(rank)),
+            element("td", memory, class_="na-c-device", title=_taken(rank)),
+        ]
     return element(
         "tr",
         element("td", str(rank.rank), class_="na-c-rank"),
@@ -265,7 +275,7 @@ def _row(
         element("td", line.rate, class_="na-c-rate"),
         element("td", line.remaining, class_="na-c-left"),
         element("td", _step_of(rank), class_="na-c-step"),
-        *(_device_cells(rank) if _is_of_device(state) else ()),
+        *device_cells,
         element("td", _percent(rank, rank.cpu), class_="na-c-load"),
         element("td", _memory(rank.memory), class_="na-c-memory"),
     )
@@ -274,14 +284,6 @@ def _row(
 def _is_of_device(state: RunState) -> bool:
     found = (rank.device_use is not None or rank.device_memory for rank in state.ranks)
     return any(found)
-
-
-def _device_cells(rank: RankState) -> list[Markup]:
-    # On a narrow page they stand for what the process takes, too.
-    return [
-        element("td", _percent(rank, rank.device_use), class_="na-c-use", title=_taken(rank)),
-        element("td", _memory(rank.device_memory), class_="na-c-device", title=_taken(rank)),
-    ]
 
 
 def _percent(rank: RankState, load: int | None) -> str:
@@ -366,11 +368,6 @@ def _class_of(status: str) -> str:
 
 
 # ---- what must be known ---------------------------------------------------------------------
-
-
-def _warnings(state: RunState, details: Details) -> Markup:
-    lines = [line for line in (_hang(state, details), _stopping(details)) if line]
-    return element("div", *lines, class_="na-warnings") if lines else Markup("")
 
 
 def _hang(state: RunState, details: Details) -> Markup:

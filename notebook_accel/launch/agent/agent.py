@@ -237,7 +237,9 @@ class Agent:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._note_steps(now)
+        for rank in self._in_call():
+            row, clock = rank.row, self._clocks.setdefault(rank.rank, StepClock(now))
+            clock.note((row.batches, row.steps, row.reads), now)
         for rank in self.ranks:
             if rank.alive:
                 for message in rank.observe(now):
@@ -268,11 +270,6 @@ class Agent:
             self._post(wire.Alive)
         with contextlib.suppress(OSError):
             self._channel.flush(block=False)
-
-    def _note_steps(self, now: float) -> None:
-        for rank in self._in_call():
-            row, clock = rank.row, self._clocks.setdefault(rank.rank, StepClock(now))
-            clock.note((row.batches, row.steps, row.reads), now)
 
     def _going_on(self) -> list[RankProcess]:
         """Return the ranks in the call that the stop has not reached."""

@@ -399,10 +399,6 @@ class RankCall(Call):
                 if last:
                     pool.start()
 
-    def _send_again(self, start_again: Callable[[int], RankPool]) -> None:
-        self._num_restarts += 1
-        self.move_to(start_again(self._num_restarts), self._message, self._fds)
-
     def move_to(self, pool: RankPool, message: wire.BeginCall, fds: Sequence[int]) -> None:
         """Send the call to other ranks, which take the place of those before."""
         try:
@@ -600,7 +596,8 @@ class RankCall(Call):
         before = self._pool
         before.await_agents()
         try:
-            self._send_again(start_again)
+            self._num_restarts = number
+            self.move_to(start_again(number), self._message, self._fds)
         except Exception as error:  # in the pool's only thread; and the failure is told in any case
             text = f"the ranks could not be started again: {error}"
             with self._state_lock:

@@ -161,6 +161,7 @@ def pack_call(
     named = [arguments(function, args, kwargs), *(variables(*used) for used in pickler.used)]
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
+    module_class = getattr(sys.modules.get("torch.nn"), "Module", ())
     return PackedCall(
         packed=_as_packed(body, buffers, (used_sources, tuple(setup))),
         registry=Registry(
@@ -170,7 +171,9 @@ def pack_call(
             num_sent=session.num_sent + len(pickler.sent),
         ),
         notices=tuple(_notices(pickler)),
-        models=_unique(name for each in named for name in each if _is_model(each[name])),
+        models=_unique(
+            name for each in named for name in each if isinstance(each[name], module_class)
+        ),
         # A function that goes by reference has nothing of its module in the pickle.
         uses_torch=bool(_TORCH.search(body))
         or (not pickler.used and "torch" in getattr(function, "__globals__", ())),
@@ -268,11 +271,6 @@ def _tensors(number: int) -> str:
 
 def _unique(values: Iterator[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
-
-
-def _is_model(value: Any) -> bool:
-    module = getattr(sys.modules.get("torch.nn"), "Module", None)
-    return module is not None and isinstance(value, module)
 
 
 # ---- back to the notebook ------------------------------------------------------------------

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ def fill_main(objects: Iterable[Any]) -> None:
             namespace[name] = filled[name] = value
 
 
+_LOADS_OF_GLOBALS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_GLOBAL")
+
+
 @lru_cache(maxsize=1024)
 def global_names(code: types.CodeType) -> frozenset[str]:
     """Return the names that a code object and its nested functions may look up as globals."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return frozenset(_looked_up(code, "LOAD_GLOBAL")).union(*map(global_names, inner))
-
-
-def _looked_up(code: types.CodeType, *operations: str) -> Iterator[str]:
-    wanted = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", *operations)
-    return (step.argval for step in dis.get_instructions(code) if step.opname in wanted)
+    steps = dis.get_instructions(code)
+    own = frozenset(step.argval for step in steps if step.opname in _LOADS_OF_GLOBALS)
+    return own.union(*map(global_names, inner))

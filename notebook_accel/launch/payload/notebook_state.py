@@ -93,7 +93,7 @@ def capture(seed: int | None = None) -> NotebookState:
     # A module that is being imported by another thread has not all of its names yet.
     torch = torch if hasattr(torch, "get_rng_state") and hasattr(torch, "backends") else None
     return NotebookState(
-        **(_generators(torch) if seed is None else _seeded_generators(seed)),
+        **_generators(torch, seed),
         torch_settings=_torch_settings(torch) if torch else {},
         torch_flags=_torch_flags(torch) if torch else {},
         loggers=_loggers(),
@@ -103,19 +103,16 @@ def capture(seed: int | None = None) -> NotebookState:
     )
 
 
-def _generators(torch: Any) -> dict[str, Any]:
+def _generators(torch: Any, seed: int | None) -> dict[str, Any]:
+    if seed is not None:  # as set_seed(seed) leaves them
+        python = random.Random(seed).getstate()
+        return {"python": python, "numpy": seed % 2**32, "torch_seed": seed}
     return {
         "python": random.getstate(),
         "numpy": _numpy_state(),
         "torch_seed": torch.initial_seed() if torch else secrets.randbits(63),
         "torch_state": torch.get_rng_state().numpy().tobytes() if torch else None,
     }
-
-
-def _seeded_generators(seed: int) -> dict[str, Any]:
-    """Return the generator fields of NotebookState that ``set_seed(seed)`` would lead to."""
-    python = random.Random(seed).getstate()
-    return {"python": python, "numpy": seed % 2**32, "torch_seed": seed}
 
 
 def _numpy_state() -> dict[str, Any] | int:

@@ -374,7 +374,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         schedulers = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
         if issubclass(kind, schedulers):
             return _reduce_scheduler
-        return _reduce_parametrized if _is_parametrized(kind) else _as_usual
+        getstate = getattr(kind, "__getstate__", None)
+        if getattr(getstate, "__module__", "") == "torch.nn.utils.parametrize":
+            return _reduce_parametrized
+        return _as_usual
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         reduced = tensor.__reduce_ex__(5)
@@ -410,7 +413,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_definition(self, value: Any) -> Any:
         reduced = remake(value) or super().reducer_override(value)
         if isinstance(value, type) and _goes_by_value(reduced):
-            _keep_slots(value, reduced)
+            # cloudpickle leaves out __slots__; a class without its slots cannot take the state in
+            # pickles of its instances.
+            (kind, _, _, namespace, *_), slots = reduced[1], vars(value).get("__slots__")
+            if slots and kind is type(value):
+                namespace["__slots__"] = slots
         return reduced
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
@@ -432,27 +439,11 @@ def _is_made_anew(value: Any, reduced: Any) -> bool:
     return isinstance(reduced, tuple) and not isinstance(value, type)
 
 
-def _keep_slots(kind: type, reduced: tuple[Any, ...]) -> None:
-    """Add a class's ``__slots__`` to its reduce tuple, from which cloudpickle leaves them out.
-
-    A class that is rebuilt without its slots cannot take the state in pickles of its instances.
-    """
-    arguments = reduced[1]
-    slots = vars(kind).get("__slots__")
-    if slots and arguments[0] is type(kind):
-        arguments[3]["__slots__"] = slots
-
-
 def _memory(storage: Any) -> Any:
     """Return a numpy array of bytes on the memory of a CPU storage, which the array keeps alive."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-
-
-def _is_parametrized(kind: type) -> bool:
-    getstate = getattr(kind, "__getstate__", None)
-    return getattr(getstate, "__module__", "") == "torch.nn.utils.parametrize"
 
 
 def _reduce_parametrized(module: Any) -> Any:

@@ -140,7 +140,9 @@ class _Reader:
         for part in ast.walk(node):
             self.dotted |= _dotted(part)
             for text in _texts_for_ipython(part) if isinstance(part, ast.Call) else ():
-                self.used |= _names_in_magic(text) - own
+                # Any word may be a name; Python keeps names in this form.
+                names = _IDENTIFIER.findall(unicodedata.normalize("NFKC", text))
+                self.used |= set(names) - own
                 self.dotted |= names_of(text).dotted
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             exported = _exported(node.module)
@@ -202,9 +204,3 @@ def _texts_for_ipython(call: ast.Call) -> list[str]:
     texts = [part.value for part in call.args[-2:] if isinstance(part, ast.Constant)]
     texts = texts[1:] if function.attr.endswith("magic") and len(call.args) == 2 else texts
     return list(map(str, texts))
-
-
-def _names_in_magic(text: str) -> set[str]:
-    """Return every identifier in the text of a magic or shell command."""
-    # Python keeps names in this form.
-    return set(_IDENTIFIER.findall(unicodedata.normalize("NFKC", text)))

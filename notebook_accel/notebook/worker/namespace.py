@@ -109,7 +109,9 @@ class RankShell(InteractiveShell):
         __tracebackhide__ = True
         if error is not None:
             raise error
-        _show_figures()
+        pyplot: Any = sys.modules.get("matplotlib.pyplot")
+        if pyplot is not None and pyplot.get_fignums():
+            pyplot.show()
         return None if self._hook.shown is None else _shown(self._hook.shown)
 
     # An error is raised to the notebook, which shows it: nobody reads one that is printed here.
@@ -126,12 +128,6 @@ class RankShell(InteractiveShell):
 
     def enable_gui(self, gui: Any = None) -> None:
         return
-
-
-def _show_figures() -> None:
-    pyplot: Any = sys.modules.get("matplotlib.pyplot")
-    if pyplot is not None and pyplot.get_fignums():
-        pyplot.show()
 
 
 def _shown(data: dict[str, Any]) -> ShownValue:

@@ -191,7 +191,8 @@ def compile_in_place(
         return
     parts = list(blocks)
     if not parts and plugin.use_regional_compilation:
-        parts = _repeated_blocks(model)
+        repeated = [child for child in model.modules() if _is_repeated_blocks(child)]
+        parts = [block for each in repeated for block in each.children()]
     for part in parts or [model]:
         # Autocast and the forward of a pipeline stay outside of what is compiled, too.
         around = [*replaced_forwards(part)]
@@ -272,11 +273,6 @@ def has_compiled_regions(module: Module) -> bool:
 def _is_repeated_blocks(module: Module) -> bool:
     """Return whether ``module`` is a ``ModuleList`` of one or more modules of the same class."""
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
-
-
-def _repeated_blocks(module: Module) -> list[Module]:
-    repeated = [child for child in module.modules() if _is_repeated_blocks(child)]
-    return [block for each in repeated for block in each.children()]
 
 
 def _has_repeated_blocks(module: Module) -> bool:

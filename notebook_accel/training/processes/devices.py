@@ -51,8 +51,6 @@ _DISTRIBUTED_TYPES = {
 _LONE_TYPES = {"xla": DistributedType.XLA}
 # Kinds that torch does not know: a module in this folder has what torch's own have for others.
 _DRIVERS = {"xla": "notebook_accel.training.processes.xla"}
-# Kinds of which a process has one without an index.
-_UNINDEXED = {"cpu", "mps"}
 _HOST = torch.device("cpu")
 
 
@@ -69,8 +67,6 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     named = _named_device(accelerator)
     if accelerator is None or (named is not None and named.type == "cpu"):
         return _HOST
-    if accelerator.type in _UNINDEXED:
-        return accelerator
     if named is not None and named.index is not None:
         _make_current(named.index)
         return named
@@ -327,9 +323,8 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def _own(device: torch.device) -> list[torch.device]:
-    # Not all modules take a device (MPS, XLA): they have one alone.
-    is_one_of_many = device.index is not None and not _driver(device.type)
-    return [device] if is_one_of_many else []
+    # XLA's module takes no device: it has one alone.
+    return [] if _driver(device.type) else [device]
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:

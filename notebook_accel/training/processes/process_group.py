@@ -25,7 +25,6 @@ import atexit
 import contextlib
 import ipaddress
 import os
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -53,7 +52,6 @@ _OURS = "process group is ours"
 # first collective, to which a rank may come after all others.
 _STORE_TIMEOUT = timedelta(minutes=5)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_LOOPBACK_NAMES = ("lo", "lo0")
 _IDLE_SECONDS = 0.01
 _SECONDS_UNTIL_IDLE = 5.0
 _FELL_ASLEEP = "voluntary_ctxt_switches"
@@ -74,7 +72,8 @@ def open_process_group(
     if options.init_method is not None:
         arguments["init_method"] = options.init_method
     elif local_world_size == world_size and (current().store_port or _meets_here()):
-        _use_loopback_interface()
+        for variable in _INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, "lo")
         timeout = options.timeout or _STORE_TIMEOUT
         arguments["store"] = store_of_next_group(rank, timeout, _address())
     else:
@@ -164,14 +163,6 @@ def _needed(variable: str) -> str:
             "set it"
         )
     return value
-
-
-def _use_loopback_interface() -> None:
-    """Have gloo and NCCL use the loopback interface, unless their environment variables are set."""
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
-    for variable in _INTERFACE_VARIABLES if loopback else ():
-        os.environ.setdefault(variable, str(loopback))
 
 
 def _address() -> StorePort:
