@@ -254,7 +254,11 @@ def run_everywhere(shell: InteractiveShell, line: str, cell: str, label: str) ->
     value = None
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), source.filename, "eval"), shell.user_ns)
-    EVERYWHERE[_cell_id(shell) or text] = _for_ranks(code), source
+    kernel: Any = getattr(shell, "kernel", None)
+    request = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
+    # The id that the page gave the cell.
+    cell_id = str(request.get("metadata", {}).get("cellId", ""))
+    EVERYWHERE[cell_id or text] = _for_ranks(code), source
     return value
 
 
@@ -265,10 +269,3 @@ def _for_ranks(code: str) -> str:
             for number in range(node.lineno - 1, node.end_lineno or node.lineno):
                 lines[number] = ""
     return "\n".join(lines)
-
-
-def _cell_id(shell: InteractiveShell) -> str:
-    """The id that the page gave the running cell; "" for none."""
-    kernel: Any = getattr(shell, "kernel", None)
-    request = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
-    return str(request.get("metadata", {}).get("cellId", ""))

@@ -116,7 +116,13 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
         >>> %load_ext notebook_accel
     """
     ipython.register_magics(AccelerateMagics)
-    complete_magic(ipython, lambda: _session_names().union(ipython.run_line_magic("who_ls", "")))
+
+    def names() -> frozenset[str]:
+        running = session.current_session()
+        of_session = frozenset() if running is None else running.names
+        return of_session.union(ipython.run_line_magic("who_ls", ""))
+
+    complete_magic(ipython, names)
     keep_reading(getattr(ipython, "kernel", None))
     warm()
     follow_imports(ipython)
@@ -423,11 +429,6 @@ _OPTIONS_OF = {
     "restart": _start_options.parser,
     "pull": _pull_options.parser,
 }
-
-
-def _session_names() -> frozenset[str]:
-    running = session.current_session()
-    return frozenset() if running is None else running.names
 
 
 def _given(options: Any) -> dict[str, Any]:

@@ -147,7 +147,9 @@ def _lead(inherited: dict[int, Inherited], told: int, unneeded: Sequence[int]) -
     context.Process = _HostProcess
     try:
         _import_torch_xla(first.launch)
-        _spawn(len(inherited))
+        xmp = import_module("torch_xla.distributed.xla_multiprocessing")
+        # With 1 torch_xla takes one device and no other process; it knows no other number.
+        xmp.spawn(_run_rank, nprocs=1 if len(inherited) == 1 else None, start_method="fork")
     except BrokenProcessPool:
         pass  # a process died: whoever watches the ranks was told how
     except Exception as error:  # whatever it is, the first call of each rank tells of it
@@ -165,12 +167,6 @@ def _import_torch_xla(launch: wire.Launch) -> None:
     import_module("torch_xla")
     for name in filter(None, os.environ.get(_MODULES, "").split(",")):
         import_module(name)
-
-
-def _spawn(num_ranks: int) -> None:
-    xmp = import_module("torch_xla.distributed.xla_multiprocessing")
-    # With 1 torch_xla takes one device and no other process; it knows no other number.
-    xmp.spawn(_run_rank, nprocs=1 if num_ranks == 1 else None, start_method="fork")
 
 
 def _run_rank(ordinal: int) -> None:

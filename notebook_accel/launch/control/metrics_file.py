@@ -194,13 +194,8 @@ def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
-            rows.append(_decode(line))
+            row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
+            if isinstance(row["value"], str):  # "nan" and "inf" become floats again
+                row["value"] = float(row["value"])
+            rows.append(row)
     return rows
-
-
-def _decode(line: bytes) -> dict[str, Any]:
-    """Return the row in one JSON line; "nan" and "inf" become floats again."""
-    row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
-    if isinstance(row["value"], str):
-        row["value"] = float(row["value"])
-    return row

@@ -449,7 +449,11 @@ def _fields_of_launch(
     directory: str,
 ) -> dict[str, Any]:
     """Return the fields of ``wire.Launch`` that differ on another machine."""
-    of_machine = {**info.environment, **_set_by_cells()}
+    # Cells may have set variables here for the ranks, so ranks on other machines get them, too.
+    before = psutil.Process().environ()
+    kept = kept_environment().items()
+    of_cells = {name: text for name, text in kept if before.get(name) != text}
+    of_machine = {**info.environment, **of_cells}
     of_plan = {name: text for name, text in plan.environment.items() if name not in INTERFACES}
     if request.config.devices == "cpu":
         of_plan |= WITHOUT_DEVICES
@@ -470,15 +474,6 @@ def _fields_of_launch(
         "path": tuple(dict.fromkeys([*mine, *info.path])),
         "num_threads": num_threads,
     }
-
-
-def _set_by_cells() -> dict[str, str]:
-    """Return environment variables that were set or changed in this process since it started.
-
-    The user's cells may have set them for the ranks, so ranks on other machines get them, too.
-    """
-    before = psutil.Process().environ()
-    return {name: text for name, text in kept_environment().items() if before.get(name) != text}
 
 
 def notices_of(machines: Sequence[JoinedMachine]) -> tuple[str, ...]:

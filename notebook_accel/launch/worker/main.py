@@ -658,7 +658,11 @@ def _classify(error: BaseException) -> tuple[str, int]:
         if not isinstance(error.code, int):
             _write_error(f"{error_text(error)}\n")
         return "exit", exit_code(error)
-    return ("lost peer" if _lost_peer(error) else "exception"), 1
+    # Torch raises these types where it loses the connection to another rank.
+    is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    is_plain = type(error) is RuntimeError
+    has_lost_peer = (is_torch or is_plain) and _says_lost_peer(error_text(error))
+    return ("lost peer" if has_lost_peer else "exception"), 1
 
 
 def _hint(error: BaseException, traceback: str) -> str:
@@ -683,13 +687,6 @@ def _memory_report(error: BaseException, context: rank.LaunchedContext) -> str:
     biggest = sorted(parts.items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {wording.memory(size)}" for name, size in biggest if size)
     return f"What took the memory of rank {context.rank}: {listed}" if listed else ""
-
-
-def _lost_peer(error: BaseException) -> bool:
-    """Whether torch raised the error because it lost the connection to another rank."""
-    is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
-    is_plain = type(error) is RuntimeError
-    return (is_torch or is_plain) and _says_lost_peer(error_text(error))
 
 
 def _says_lost_peer(text: str) -> bool:
