@@ -33,7 +33,7 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 17
+VERSION = 18
 
 
 # What a knob may hold.
@@ -487,14 +487,7 @@ class RunSnapshot(Message, frozen=True, kw_only=True):
 
 
 class TemplateReady(Message, frozen=True, kw_only=True):
-    """From a template: it has imported all that it was to import, and can fork agents.
-
-    Attributes:
-        files: time of the last change, in nanoseconds, of each file that a prepared template
-            imported; empty from the clean template.
-    """
-
-    files: dict[str, int] = {}
+    """From the template: it has imported what all ranks need, and can fork agents."""
 
 
 class ForkAgent(Message, frozen=True, kw_only=True):
@@ -502,10 +495,6 @@ class ForkAgent(Message, frozen=True, kw_only=True):
 
     secret: bytes
     is_prepared: bool = False
-
-
-class ForkTemplate(Message, frozen=True, kw_only=True):
-    """Request to a prepared template: fork another one; its end of a channel comes along."""
 
 
 class Forked(Message, frozen=True, kw_only=True):
@@ -540,25 +529,26 @@ class Import(Message, frozen=True, kw_only=True):
     environment: dict[str, str]
     path: tuple[str, ...]
     directory: str
-    is_awaited: bool = True
     first: int = 0
 
 
 class Importing(Message, frozen=True, kw_only=True):
-    """From a prepared template: it begins with the item ``number``, or why that must not be there.
+    """From a prepared template: it has all items before ``number``, or why that must not be there.
 
     Attributes:
         problem: "" before the import. After it, what it left behind, such as a thread, so that the
             process must not fork ranks.
+        files: once all are imported, time of the last change of each file, in nanoseconds.
     """
 
     number: int
     problem: str = ""
     error: str = ""
+    files: dict[str, int] = {}
 
 
 class AskImports(Message, frozen=True, kw_only=True):
-    """Request to a template: how far are the imports? A prepared one answers once they are done."""
+    """Request to the template: how far are the imports?"""
 
 
 class Imports(Message, frozen=True, kw_only=True):

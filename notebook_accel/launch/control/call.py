@@ -481,7 +481,7 @@ class RankCall(Call):
         elif isinstance(message, (wire.Stacks, wire.Collectives)):
             self._hangs.take(message)
         elif isinstance(message, wire.Imported):
-            follow(map(wire.ImportItem, message.names), is_awaited=False)
+            follow(map(wire.ImportItem, message.names))
         elif isinstance(message, wire.RankEnded) and message.stack:
             stack = crash_text(message.stack, self._labels)
             message = msgspec.structs.replace(message, stack=stack)

@@ -416,7 +416,7 @@ def warm() -> None:
             template()
 
 
-def follow(items: Iterable[wire.ImportItem], *, is_awaited: bool = True) -> None:
+def follow(items: Iterable[wire.ImportItem]) -> None:
     """Have this and all later templates import what the notebook or its ranks have imported.
 
     Returns at once. Nothing is imported twice. Without :func:`warm`, this does nothing: a script
@@ -432,7 +432,6 @@ def follow(items: Iterable[wire.ImportItem], *, is_awaited: bool = True) -> None
             environment=kept_environment(),
             path=tuple(import_path()),
             directory=_directory(),
-            is_awaited=is_awaited,
         )
         _followed.append(message)
         if _current is not None and _current[1].alive:

@@ -3,20 +3,20 @@
 Ranks that are forked from it import nothing again, and share its memory. The kernel tells the clean
 template what cells and earlier ranks have imported; the clean one brings prepared ones about::
 
-    clean template, Preparer                 prepared template, serve
-    fork, or ForkTemplate to the ready one ->  (called the trial: nothing is lost if it dies)
-    Import, AskImports --------------------->  imports the items one after the other
-          <------------- Importing(number) --  before each; and after it if it must not be there
-          <----------- TemplateReady(files) -  the trial takes the place of the ready one
-    ForkAgent ------------------------------>  forks the agent
+    clean template, Preparer               prepared template, _Server
+    fork --------------------------------->
+    Import ------------------------------->  imports the items one after the other
+          <----------- Importing(number) --  before each and after the last; and after one that
+                                             must not be there
+    ForkAgent ---------------------------->  forks the agent
 
-What does not survive a fork is left out: after each import the trial looks for threads, sockets,
-devices and child processes. An item that left any, or that ended the trial or took longer than a
-minute, is noted, and a new trial goes on without it: ranks import it themselves.
+What does not survive a fork is left out: after each import the process looks for threads, sockets,
+devices and child processes. An item that left any, or that ended the process or took longer than a
+minute, is noted; the process is killed, and a new one imports the others: ranks import that item
+themselves. So does a new one where a file that was imported has changed.
 
-All prepared templates and agents are children of the clean template, which reaps them: one that was
-forked by a prepared template is adopted. A prepared template is killed once another one has taken
-its place, or once a file that it imported has changed.
+Prepared templates and agents are children of the clean template, which reaps them: an agent that
+was forked by the prepared one is adopted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, invalidate_caches
-from itertools import groupby
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,16 +77,22 @@ class _Prepared:
     """A prepared template.
 
     Attributes:
+        num_sent: how many of the wanted items it was told to import, and ``num_done``, how many of
+            them it has behind it.
         deadline: time in monotonic seconds by which it must have said more.
     """
 
     pid: int
     exit_fd: int
     channel: Channel
-    num_items: int
-    current: int = 0
+    num_sent: int = 0
+    num_done: int = 0
     deadline: float = float("inf")
-    files: Mapping[str, int] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.num_done < self.num_sent
 
 
 class Preparer:
@@ -112,21 +118,9 @@ class Preparer:
         self._known: set[wire.ImportItem] = set()
         self._left_out: dict[str, str] = {}
         self._problem = ""
-        self._ready: _Prepared | None = None
-        self._trial: _Prepared | None = None
-        self._ending: set[int] = set()
-
-    @property
-    def pids(self) -> set[int]:
-        """Of all prepared templates that have not been reaped."""
-        return self._ending | {each.pid for each in self._living()}
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors that a child of the clean template must close."""
-        return [fd for each in self._living() for fd in (each.channel.fileno(), each.exit_fd)]
-
-    def _living(self) -> list[_Prepared]:
-        return [each for each in (self._ready, self._trial) if each is not None]
+        self._now: _Prepared | None = None
+        # Of all that have not been reaped.
+        self.pids: set[int] = set()
 
     def want(self, message: wire.Import) -> None:
         """Import the items of a message, unless the clean template or an earlier message has."""
@@ -138,163 +132,141 @@ class Preparer:
 
     def state(self) -> wire.Imports:
         """Return how far the imports are; drop what was imported from files that have changed."""
-        ready = self._ready
-        if ready is not None and _have_changed(ready.files):
-            self._drop(ready)
+        if self._now is not None and _have_changed(self._now.files):
+            self._drop(self._now)
             self._go_on()
-        have, trial = self._num_ready(), self._trial
-        is_awaited = any(message.is_awaited for _, message in self._wanted[have:])
+        now, num_done = self._now, self._now.num_done if self._now else 0
         return wire.Imports(
-            pid=self._ready.pid if self._ready else 0,
-            importing=self._wanted[trial.current][0].root if trial and is_awaited else "",
-            libraries=tuple(dict.fromkeys(item.root for item, _ in self._wanted[:have])),
+            pid=now.pid if now else 0,
+            importing=self._wanted[num_done][0].root if now and now.is_busy else "",
+            libraries=tuple(dict.fromkeys(item.root for item, _ in self._wanted[:num_done])),
             left_out=self._left_out,
             problem=self._problem,
         )
 
     def fork_agent(self, message: wire.ForkAgent, fd: int) -> int:
         """Return the pid of a new agent that has the libraries; 0 if none can be had."""
-        return self._ask_fork(self._ready, message, fd) if self._ready else 0
+        now = self._now
+        if now is None or now.is_busy:
+            return 0
+        with suppress(OSError, EOFError, ProtocolError):
+            now.channel.send(message, (fd,))
+            if processes.is_readable(now.channel, _FORK_SECONDS):
+                answer, _ = now.channel.receive()
+                assert isinstance(answer, wire.Forked)
+                if answer.pid:
+                    return answer.pid
+        self._drop(now)
+        return 0
 
     def seconds_left(self) -> float | None:
         """Return how long the event loop may wait, at most, until it calls :meth:`check`."""
-        return None if self._trial is None else max(0.0, self._trial.deadline - time.monotonic())
+        now = self._now
+        return max(0.0, now.deadline - time.monotonic()) if now and now.is_busy else None
 
     def check(self) -> None:
-        """End a trial whose import takes too long."""
-        if self._trial is not None and time.monotonic() >= self._trial.deadline:
-            self._leave_out(self._trial, f"its import took longer than {_IMPORT_SECONDS:.0f} s")
+        """End a process whose import takes too long."""
+        if self.seconds_left() == 0 and self._now is not None:
+            self._leave_out(self._now, f"its import took longer than {_IMPORT_SECONDS:.0f} s")
 
     def end(self) -> None:
         self._wanted.clear()
-        for each in self._living():
-            self._drop(each)
-
-    def _num_ready(self) -> int:
-        return self._ready.num_items if self._ready else 0
+        if self._now is not None:
+            self._drop(self._now)
 
     def _go_on(self) -> None:
-        """Start a trial if there is more to import, and none is under way."""
-        if self._trial is not None or self._num_ready() == len(self._wanted):
+        """Have more imported, if there is more and nothing is being imported."""
+        start = self._now.num_sent if self._now else 0
+        if start == len(self._wanted) or (self._now is not None and self._now.is_busy):
             return
         free = free_memory()
         self._problem = ""
         if free < _LITTLE_MEMORY:
             self._problem = f"only {free / (1 << 30):.1f} GB of memory are free"
             return
-        trial = self._trial = self._fork(len(self._wanted))
-        if trial is None:
+        now = self._now = self._now or self._fork()
+        if now is None:
             return
-        start = self._num_ready()  # none, if the ready one could not fork it
-        trial.current, trial.deadline = start, time.monotonic() + _IMPORT_SECONDS
+        message = self._wanted[start][1]
+        same = takewhile(lambda pair: pair[1] is message, self._wanted[start:])
+        items = tuple(item for item, _ in same)
+        now.num_sent, now.deadline = start + len(items), time.monotonic() + _IMPORT_SECONDS
         with suppress(OSError):  # it is dead: noticed by its descriptor
-            for message, pairs in groupby(self._wanted[start:], key=lambda pair: pair[1]):
-                items = tuple(item for item, _ in pairs)
-                trial.channel.send(msgspec.structs.replace(message, items=items, first=start))
-                start += len(items)
-            trial.channel.send(wire.AskImports())
+            now.channel.send(msgspec.structs.replace(message, items=items, first=start))
 
-    def _fork(self, num_items: int) -> _Prepared | None:
-        """Fork a prepared template from the ready one, or else from this process."""
+    def _fork(self) -> _Prepared | None:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                pid = 0
-                if self._ready is not None:
-                    pid = self._ask_fork(self._ready, wire.ForkTemplate(), theirs.fileno())
-                if not pid:
-                    fds = [*self._own(), ours.fileno()]
-                    pid = fork(partial(_serve, Channel(theirs), self._kernel, os.getpid(), fds))
+                fds = [*self._own(), ours.fileno()]
+                pid = fork(partial(_serve, Channel(theirs), self._kernel, os.getpid(), fds))
                 exit_fd = processes.watch_exit(pid)
             except OSError as error:
                 ours.close()
                 self._problem = f"no process could be forked for them: {error}"
                 return None
-        made = _Prepared(pid=pid, exit_fd=exit_fd, channel=Channel(ours), num_items=num_items)
-        self._selector.register(made.channel.fileno(), 1, partial(self._listen, made))
+        made = _Prepared(pid=pid, exit_fd=exit_fd, channel=Channel(ours))
+        self.pids.add(pid)
+        self._selector.register(made.channel, 1, partial(self._listen, made))
         self._selector.register(exit_fd, 1, partial(self._reap, made))
         return made
-
-    def _ask_fork(self, ready: _Prepared, request: wire.Message, fd: int) -> int:
-        """Have the ready one fork; return the new pid, or 0 and kill it if it cannot."""
-        try:
-            ready.channel.send(request, (fd,))
-            if processes.is_readable(ready.channel, _FORK_SECONDS):
-                answer, _ = ready.channel.receive()
-                assert isinstance(answer, wire.Forked)
-                if not answer.error:
-                    return answer.pid
-        except (OSError, EOFError, ProtocolError):
-            pass
-        self._drop(ready)
-        return 0
 
     def _listen(self, made: _Prepared) -> None:
         try:
             messages = made.channel.drain()
-        except (OSError, EOFError, ProtocolError):  # it is dead, and will be reaped
-            with suppress(KeyError):
-                self._selector.unregister(made.channel.fileno())
+        except (OSError, EOFError, ProtocolError):
+            self._lose(made)
             return
         for message, _ in messages:
-            if made is self._trial:
+            if made is self._now and isinstance(message, wire.Importing):
                 self._hear(made, message)
 
-    def _hear(self, trial: _Prepared, message: wire.Message) -> None:
-        trial.deadline = time.monotonic() + _IMPORT_SECONDS
-        if isinstance(message, wire.TemplateReady):
-            if self._ready is not None:
-                self._drop(self._ready)
-            trial.files, trial.deadline = message.files, float("inf")
-            self._ready, self._trial = trial, None
-            self._go_on()
-        elif isinstance(message, wire.Importing):
-            trial.current = message.number
-            if message.problem:
-                self._leave_out(trial, message.problem)
-            elif message.error:
-                self._left_out[self._wanted[message.number][0].module] = message.error
+    def _hear(self, made: _Prepared, message: wire.Importing) -> None:
+        made.deadline = time.monotonic() + _IMPORT_SECONDS
+        made.num_done = message.number
+        made.files.update(message.files)
+        if message.problem:
+            self._leave_out(made, message.problem)
+        elif message.error:
+            self._left_out[self._wanted[message.number][0].module] = message.error
+        self._go_on()
 
-    def _leave_out(self, trial: _Prepared, why: str) -> None:
-        item, _ = self._wanted.pop(trial.current)
+    def _lose(self, made: _Prepared) -> None:
+        if made.is_busy:
+            self._leave_out(made, "its import ended the process")
+        else:
+            self._drop(made)
+
+    def _leave_out(self, made: _Prepared, why: str) -> None:
+        item, _ = self._wanted.pop(made.num_done)
         root = item.root
         # Once two of a library's modules are at fault, likely all are: each import of one is an
         # import of the whole library, and what it imports.
         if item.module == root or any(name.partition(".")[0] == root for name in self._left_out):
-            ready = self._num_ready()
-            later = [pair for pair in self._wanted[ready:] if pair[0].root != root]
-            self._wanted[ready:] = later
+            later = [pair for pair in self._wanted[made.num_done :] if pair[0].root != root]
+            self._wanted[made.num_done :] = later
             item = wire.ImportItem(root)
         self._left_out[item.module] = why
-        self._drop(trial)
+        self._drop(made)
         self._go_on()
 
     def _drop(self, made: _Prepared) -> None:
-        self._forget(made)
+        self._now = None
+        self._selector.unregister(made.channel)
+        made.channel.close()
         with suppress(ProcessLookupError):
             os.kill(made.pid, signal.SIGKILL)
-        self._selector.register(made.exit_fd, 1, partial(self._reap, made))
-
-    def _forget(self, made: _Prepared) -> None:
-        self._ready = None if made is self._ready else self._ready
-        self._trial = None if made is self._trial else self._trial
-        self._ending.add(made.pid)
-        for fd in (made.channel.fileno(), made.exit_fd):
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(fd)
-        made.channel.close()
 
     def _reap(self, made: _Prepared) -> None:
         """Reap one that has ended: it was dropped, or what it imported has ended it."""
-        if made is self._trial:
+        if made is self._now:
             self._listen(made)  # to the last that it said
-        if made is self._trial:
-            self._leave_out(made, "its import ended the process")
-            return
-        self._forget(made)
+        if made is self._now:
+            self._lose(made)
+        self._selector.unregister(made.exit_fd)
         os.close(made.exit_fd)
         reap(made.pid)
-        self._ending.discard(made.pid)
+        self.pids.discard(made.pid)
         self._on_end()
         self._go_on()
 
@@ -342,29 +314,17 @@ class _Server:
         self._files: dict[str, int] = {}
 
     def run(self) -> None:
-        self._await_adoption()
         processes.die_with_parent(self._template)
         while True:
             message, fds = self._channel.receive()
             if isinstance(message, wire.Import):
                 self._import(message)
-            elif isinstance(message, wire.AskImports):
-                # Not collected before: that takes 0.3 s, and frees little.
-                gc.freeze()
-                self._channel.send(wire.TemplateReady(files=self._files))
-            elif isinstance(message, wire.ForkTemplate):
-                self._fork(self._serve_there, fds[0])
             elif isinstance(message, wire.ForkAgent):
-                self._fork(partial(self._be_agent, message), fds[0])
+                self._fork_agent(message, fds[0])
 
-    def _await_adoption(self) -> None:
-        deadline = time.monotonic() + _ADOPTION_SECONDS
-        while os.getppid() != self._template and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-
-    def _fork(self, act: Callable[[int], None], fd: int) -> None:
+    def _fork_agent(self, message: wire.ForkAgent, fd: int) -> None:
         try:
-            pid, middle = fork_orphan(partial(act, fd))
+            pid, middle = fork_orphan(partial(self._be_agent, message, fd))
         except OSError as error:
             self._channel.send(wire.Forked(error=str(error)))
         else:
@@ -372,11 +332,6 @@ class _Server:
             os.waitpid(middle, 0)
         finally:
             os.close(fd)
-
-    def _serve_there(self, fd: int) -> None:
-        self._channel.close()
-        self._channel = Channel(socket.socket(fileno=fd))
-        self.run()
 
     def _be_agent(self, message: wire.ForkAgent, fd: int) -> None:
         os.dup2(self._stderr, 2)
@@ -392,6 +347,7 @@ class _Server:
             os.chdir(message.directory)
         invalidate_caches()  # packages may have been installed meanwhile
         gc.disable()
+        number = message.first
         for number, item in enumerate(message.items, message.first):
             if not _is_here(item):
                 self._channel.send(wire.Importing(number=number))
@@ -401,6 +357,10 @@ class _Server:
                     said = wire.Importing(number=number, problem=problem, error=error)
                     self._channel.send(said)
         gc.enable()
+        # Not collected before: that takes 0.3 s, and frees little.
+        gc.freeze()
+        self._channel.send(wire.Importing(number=number + 1, files=self._files))
+        self._files = {}
 
     def _what_it_left(self) -> str:
         """Return why ranks must not be forked from this process any more; "" if they may."""

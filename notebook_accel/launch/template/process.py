@@ -118,9 +118,9 @@ class Server:
         end_everything(self._runs)
 
     def _descriptors(self) -> list[int]:
-        """Return the descriptors of this process that a child closes."""
-        own = [self._channel.fileno(), self._selector.fileno()]
-        return [*own, *self._agents.values(), *self._preparer.descriptors()]
+        """Return the descriptors of this process that a child closes: all but the kernel's."""
+        watched = (key.fd for key in self._selector.get_map().values())
+        return [self._selector.fileno(), *(fd for fd in watched if fd != self._kernel)]
 
     def _kill_descendants(self) -> list[int]:
         return processes.kill_descendants(keep={*self._agents, *self._preparer.pids})
@@ -131,6 +131,7 @@ class Server:
         except (EOFError, OSError, ProtocolError):
             # Retired: runs that are under way go on, and their kernel is still watched.
             self._selector.unregister(self._channel)
+            self._channel.close()
             self._is_retired = True
             self._preparer.end()
             return
