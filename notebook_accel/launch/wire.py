@@ -158,10 +158,16 @@ class Imported(Message, frozen=True, kw_only=True):
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective that a rank has begun, as torch's flight recorder has it."""
+    """A collective that a rank has begun, as torch's flight recorder has it.
+
+    Attributes:
+        peer: the other rank of a send or receive; None for what all ranks of the group take part
+            in.
+    """
 
     group: str
     number: int
+    peer: int | None = None
     operation: str
     sizes: str = ""
     is_pending: bool

@@ -188,33 +188,26 @@ _OF_ENTRY = frozenset(
 )
 
 
-def recorded_collectives() -> list[dict[str, Any]]:
+def recorded_collectives() -> list[dict[str, Any]] | None:
     """Return what torch's flight recorder has of this rank's collectives, the oldest first.
 
     The frames of the Python code that began them are there if one is not done: the first time they
     take torch a second. An entry's ``state`` says nothing: "scheduled" for gloo, also when done.
 
-    This uses ``_dump_fr_trace`` and, for NCCL, ``_dump_nccl_trace``. If torch removed both, it is
-    read from stacks alone which ranks hang.
+    This uses ``_dump_fr_trace`` and, for NCCL, ``_dump_nccl_trace``. If torch removed both, or
+    their entries are not as we know them, return None: which ranks hang is read from stacks alone.
     """
     native = sys.modules.get("torch._C._distributed_c10d")
     names = ("_dump_fr_trace", "_dump_nccl_trace")
     recorders = [getattr(native, name) for name in names if hasattr(native, name)]
-    if not recorders:
-        _report_missing("_dump_fr_trace", "where ranks wait is read from their stacks alone")
     found: list[dict[str, Any]] = []
     for dump in recorders:
         entries = pickle.loads(dump(True, False, False)).get("entries", [])
         if any(not entry["retired"] for entry in entries):
             entries = pickle.loads(dump(True, True, False))["entries"]
         found += entries
-    if found and not _OF_ENTRY.issubset(found[0]):
-        _report_missing(
-            "entries of a flight recorder as we know them",
-            "where ranks wait is read from their stacks alone",
-        )
-        return []
-    return found
+    is_known = recorders and (not found or _OF_ENTRY.issubset(found[0]))
+    return found if is_known else None
 
 
 def default_store() -> Any:

@@ -77,6 +77,16 @@ def _crosses() -> None:
     total.sum().item()
 
 
+def _receives() -> None:
+    import torch
+    import torch.distributed as dist
+
+    accelerator = _begin()
+    got = torch.ones(3, device=accelerator.device)
+    dist.recv(got, src=1 - accelerator.process_index)  # nobody sends
+    got.sum().item()
+
+
 def _leaves(strategy: str) -> None:
     import torch
 
@@ -114,6 +124,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "gather_for_metrics": (_gathers, (), "# alone"),
     "the loader's copy": (_loads, (), "# alone"),
     "another order": (_crosses, (), "# crossed"),
+    "no send": (_receives, (), "# nobody"),
     "DDP": (_leaves, ("ddp",), "accelerator.backward(loss)|loss.item()"),
     "FSDP": (_leaves, ("fsdp",), "model(torch.ones|accelerator.backward(loss)"),
 }
@@ -148,10 +159,15 @@ def test_a_hang_on_a_device_names_the_line_that_began_it(
     name: str, hangs: dict[str, tuple[Hang, float]]
 ) -> None:
     hang, seconds = hangs[name]
-    said = re.search(r"rank 0 waits in \w+(?: \(\w+\))? at test_hangs.py, line (\d+)", hang.text)
+    said = re.search(
+        r"rank 0 waits in \w+(?: \(\w+\)| from rank 1)? at test_hangs.py, line (\d+)", hang.text
+    )
     assert said, hang.text
     line = linecache.getline(__file__, int(said[1]))
     assert any(part in line for part in CASES[name][2].split("|")), (line, hang.text)
+    if name == "no send":
+        assert re.search(r"; rank 1 waits in recv from rank 0 at test_hangs.py, line", hang.text)
+        return
     assert re.search(r"Collective \d+ is \w+ (of \S+.* )?on rank 0", hang.text), hang.text
     if name == "another order":
         assert re.search(

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -64,6 +64,21 @@ def crosses(folder: str) -> None:
         dist.barrier()
 
 
+def receives_unrecorded(folder: str) -> None:
+    """Both ranks wait for the other one to send, in a torch without a flight recorder."""
+    import torch
+    import torch.distributed as dist
+
+    native: Any = torch._C._distributed_c10d
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        if hasattr(native, name):
+            delattr(native, name)
+    if _meet() == 0:
+        dist.recv(torch.ones(1), src=1)
+    else:
+        dist.recv(torch.ones(1), src=0)
+
+
 def saves(folder: str) -> None:
     import torch
 
@@ -92,13 +107,14 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
-    texts = [io.StringIO() for _ in range(3)]
+    texts = [io.StringIO() for _ in range(4)]
+    functions = (skips, crosses, computes, receives_unrecorded)
     config = LaunchConfig(num_processes=2, devices="cpu", grace=2.0)
     runs: list[Run] = [
         launch(function, (str(tmp_path),), config=config, view=PlainView(stream=text), block=False)
-        for function, text in zip((skips, crosses, computes), texts, strict=True)
+        for function, text in zip(functions, texts, strict=True)
     ]
-    skipped, crossed, computed = runs
+    skipped, crossed, computed, received = runs
     told_of: list[tuple[Run, str]] = []
     try:
         for run in runs:
@@ -107,8 +123,8 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
                 lambda run=run: run.logs().count("begun") == 2, within=60, what="all have begun"
             )
         began = time.monotonic()
-        while not (skipped.state.hang and crossed.state.hang):
-            assert time.monotonic() < began + _SECONDS, "both hangs are told in time"
+        while not (skipped.state.hang and crossed.state.hang and received.state.hang):
+            assert time.monotonic() < began + _SECONDS, "the hangs are told in time"
             for run in runs:
                 call_of(run).view.poll()
             time.sleep(0.05)
@@ -133,18 +149,25 @@ def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
         told_so = rf"is all_reduce of \[1\] on rank 0, {where}; broadcast of \[1\] on rank 1, "
         assert re.search(f"Collective 2 {told_so}", crossed.state.hang.text)
 
+        # Without a recorder, and for what gloo's does not have, stacks alone tell where ranks wait.
+        assert re.search(
+            rf"hangs: rank 0 waits in recv {where}; rank 1 waits in recv {where}\. Every rank must",
+            received.state.hang.text,
+        )
+        assert texts[3].getvalue().count("this torch has no flight recorder") == 1
+
         # Who computes holds others up; that is said, and is no hang.
         eventually(lambda: computed.state.hang, within=_SECONDS, what="the third waits")
         waits = computed.state.hang
         assert waits is not None
         assert not waits.is_certain
-        eventually(lambda: len(told_of) == 2, within=10, what="both hangs are told")
-        assert {*told_of} == {(skipped, "running"), (crossed, "running")}
+        eventually(lambda: len(told_of) == 3, within=10, what="the hangs are told")
+        assert {*told_of} == {(run, "running") for run in (skipped, crossed, received)}
         (tmp_path / "end").touch()
         computed.wait(timeout=30)
         assert computed.status == "succeeded"
-        eventually(lambda: len(told_of) == 3, within=10, what="callbacks are told")
-        assert told_of[2] == (computed, "succeeded")
+        eventually(lambda: len(told_of) == 4, within=10, what="callbacks are told")
+        assert told_of[3] == (computed, "succeeded")
     finally:
         for run in runs:
             run.kill()

@@ -1,7 +1,8 @@
 """Find the first collective at which ranks differ, from what each rank says of its newest ones.
 
 Ranks that agree give a number of a group to the same operation. A rank differs that has not come to
-a number, gives it to another operation, or other sizes to one that all of them wait in.
+a number, gives it to another operation, or other sizes to one that all of them wait in. A send or
+receive has no number: it waits for its counterpart on one other rank.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from notebook_accel.launch import wire
 
@@ -19,29 +20,54 @@ if TYPE_CHECKING:
 class Difference:
     """The first number of one process group at which its ranks differ."""
 
+    group: str
     number: int
     ranks: tuple[int, ...]
     begun: Mapping[int, wire.Collective]
     behind: Mapping[int, int]
-    pending: Mapping[int, wire.Collective]
 
 
 def differences(answers: Mapping[int, wire.Collectives], num_ranks: int) -> list[Difference]:
     """Return where ranks differ first in each process group, the largest group first."""
-    members: dict[str, tuple[int, ...]] = {}
-    begun: dict[str, dict[int, dict[int, wire.Collective]]] = {}
+    # Groups of other ranks may have the same name.
+    begun: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, wire.Collective]]] = {}
     for rank, answer in answers.items():
         for one in answer.begun:
-            # Groups of other ranks may have the same name.
-            of_group = tuple(answer.groups.get(one.group, range(num_ranks)))
-            key = f"{one.group} {of_group}"
-            members[key] = of_group
-            begun.setdefault(key, {}).setdefault(rank, {})[one.number] = one
-    found = (_first(members[key], of_group, answers) for key, of_group in begun.items())
+            if one.peer is None:
+                key = one.group, tuple(answer.groups.get(one.group, range(num_ranks)))
+                begun.setdefault(key, {}).setdefault(rank, {})[one.number] = one
+    found = (_first(*key, of_group, answers) for key, of_group in begun.items())
     return sorted((one for one in found if one), key=lambda one: -len(one.ranks))
 
 
+def waits(
+    answers: Mapping[int, wire.Collectives], found: Iterable[Difference]
+) -> dict[int, wire.Collective]:
+    """Return what each rank waits in behind a difference, or for a counterpart of another rank."""
+    differing = {(one.group, rank) for one in found for rank in one.ranks}
+    waiting: dict[int, wire.Collective] = {}
+    for rank, answer in answers.items():
+        for one in answer.begun:
+            if one.is_pending and (
+                (one.group, rank) in differing
+                if one.peer is None
+                else _is_alone(rank, one, answers)
+            ):
+                waiting.setdefault(rank, one)
+    return waiting
+
+
+def _is_alone(rank: int, point: wire.Collective, answers: Mapping[int, wire.Collectives]) -> bool:
+    """Whether the other rank of a send or receive has begun no counterpart."""
+    other = answers.get(point.peer) if point.peer is not None else None
+    return not other or not any(
+        one.group == point.group and one.peer == rank and one.operation[:4] != point.operation[:4]
+        for one in other.begun
+    )
+
+
 def _first(
+    group: str,
     ranks: tuple[int, ...],
     begun: Mapping[int, Mapping[int, wire.Collective]],
     answers: Mapping[int, wire.Collectives],
@@ -55,12 +81,12 @@ def _first(
         has_sizes = {one.sizes for one in here.values() if _has_one_size(one.operation)}
         if is_other or (is_pending and (behind or len(has_sizes) > 1)):
             return Difference(
+                group=group,
                 number=number,
                 ranks=ranks,
                 begun=dict(sorted(here.items())),
                 # One that gave no answer may have come so far; its place is told otherwise.
                 behind={rank: last for rank, last in behind.items() if rank in answers},
-                pending=dict(_pending(begun, number)),
             )
     return None
 
@@ -70,12 +96,3 @@ def _has_one_size(operation: str) -> bool:
     return "to" not in operation.split("_") and (
         "scatter" not in operation or "reduce_scatter" in operation
     )
-
-
-def _pending(
-    begun: Mapping[int, Mapping[int, wire.Collective]], number: int
-) -> Iterator[tuple[int, wire.Collective]]:
-    for rank, of_rank in begun.items():
-        waits = [one for one in of_rank.values() if one.is_pending and one.number >= number]
-        if waits:
-            yield rank, waits[0]

@@ -1,8 +1,7 @@
 """Explain a hang: from the stacks of silent ranks, find which ranks wait for which others.
 
-    stack dump of each rank --read_stack--> RankStack --at_differences--> RankStack
-    its newest collectives --differences--> Difference -------^               |
-                                                                   Hang <--find_hang
+    stack dump of each rank --read_stack--> RankStack --at_waits--> RankStack --find_hang--> Hang
+    its newest collectives --differences, waits----------^
 
 Stacks show what a rank waits for on its host. Where it waits for its device, behind a collective
 that cannot end, its collectives show it (``collectives.py``).
@@ -123,27 +122,25 @@ def read_stack(
     )
 
 
-def at_differences(
-    stacks: Sequence[RankStack], found: Sequence[Difference], labels: Mapping[str, str]
+def at_waits(
+    stacks: Sequence[RankStack], waits: Mapping[int, wire.Collective], labels: Mapping[str, str]
 ) -> list[RankStack]:
-    """Return the stacks, with ranks that wait behind a difference at the collective they began."""
-    pending = {rank: one for each in reversed(found) for rank, one in each.pending.items()}
+    """Return the stacks, with ranks that wait for others at the collective that they began."""
     return [
-        _at(stack, pending[stack.rank], labels) if stack.rank in pending else stack
-        for stack in stacks
+        _at(stack, waits[stack.rank], labels) if stack.rank in waits else stack for stack in stacks
     ]
 
 
 def _at(stack: RankStack, begun: wire.Collective, labels: Mapping[str, str]) -> RankStack:
     frames = [Frame(file=file, line=line, function=name) for file, line, name in begun.frames]
     index = _own_index(frames, labels)
-    operation = _operation(frames[:index], is_idle=True) or begun.operation
+    of_stack = _operation(frames[:index], is_idle=True) if begun.peer is None else ""
     # A gradient's is begun by a thread of torch's own: the line is then where the rank stands.
     is_own = frames and not (
         frames[index].file not in labels and _LIBRARY.search(frames[index].file)
     )
     line = _line(frames[index], labels) if is_own else stack.own_line
-    return replace(stack, operation=operation, own_line=line)
+    return replace(stack, operation=of_stack or begun.operation, own_line=line)
 
 
 def text_of_difference(

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.collectives import differences
+from notebook_accel.launch.control.collectives import differences, waits
 from notebook_accel.launch.control.hang import (
-    at_differences,
+    at_waits,
     find_hang,
     read_stack,
     text_of_difference,
@@ -136,7 +136,7 @@ class HangWatch:
         where_they_differ = (
             text_of_difference(found_first[0], stacks, self._labels) if found_first else ""
         )
-        stacks = at_differences(stacks, found_first, self._labels)
+        stacks = at_waits(stacks, waits(self._begun, found_first), self._labels)
         found = self._find(stacks, state, now, where_they_differ)
         where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
         is_same, self._before = where == self._before, where

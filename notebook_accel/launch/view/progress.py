@@ -246,13 +246,15 @@ def name_of(metric: str) -> str:
 
 
 def memory_of(rank: RankState) -> str:
-    """Return the used memory of a rank's device, as "2 GB on device"; if unknown, of its process.
+    """Return a rank's memory and where it is: "2 GB on device"; if unknown, "1 GB on host".
 
-    The text is "" if both are unknown.
+    Of a rank that has ended it is the peak on its device. The text is "" if both are unknown.
     """
+    if rank.has_ended and rank.device_peak:
+        return f"{wording.memory(rank.device_peak)} on device, at its peak"
     if rank.device_memory:
         return f"{wording.memory(rank.device_memory)} on device"
-    return wording.memory(rank.memory) if rank.memory else ""
+    return f"{wording.memory(rank.memory)} on host" if rank.memory else ""
 
 
 def last_values(state: RunState) -> dict[str, str]:

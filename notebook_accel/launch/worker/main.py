@@ -265,7 +265,7 @@ class Worker:
     def _tell_collectives(self) -> None:
         if os.fstat(self._inherited.stacks).st_size == 0:  # else the signal came first
             faulthandler.dump_traceback(file=self._inherited.stacks, all_threads=True)
-        of_groups, begun = collectives.newest(since=self._groups_since)
+        of_groups, begun = collectives.newest(since=self._groups_since, notice=self.context.notice)
         self.context.report(wire.Collectives, groups=of_groups, begun=begun)
 
     def serve_calls(self) -> int:

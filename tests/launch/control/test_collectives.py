@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.collectives import Difference, differences
-from notebook_accel.launch.control.hang import RankStack, at_differences, text_of_difference
+from notebook_accel.launch.control.collectives import differences, waits
+from notebook_accel.launch.control.hang import RankStack, at_waits, text_of_difference
 from notebook_accel.launch.control.hang_watch import HangWatch
 from tests.notebook.states import after, running
 
@@ -102,12 +103,16 @@ def test_only_the_ranks_of_a_group_are_waited_for() -> None:
     assert found_now.behind == {}
 
 
+def placed(answers: dict[int, Any], num_ranks: int = 2) -> list[tuple[str, str]]:
+    waiting = waits(answers, differences(answers, num_ranks))
+    found = at_waits(stacks(num_ranks), waiting, {CELL: "Cell In[4]"})
+    return [(one.operation, one.own_line.removeprefix("Cell In[4], ")) for one in found]
+
+
 def test_a_rank_waits_at_the_collective_that_it_began() -> None:
     ahead = answer((SUM, "[3]"), (SUM, "[4]"), (SHARE, "[4]"), done=1)
-    found = differences({0: ahead, 1: answer((SUM, "[3]"), done=1)}, 2)
-    first, second = at_differences(stacks(2), found, {CELL: "Cell In[4]"})
-    assert (first.operation, first.own_line) == (SUM, "Cell In[4], line 12")
-    assert (second.operation, second.own_line) == ("", "Cell In[4], line 30")
+    answers = {0: ahead, 1: answer((SUM, "[3]"), done=1)}
+    assert placed(answers) == [(SUM, "line 12"), ("", "line 30")]
 
 
 def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told() -> None:
@@ -118,9 +123,22 @@ def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told() -> None
         is_pending=True,
         frames=((f"{TORCH}/fsdp.py", 1, "hook"),),
     )
-    found = Difference(number=1, ranks=(0, 1), begun={0: begun}, behind={1: 0}, pending={0: begun})
-    (stack,) = at_differences(stacks(1), [found], {})
-    assert (stack.operation, stack.own_line) == (SUM, "Cell In[4], line 30")
+    answers = {0: wire.Collectives(begun=(begun,)), 1: wire.Collectives()}
+    assert placed(answers)[0] == (SUM, "line 30")
+
+
+def test_a_send_or_receive_waits_until_its_counterpart_is_begun() -> None:
+    def point(kind: str, peer: int) -> Any:
+        (one,) = answer((f"{kind} rank {peer}", "[3]")).begun
+        return wire.Collectives(begun=(msgspec.structs.replace(one, peer=peer),))
+
+    receives = "recv from rank 1"
+    both = {0: point("recv from", 1), 1: point("recv from", 0)}
+    assert placed(both) == [(receives, "line 11"), ("recv from rank 0", "line 11")]
+    assert placed({0: point("recv from", 1), 1: point("send to", 0)}) == [("", "line 30")] * 2
+    assert placed({0: point("recv from", 1)})[0] == (receives, "line 11")
+    other = {0: point("recv from", 1), 1: answer((SUM, "[3]"))}
+    assert placed(other) == [(receives, "line 11"), (SUM, "line 11")]
 
 
 def test_a_watch_waits_for_the_collectives_of_ranks_that_tell_them() -> None:

@@ -190,4 +190,9 @@ def test_the_summary_is_a_table() -> None:
         ["1", "✓", "succeeded"],
     ]
     rank = RankState(rank=1, steps=84, memory=5_000_000)
-    assert rank_facts(rank, 42.0) == ("1", "● starting", "84 steps", "2.00 step/s", "5 MB")
+    assert rank_facts(rank, 42.0) == ("1", "● starting", "84 steps", "2.00 step/s", "5 MB on host")
+    on_device = {"device_memory": 2_000_000_000, "device_peak": 3_000_000_000}
+    going = RankState(rank=1, status="running", memory=5_000_000, **on_device)
+    assert rank_facts(going, 42.0)[-1] == "2.0 GB on device"
+    ended = replace(going, ended=1.0)
+    assert rank_facts(ended, 42.0)[-1] == "3.0 GB on device, at its peak"
