@@ -29,7 +29,11 @@ def join(arguments: Sequence[str]) -> int:
     parser.add_argument("--token", help=f"every user of this machine can read it: set {_TOKEN}")
     typed = parser.parse_args(arguments)
     if typed.token and typed.token in " ".join(sys.argv):
-        _run_again_without(typed.token)
+        # Into the environment, which other users cannot read.
+        os.environ[_TOKEN] = typed.token
+        left_out = ("--token", typed.token, f"--token={typed.token}")
+        words = [word for word in sys.orig_argv[1:] if word not in left_out]
+        os.execv(sys.executable, [sys.executable, *words])
     token = typed.token or os.environ.pop(_TOKEN, "")
     if not token and sys.stdin is not None and sys.stdin.isatty():
         token = getpass("Token, as the notebook shows it: ")
@@ -37,11 +41,3 @@ def join(arguments: Sequence[str]) -> int:
         raise ConfigError(f"a token is needed: {_TOKEN}, as the launch in the notebook says")
     elastic = import_module("notebook_accel.launch.engines.elastic")
     return int(elastic.join(typed.address, token))
-
-
-def _run_again_without(token: str) -> None:
-    """Put the token into the environment, which other users cannot read."""
-    words = [word for word in sys.orig_argv[1:] if word not in ("--token", token)]
-    words = [word for word in words if word != f"--token={token}"]
-    os.environ[_TOKEN] = token
-    os.execv(sys.executable, [sys.executable, *words])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import scratch
-from notebook_accel.launch.system.log_files import log_path, open_log
+from notebook_accel.launch.system.own_files import log_path, open_log
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
 

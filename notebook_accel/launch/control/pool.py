@@ -34,7 +34,7 @@ from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
 from notebook_accel.launch.control.several_agents import MessagesForOthers
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.system.interrupts import Latch, held
-from notebook_accel.launch.system.log_files import open_log
+from notebook_accel.launch.system.own_files import open_log
 from notebook_accel.launch.system.processes import describe_exit, is_readable
 from notebook_accel.launch.transport.channel import ProtocolError
 

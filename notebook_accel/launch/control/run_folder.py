@@ -39,9 +39,15 @@ import platformdirs
 from notebook_accel.errors import LaunchError, NotebookAccelError
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.log_files import FULL_DISK, log_path, open_to_read
 from notebook_accel.launch.system.open_files import TOO_MANY_FILES, too_many_files
-from notebook_accel.launch.system.own_files import make_folder, open_folder, own_file
+from notebook_accel.launch.system.own_files import (
+    FULL_DISK,
+    log_path,
+    make_folder,
+    open_folder,
+    open_to_read,
+    own_file,
+)
 from notebook_accel.launch.text.terminal_text import as_shown
 
 if TYPE_CHECKING:

@@ -92,11 +92,13 @@ def capture(seed: int | None = None) -> NotebookState:
     torch: Any = sys.modules.get("torch")
     # A module that is being imported by another thread has not all of its names yet.
     torch = torch if hasattr(torch, "get_rng_state") and hasattr(torch, "backends") else None
+    named = (logging.root, *logging.root.manager.loggerDict.values())
+    loggers = (_logger(one) for one in named if isinstance(one, logging.Logger))
     return NotebookState(
         **_generators(torch, seed),
         torch_settings=_torch_settings(torch) if torch else {},
         torch_flags=_torch_flags(torch) if torch else {},
-        loggers=_loggers(),
+        loggers=tuple(one for one in loggers if one is not None),
         disabled_level=logging.root.manager.disable,
         warning_filters=_warning_filters(),
         authkey=bytes(current_process().authkey),
@@ -147,13 +149,6 @@ def _torch_flags(torch: Any) -> dict[str, Any]:
         with contextlib.suppress(AttributeError, RuntimeError):
             found[path] = attrgetter(path)(torch)
     return found
-
-
-def _loggers() -> tuple[tuple[Any, ...], ...]:
-    named = logging.root.manager.loggerDict.values()
-    loggers = (one for one in (logging.root, *named) if isinstance(one, logging.Logger))
-    found = (_logger(logger) for logger in loggers)
-    return tuple(one for one in found if one is not None)
 
 
 def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:

@@ -1,15 +1,23 @@
-"""How the files of runs are opened, so that another user can put none in their place."""
+"""How the files of runs are opened, so that another user can put none in their place.
+
+The log file of a rank, which has all its output, is in the folder of its run, or on a machine that
+does not see this folder in one of the machine's agent (``agent/logs.py``).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+# What the system says of a disk, or a user's share of it, that has no room left.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 def own_file(path: str | os.PathLike[str], flags: int) -> int:
@@ -67,3 +75,20 @@ def open_folder(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def log_path(log_dir: str | Path, rank: int) -> Path:
+    """Return the path of the file with all output of a rank."""
+    return Path(log_dir) / f"rank-{rank}.log"
+
+
+def open_log(log_dir: str | Path, rank: int) -> int:
+    """Return a descriptor for appending to a rank's log file; make the file if it is missing."""
+    # O_APPEND: all processes below the rank write to it, and none may overwrite another's lines.
+    return own_file(log_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def open_to_read(log_dir: str | Path, rank: int) -> IO[bytes]:
+    """Open a rank's log file."""
+    # Resolved: a call of a session may have a link (RunFolder.link_logs).
+    return open(log_path(log_dir, rank).resolve(), "rb", opener=own_file)

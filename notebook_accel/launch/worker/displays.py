@@ -114,7 +114,7 @@ def display(
         # A place for what comes later.
         values, raw = ({},), True
     for value in values:
-        data = _sendable(value) if raw else mime_bundle(value)
+        data = sendable(value) if raw else mime_bundle(value)
         is_place = raw and name
         if data or is_place:
             _outbox.send(data, name, is_update=update)
@@ -273,13 +273,17 @@ def mime_bundle(value: Any) -> dict[str, str]:
     """
     if _formatter is None:
         format_by(import_module("IPython.core.formatters").DisplayFormatter())
-    return _sendable(_formatter.format(value)[0])
+    return sendable(_formatter.format(value)[0])
 
 
-def _sendable(found: Mapping[str, Any]) -> dict[str, str]:
+def sendable(found: Mapping[str, Any]) -> dict[str, str]:
     """Return data by MIME type with each entry as text: bytes in base64, other types left out."""
-    texts = {str(mime): _as_text(data) for mime, data in found.items()}
-    return {mime: text for mime, text in texts.items() if text}
+    texts: dict[str, str] = {}
+    for mime, data in found.items():
+        text = base64.b64encode(data).decode() if isinstance(data, bytes) else data
+        if isinstance(text, str) and text:
+            texts[str(mime)] = text
+    return texts
 
 
 def figure_png(figure: Any) -> bytes:
@@ -287,10 +291,3 @@ def figure_png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight")
     return buffer.getvalue()
-
-
-def _as_text(data: object) -> str:
-    """Return text unchanged and bytes in base64; "" for anything else, such as a dict."""
-    if isinstance(data, bytes):
-        return base64.b64encode(data).decode()
-    return data if isinstance(data, str) else ""

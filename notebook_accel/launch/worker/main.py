@@ -41,8 +41,8 @@ from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.notebook_state import apply_notebook_state
 from notebook_accel.launch.setup.steps import take_over
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.log_files import FULL_DISK
 from notebook_accel.launch.system.memory import free_memory
+from notebook_accel.launch.system.own_files import FULL_DISK
 from notebook_accel.launch.template.libraries import OF_TEMPLATE, file_of, is_library
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import ProtocolError

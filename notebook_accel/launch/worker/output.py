@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.log_files import FULL_DISK
+from notebook_accel.launch.system.own_files import FULL_DISK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,6 @@ assigned in the rank, rather than pushed by the notebook, since its last report 
 
 from __future__ import annotations
 
-import base64
 import functools
 import sys
 import types
@@ -131,15 +130,10 @@ class RankShell(InteractiveShell):
 
 
 def _shown(data: dict[str, Any]) -> ShownValue:
-    texts = {
-        mime: base64.b64encode(part).decode() if isinstance(part, bytes) else part
-        for mime, part in data.items()
-        if isinstance(part, (str, bytes))
-    }
-    text = texts.get("text/plain", "")
+    texts = {"text/plain": "", **displays.sendable(data)}
     size = sum(map(len, texts.values()))
     if size > _MAX_BYTES:
-        short = text[:20_000]
+        short = texts["text/plain"][:20_000]
         note = f"… (not shown: {size / 1e6:.1f} MB, the limit is {_MAX_BYTES / 1e6:.0f} MB)"
         texts = {"text/plain": f"{short}{note}"}
     return ShownValue(texts)

@@ -63,16 +63,14 @@ class _Loader:
         self.num_batches += 1
         # Not where an iterator is made: tqdm makes one that it never reads.
         self.num_passes += is_first
+        is_time = (is_first and self.num_passes == 2) or self.num_batches == _NUM_BATCHES
         if self.num_batches == 1:
             with suppress(Exception):  # of the batch's classes, or of a store that has gone
                 self.digest = _digest(batch)
                 exchange().store().set(self._key(self.watch.group.index), self.digest)
-        elif self._is_time(is_first) and torch.is_grad_enabled() and self.watch.trains():
+        elif is_time and torch.is_grad_enabled() and self.watch.trains():
             with suppress(Exception):
                 self._compare()
-
-    def _is_time(self, is_first: bool) -> bool:
-        return (is_first and self.num_passes == 2) or self.num_batches == _NUM_BATCHES
 
     def _key(self, index: int) -> str:
         return f"first batch of {self.name} in call {current().call}, share {index}"

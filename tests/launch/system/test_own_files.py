@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.system.log_files import log_path, open_log
+from notebook_accel.launch.system.own_files import log_path, open_log
 
 if TYPE_CHECKING:
     from pathlib import Path
