@@ -36,22 +36,17 @@ def runs(arguments: Sequence[str]) -> int:
     found = run_list.runs(everywhere=True)[-max(1, parser.parse_args(arguments).n) :]
     rows: list[tuple[str, ...]] = [("ID", "STATUS", "STARTED", "TOOK", "RANKS", "NAME", "NOTEBOOK")]
     rows += [_row(run) for run in found]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        )
+    print("\n".join(wording.aligned(rows)))
     return 0
 
 
 def _row(run: Run) -> tuple[str, ...]:
     state = run.state
-    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
     took = wording.span(elapsed(state, time.time()))
     return (
         run.id,
         run.status,
-        started,
+        wording.moment(state.started),
         took,
         num_ranks(state),
         one_line(state.name, 40),

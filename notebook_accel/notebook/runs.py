@@ -6,7 +6,6 @@ metric has a column with its last value.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,10 +65,7 @@ class RunTable(list[T]):
     def __repr__(self) -> str:
         if not self._runs:
             return "[]"
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = ([cell.ljust(n) for cell, n in zip(row, widths, strict=True)] for row in rows)
-        return "\n".join("  ".join(row).rstrip() for row in padded)
+        return "\n".join(wording.aligned(self._rows()))
 
     def _repr_html_(self) -> str | None:
         if not self._runs:
@@ -85,7 +81,7 @@ def _facts(label: str, state: RunState, names: Sequence[str]) -> list[str]:
     return [
         one_line(label, _MAX_LABEL),
         f"{SIGNS.get(state.status, '●')} {state.status}",
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
+        wording.moment(state.started),
         wording.span(elapsed(state, state.now())),
         state.arguments,
         *(last.get(name, "") for name in names),

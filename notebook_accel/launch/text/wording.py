@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
+import time
 from itertools import pairwise
 from numbers import Number
 from pathlib import PurePath
@@ -54,6 +55,17 @@ def number(value: float, digits: int = 4) -> str:
         return f"{int(value):,}"
     # "3e9", not "3e+09".
     return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.{digits}g}")
+
+
+def moment(seconds: float) -> str:
+    """Return seconds since 1970 as local date and time: ``2026-03-01 14:05:09``."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, in which the cells of a column begin below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def memory(num_bytes: int) -> str:

@@ -183,11 +183,11 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     shown = ranks_with_row(state.ranks)
     name = one_line(state.name, _MAX_NAME)
     lines = [f"{name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
-    lines += _aligned([COLUMNS, *(rank_facts(rank, seconds) for rank in shown)])
+    lines += wording.aligned([COLUMNS, *(rank_facts(rank, seconds) for rank in shown)])
     rest = hidden_ranks(state.ranks, shown)
     if rest:
         lines.append(rest)
-    lines += [*_aligned(step_table(state)), *step_lines(state)]
+    lines += [*wording.aligned(step_table(state)), *step_lines(state)]
     if state.hang is not None:
         lines.append(hang_line(state))
     metrics = list(last_values(state).items())
@@ -195,12 +195,6 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     if len(metrics) > MAX_NAMED_METRICS:
         lines.append(f"… and {len(metrics) - MAX_NAMED_METRICS:,} more in run.metrics")
     return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [map(str.ljust, row, widths) for row in rows]
-    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def values_line(state: RunState) -> str:
