@@ -63,6 +63,7 @@ def _test_by_engine(config: Any, notices: Sequence[str]) -> int:
 def check_training() -> bool:
     """Run all checks (collective); rank 0 prints a line for each. True if they passed on all."""
     from notebook_accel import Accelerator, DataLoaderConfiguration
+    from notebook_accel.training.collectives import gather_object
 
     # Batches are those of one process, divided.
     config = DataLoaderConfiguration(split_batches=True)
@@ -70,7 +71,7 @@ def check_training() -> bool:
     passed = []
     for name, check in _CHECKS.items():
         is_right, text = check(accelerator)
-        wrong = [rank for rank, right in enumerate(_from_all(is_right)) if not right]
+        wrong = [rank for rank, right in enumerate(gather_object([is_right])) if not right]
         passed.append(not wrong)
         said = f" (wrong on the ranks {', '.join(map(str, wrong))})" if wrong else ""
         accelerator.print(f"{'✗' if wrong else '✓'} {name}: {text}{said}", flush=True)
@@ -78,22 +79,13 @@ def check_training() -> bool:
     return all(passed)
 
 
-def _from_all(value: Any) -> list[Any]:
-    """As ``gather`` (collective), which returns one value for ranks that share their samples."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 # ---- the checks: each gives whether this rank saw what is right, and what it saw -----------
 
 
 def _ranks(accelerator: Accelerator) -> tuple[bool, str]:
-    here = _from_all(accelerator.process_index)
+    from notebook_accel.training.collectives import gather_object
+
+    here = gather_object([accelerator.process_index])  # also from ranks that share their samples
     number = accelerator.num_processes
     text = f"{len(here)} of {number} met, on {accelerator.device.type}"
     return here == [*range(number)], f"{text}, {accelerator.distributed_type.value}"

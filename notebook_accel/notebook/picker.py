@@ -581,11 +581,9 @@ class ConfigPicker:
         )
         self._show_state()
         # Another launch would take the place of this one's panel.
-        start_thread(partial(self._await_end, self.run), name="notebook-accel-picker")
+        self.run.add_done_callback(self._on_end)
 
-    def _await_end(self, run: Run) -> None:
-        while not call_of(run).ended.wait(1.0):
-            pass
+    def _on_end(self, _run: Run) -> None:
         with self._lock:
             self._show_state()
 

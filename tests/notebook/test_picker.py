@@ -19,7 +19,7 @@ from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path, settings_of
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.launch.machine import Device, Machine
-from notebook_accel.launch.run import call_of
+from notebook_accel.launch.run import Run, call_of
 from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
@@ -306,7 +306,15 @@ class Notebook:
     def launch(self, function: Any, args: Any, kwargs: Any, **given: Any) -> Any:
         self.launched.append((function, args, kwargs))
         self.given = given
-        return SimpleNamespace(id="calm-otter", _call=SimpleNamespace(ended=Latch()))
+        state = SimpleNamespace(name="train", detached=False, hang=None)
+        call: Any = SimpleNamespace(
+            folder=SimpleNamespace(id="calm-otter"),
+            config=None,
+            state=state,
+            ended=Latch(),
+            check_waiting=lambda: None,
+        )
+        return Run(call)
 
 
 def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.MonkeyPatch) -> None:
