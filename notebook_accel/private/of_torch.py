@@ -337,11 +337,7 @@ def unscale_by(
     ) -> Any:
         def as_torch(optimizer: Any, allow_fp16: bool = allow_fp16, device: Any = None) -> Any:
             # To the host torch copies both without waiting, and reads them at once.
-            values = (
-                (inv_scale, found_inf)
-                if device is None
-                else (inv_scale.to(device), found_inf.to(device))
-            )
+            values = (value.to(device=device) for value in (inv_scale, found_inf))
             return plain(self, optimizer, *values, allow_fp16)
 
         return unscale(as_torch, optimizer, found_inf)
