@@ -87,8 +87,7 @@ def launch_parser() -> ArgumentParser:
     parser.allow_abbrev = False
     parser.set_defaults(nproc_per_node=None, nnodes=None, node_rank=None, rdzv_backend=None)
     # Some versions of torch have a number as the port's default, which would hide all others.
-    parser.set_defaults(torchruns_port=parser.get_default("master_port"), master_port=None)
-    parser.set_defaults(master_addr=None, max_restarts=None)
+    parser.set_defaults(master_port=None, master_addr=None, max_restarts=None)
     add_settings(parser)
     return parser
 
@@ -169,8 +168,6 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
         typed.nnodes, typed.node_rank = step.num_nodes, step.node_rank
         typed.master_addr = typed.master_addr or step.master_addr
         typed.master_port = typed.master_port or step.port
-    if typed.master_port is None:
-        typed.master_port = typed.torchruns_port
     typed.nnodes = str(typed.nnodes or 1)
     typed.node_rank = int(typed.node_rank or 0)
     typed.max_restarts = int(typed.max_restarts or 0)
@@ -178,12 +175,16 @@ def _place_machines(typed: Namespace, machines: dict[str, Any], config: LaunchCo
     if typed.nnodes == "1":
         # Otherwise ranks meet at the machine's own name, which may not be known to it.
         typed.local_addr = typed.local_addr or "127.0.0.1"
+        if typed.rdzv_backend == "static" and not (typed.master_port or typed.rdzv_endpoint):
+            # A free port. Older versions of torch would take 29500: for one launch alone.
+            typed.rdzv_backend, typed.rdzv_endpoint = "c10d", "localhost:0"
     elif typed.rdzv_backend == "static" and not (typed.master_addr or typed.rdzv_endpoint):
         raise ConfigError(
             f"{typed.nnodes} machines, and no address at which they meet: give --main_process_ip, "
             "the address of the one with --machine_rank 0, on each of them"
         )
     typed.master_addr = typed.master_addr or "127.0.0.1"
+    typed.master_port = typed.master_port or 29500  # as torchrun
 
 
 def _prepare_environment(typed: Namespace, config: LaunchConfig) -> list[str]:
