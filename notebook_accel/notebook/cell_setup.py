@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import sys
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,10 @@ from notebook_accel.launch.setup.steps import (
     value_at,
 )
 from notebook_accel.launch.text.terminal_text import one_line
+from notebook_accel.notebook.imports import parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -71,12 +73,14 @@ class _Found:
 
 
 def read_setup(shell: InteractiveShell | None) -> SetUp:
-    """Return what the cells that ``shell`` has run did to libraries; empty if it is None."""
-    if shell is None:
-        return SetUp()
+    """Return what this process, and the cells that ``shell`` has run, did to libraries."""
     steps: dict[str, Step] = {}
     lost: list[str] = []
-    for key, label, module, do, *arguments in (*_states(), *_repeated(shell, lost)):
+    states = [
+        (f"state {name} {number}", f"settings of {name}", name, libraries.set_state, number, state)
+        for name, number, state in libraries.states()
+    ]
+    for key, label, module, do, *arguments in (*states, *_repeated(shell, lost)):
         try:
             steps[key] = pack_step(key, label, module, do, *arguments)
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
@@ -85,35 +89,20 @@ def read_setup(shell: InteractiveShell | None) -> SetUp:
         pack_step(key, source.label, "", run_cell, code, source)
         for key, (code, source) in EVERYWHERE.items()
     ]
-    notices = [] if not (lost := [text for text in lost if text not in _told]) else [_lost(lost)]
-    _told.update(lost)
-    return SetUp(steps=(*steps.values(), *everywhere), notices=tuple(notices))
-
-
-def _lost(texts: Sequence[str]) -> str:
-    named = ", ".join(texts)
-    return (
-        f"only in the notebook, not in the ranks: {named}. Put it into the function, or into a "
-        "cell that begins with %%everywhere"
+    new = [text for text in lost if text not in _told]
+    _told.update(new)
+    notice = (
+        f"only in the notebook, not in the ranks: {', '.join(new)}. Put it into the function, or "
+        "into a cell that begins with %%everywhere"
     )
-
-
-# ---- states --------------------------------------------------------------------------------
-
-
-def _states() -> Iterator[tuple[Any, ...]]:
-    for name, state in libraries.states():
-        yield f"state {name}", f"settings of {name}", name, libraries.set_state, state
-    for number, (name, arguments) in enumerate(libraries.warning_filters()):
-        key, label = f"warnings {number}", "warnings.filterwarnings"
-        yield key, label, name, libraries.set_warning_filter, arguments
+    return SetUp(steps=(*steps.values(), *everywhere), notices=(notice,) if new else ())
 
 
 # ---- statements of cells -------------------------------------------------------------------
 
 
-def _repeated(shell: InteractiveShell, lost: list[str]) -> Iterator[tuple[Any, ...]]:
-    namespace = shell.user_ns
+def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple[Any, ...]]:
+    namespace = shell.user_ns if shell else {}
     for text in namespace.get("In", ()):
         for found in _statements(text):
             if not found.root:
@@ -155,29 +144,22 @@ def _root(value: Any) -> tuple[str, Path] | None:
     return name, tuple(path.split(".")) if path else ()
 
 
-def _arguments(node: ast.Call, namespace: dict[str, Any]) -> tuple[list[Any], Any] | None:
+def _arguments(node: ast.Call, namespace: dict[str, Any]) -> tuple[Any, Any] | None:
     """Return None where evaluating them again could have an effect."""
     parts = [*node.args, *(keyword.value for keyword in node.keywords)]
-    if any(keyword.arg is None for keyword in node.keywords):
-        return None
     if not all(isinstance(inner, _PLAIN) for part in parts for inner in ast.walk(part)):
         return None
-    try:
-        expressions = [compile(ast.Expression(part), "<cell>", "eval") for part in parts]
-        values = [eval(code, namespace) for code in expressions]
-    except Exception:  # a name that was deleted, say
-        return None
-    names = [keyword.arg for keyword in node.keywords]
-    return values[: len(node.args)], dict(zip(names, values[len(node.args) :], strict=True))
+    packing = ast.Call(ast.Name("_pack", ast.Load()), node.args, node.keywords)
+    code = ast.fix_missing_locations(ast.Expression(packing))
+    pack = {"_pack": lambda *args, **kwargs: (args, kwargs)}
+    with suppress(Exception):  # a name that was deleted, say
+        return eval(compile(code, "<cell>", "eval"), namespace, pack)  # type: ignore[no-any-return]
+    return None
 
 
 @lru_cache(maxsize=4096)
 def _statements(text: str) -> tuple[_Found, ...]:
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return ()
-    return tuple(_in_block(tree.body))
+    return tuple(_in_block(parsed(text).body))
 
 
 def _in_block(block: Iterable[ast.stmt]) -> Iterator[_Found]:
@@ -266,6 +248,6 @@ def _for_ranks(code: str) -> str:
     lines = code.splitlines()
     for node in ast.parse(code).body:
         if "get_ipython()" in ast.unparse(node):
-            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
-                lines[number] = ""
+            first, end = node.lineno - 1, node.end_lineno or node.lineno
+            lines[first:end] = [""] * (end - first)
     return "\n".join(lines)

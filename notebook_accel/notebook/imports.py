@@ -15,6 +15,7 @@ import ast
 import functools
 import logging
 import sys
+from itertools import takewhile
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from notebook_accel.launch.template.libraries import (
     file_of,
     is_library,
     is_library_file,
+    modules_of,
 )
 from notebook_accel.launch.wire import ImportItem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,6 @@ _CHANGES_IMPORTS = {
     *("system", "getoutput", "run", "call", "check_call", "check_output", "Popen"),
     *("run_cell_magic", "import_module", "reload", "load_dotenv", "exec"),
 }
-_MAGICS = ("run_line_magic", "run_cell_magic")
 # Line magics after which they do not.
 _HARMLESS_MAGICS = ("matplotlib", "load_ext", "reload_ext", "autoreload", "config", "precision")
 
@@ -80,26 +81,19 @@ class _Follower:
     def look_at_cells(self) -> None:
         # Source with magics as calls; the first entry is no cell.
         cells = self._shell.user_ns["In"]
-        found = {i.root for code in cells[self._num_cells :] for i in _imports(code, is_deep=True)}
+        found = {root for code in cells[self._num_cells :] for root in _roots(code)}
         # The last one may still run.
         self._num_cells = max(0, len(cells) - 1)
         new = sys.modules.keys() - self._seen
         self._seen |= new
-        own = {root for root in {name.partition(".")[0] for name in new} if _is_own(root)}
+        own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
         found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
-        added = (found - self._roots - OF_TEMPLATE) & sys.modules.keys()
-        added = {root for root in added if is_library(root)}
+        added = {*filter(is_library, (found - self._roots - OF_TEMPLATE) & sys.modules.keys())}
         self._roots |= added
-        if not (added or new):
-            return
         # Of a library that a cell imports for the first time, older modules too: what is the
         # notebook's now may have been imported by another library before.
-        names = [
-            name
-            for name in sys.modules
-            if (root := name.partition(".")[0]) in self._roots and (root in added or name in new)
-        ]
-        follow(ImportItem(name) for name in names if file_of(sys.modules.get(name)))
+        names = [n for n in sys.modules if n in new or n.partition(".")[0] in added]
+        follow(map(ImportItem, modules_of(self._roots, names)))
 
 
 def _is_own(root: str) -> bool:
@@ -116,38 +110,32 @@ def _used_by(name: str) -> set[str]:
 
 def imports_at_start(code: str) -> list[ImportItem]:
     """Return what a cell imports at its top level, as long as nothing before changes imports."""
-    return [*_imports(code)]
+    return [*_imports(takewhile(lambda one: not _may_change_imports(one), parsed(code).body))]
 
 
-def _imports(code: str, *, is_deep: bool = False) -> Iterator[ImportItem]:
+def parsed(code: str) -> ast.Module:
+    """Return the syntax tree of a cell; an empty one for a cell that is no Python."""
     try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError):
-        return
-    statement: Any
-    for statement in _below(tree) if is_deep else tree.body:
-        if isinstance(statement, ast.Import):
-            yield from (ImportItem(alias.name) for alias in statement.names)
-        elif isinstance(statement, ast.ImportFrom):
-            if statement.module and not statement.level:
-                names = (alias.name for alias in statement.names if alias.name != "*")
-                yield ImportItem(statement.module, tuple(names))
-        elif is_deep and isinstance(statement, ast.Expr):
-            call: Any = statement.value
-            if getattr(getattr(call, "func", None), "attr", "") in _MAGICS:
-                # Below %%time, say, which has the code as its last argument.
-                for argument in call.args[-1:]:
-                    text = getattr(argument, "value", "")
-                    yield from _imports(text if isinstance(text, str) else "", is_deep=True)
-        elif not is_deep and _may_change_imports(statement):
-            return
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
 
 
-def _below(node: Any) -> Iterator[ast.stmt]:
-    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for statement in getattr(node, name, ()):
-            yield statement
-            yield from _below(statement)
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[ImportItem]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (ImportItem(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = (alias.name for alias in node.names if alias.name != "*")
+            yield ImportItem(node.module, tuple(names))
+
+
+def _roots(code: str) -> Iterator[str]:
+    """Yield what a cell may have imported, anywhere in it; also below %%time, which has a text."""
+    for node in ast.walk(parsed(code)):
+        yield from (item.root for item in _imports([node]))
+        if isinstance(node, ast.Constant) and "import " in str(node.value):
+            yield from _roots(str(node.value))
 
 
 def _may_change_imports(statement: ast.AST) -> bool:

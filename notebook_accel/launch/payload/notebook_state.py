@@ -3,9 +3,8 @@
     notebook: capture() -> NotebookState --pickle--> rank: apply_notebook_state()
 
 Ranks are not forked from the notebook, so they inherit none of its settings. They are sent the
-states of the random number generators, torch's settings, levels and plain handlers of logging, and
-filters of warnings. Each rank gets the same state, so that an unseeded ``random_split`` gives the
-same split on all ranks.
+states of the random number generators, torch's settings, and levels and plain handlers of logging.
+Each rank gets the same state, so that an unseeded ``random_split`` gives the same split on all.
 
 Not carried are torch's default device (each rank has its own), and logging handlers and formatters
 of custom classes, or with filters. What cells did to other libraries is in launch/setup.
@@ -18,7 +17,6 @@ import fcntl
 import logging
 import os
 import random
-import re
 import secrets
 import sys
 import warnings
@@ -72,7 +70,6 @@ class NotebookState:
     torch_flags: dict[str, Any] = field(default_factory=dict)
     loggers: tuple[tuple[Any, ...], ...] = ()
     disabled_level: int = 0
-    warning_filters: tuple[tuple[Any, ...], ...] = ()
     authkey: bytes = field(default=b"", repr=False)
 
 
@@ -100,7 +97,6 @@ def capture(seed: int | None = None) -> NotebookState:
         torch_flags=_torch_flags(torch) if torch else {},
         loggers=tuple(one for one in loggers if one is not None),
         disabled_level=logging.root.manager.disable,
-        warning_filters=_warning_filters(),
         authkey=bytes(current_process().authkey),
     )
 
@@ -204,30 +200,11 @@ def _stream_name(stream: Any) -> str:
     return _STREAMS.get(str(getattr(stream, "name", "")), "")
 
 
-def _warning_filters() -> tuple[tuple[Any, ...], ...]:
-    entries: Any = warnings.filters
-    # A category of another module would be imported by each rank.
-    return tuple(
-        (action, _pattern(message), category, _pattern(module), line)
-        for action, message, category, module, line in entries
-        if getattr(category, "__module__", "") == "builtins"
-    )
-
-
-def _pattern(pattern: Any) -> str:
-    """Return a warning filter's pattern as text of a regular expression; "" matches anything."""
-    if isinstance(pattern, re.Pattern):
-        return str(pattern.pattern)
-    return "" if pattern is None else rf"{re.escape(pattern)}\Z"
-
-
 # ---- in a rank -----------------------------------------------------------------------------
 
 
 def apply_notebook_state(state: NotebookState) -> None:
     """Give this process, a rank, the generator states and settings of the notebook."""
-    for entry in reversed(state.warning_filters):  # each one is put before all others
-        warnings.filterwarnings(*entry)
     if logging.root.manager.disable != state.disabled_level:
         logging.disable(state.disabled_level)
     current_process().authkey = state.authkey

@@ -10,7 +10,10 @@ import os
 import sys
 import sysconfig
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
 
 _FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _OF_PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
@@ -35,6 +38,11 @@ def is_library_file(path: str) -> bool:
     return any(folder in path for folder in _FOLDERS) or path.startswith(_OF_PYTHON)
 
 
+def modules_of(roots: Collection[str], names: Iterable[str]) -> list[str]:
+    """Return which of the named modules belong to these packages, and have a file."""
+    return [n for n in names if n.partition(".")[0] in roots and file_of(sys.modules.get(n))]
+
+
 def is_library(root: str) -> bool:
     """Whether a top-level package was installed from outside, not in editable mode.
 
@@ -43,11 +51,10 @@ def is_library(root: str) -> bool:
     if root in _OF_KERNEL or root.startswith("_") or root in sys.stdlib_module_names:
         return False
     try:
-        spec = find_spec(root)
+        spec: Any = find_spec(root)
     except (ImportError, ValueError, AttributeError):  # a module made by hand, which has no spec
         return False
-    if spec is None:
-        return False
     # A namespace package has folders alone.
-    places = [file_of(spec)] if file_of(spec) else [*(spec.submodule_search_locations or ())]
+    folders = getattr(spec, "submodule_search_locations", None) or ()
+    places = [file_of(spec)] if file_of(spec) else [*folders]
     return bool(places) and all(any(f in p + os.sep for f in _FOLDERS) for p in places)

@@ -43,7 +43,7 @@ from notebook_accel.launch.setup.steps import take_over
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.memory import free_memory
 from notebook_accel.launch.system.own_files import FULL_DISK
-from notebook_accel.launch.template.libraries import OF_TEMPLATE, file_of, is_library
+from notebook_accel.launch.template.libraries import OF_TEMPLATE, is_library, modules_of
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.scoreboard import Scoreboard
@@ -320,15 +320,9 @@ class Worker:
         # take each rank megabytes of what it shares with the template.
         new = [*takewhile(lambda name: name != self._newest_module, reversed(sys.modules))][::-1]
         self._newest_module = next(reversed(sys.modules))
-        roots = {name.partition(".")[0] for name in new}
-        libraries = {root for root in roots if is_library(root)}
-        names = [
-            name
-            for name in new
-            if name.partition(".")[0] in libraries and file_of(sys.modules.get(name))
-        ]
+        libraries = {*filter(is_library, {name.partition(".")[0] for name in new})}
         if libraries - OF_TEMPLATE:
-            self.context.report(wire.Imported, names=tuple(names))
+            self.context.report(wire.Imported, names=tuple(modules_of(libraries, new)))
 
     def run_call(self, message: wire.BeginCall, fds: list[int]) -> Outcome:
         """Call the function of ``message``; return the result or the error, ready to be sent.

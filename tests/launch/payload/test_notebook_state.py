@@ -21,10 +21,12 @@ import json, os, sys
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.notebook.cell_setup import read_setup
 
 def ask(function):
     config = LaunchConfig(num_processes=2, devices="cpu")
-    runs = [launch(LaunchRequest(function=function, config=config)) for _ in range(2)]
+    setup = read_setup(None).steps
+    runs = [launch(LaunchRequest(function=function, config=config, setup=setup)) for _ in range(2)]
     logs = [run.logs(rank) for run in runs for rank in range(2)]
     return dict(ranks=[*runs[0], *runs[1]], here=function(), logs=logs)
 
