@@ -20,15 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload import CellSource
-from notebook_accel.launch.setup import libraries
-from notebook_accel.launch.setup.steps import (
-    assign,
-    call,
-    import_for_effect,
-    pack_step,
-    run_cell,
-    value_at,
-)
+from notebook_accel.launch.setup import libraries, steps
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.notebook.imports import parsed
 
@@ -74,7 +66,7 @@ class _Found:
 
 def read_setup(shell: InteractiveShell | None) -> SetUp:
     """Return what this process, and the cells that ``shell`` has run, did to libraries."""
-    steps: dict[str, Step] = {}
+    packed: dict[str, Step] = {}
     lost: list[str] = []
     states = [
         (f"state {name} {number}", f"settings of {name}", name, libraries.set_state, number, state)
@@ -82,11 +74,11 @@ def read_setup(shell: InteractiveShell | None) -> SetUp:
     ]
     for key, label, module, do, *arguments in (*states, *_repeated(shell, lost)):
         try:
-            steps[key] = pack_step(key, label, module, do, *arguments)
+            packed[key] = steps.pack_step(key, label, module, do, *arguments)
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
             lost.append(f"`{label}` ({one_line(str(error) or type(error).__name__, 80)})")
     everywhere = [
-        pack_step(key, source.label, "", run_cell, code, source)
+        steps.pack_step(key, source.label, "", steps.run_cell, code, source)
         for key, (code, source) in EVERYWHERE.items()
     ]
     new = [text for text in lost if text not in _told]
@@ -95,7 +87,7 @@ def read_setup(shell: InteractiveShell | None) -> SetUp:
         f"only in the notebook, not in the ranks: {', '.join(new)}. Put it into the function, or "
         "into a cell that begins with %%everywhere"
     )
-    return SetUp(steps=(*steps.values(), *everywhere), notices=(notice,) if new else ())
+    return SetUp(steps=(*packed.values(), *everywhere), notices=(notice,) if new else ())
 
 
 # ---- statements of cells -------------------------------------------------------------------
@@ -107,26 +99,26 @@ def _repeated(shell: InteractiveShell | None, lost: list[str]) -> Iterator[tuple
         for found in _statements(text):
             if not found.root:
                 name = str(found.path[0])
-                yield found.label, found.label, "", import_for_effect, name
+                yield found.label, found.label, "", steps.import_for_effect, name
                 continue
             root = _root(namespace.get(found.root))
             if root is None:
                 continue
             name, path = root[0], (*root[1], *found.path)
             try:
-                value = value_at(sys.modules[name], path)
+                value = steps.value_at(sys.modules[name], path)
             except (AttributeError, LookupError, TypeError):
                 continue  # it was taken back, or the cell ended before it
             dotted = ".".join([name, *(str(part) for part in path)])
             if found.called is None:
                 if not dotted.startswith(_NOT_SET):
-                    yield dotted, found.label, name, assign, path, value
+                    yield dotted, found.label, name, steps.assign, path, value
                 continue
             qualified = getattr(value, "__qualname__", "") or type(value).__qualname__
             names = (dotted, f"{getattr(value, '__module__', '')}.{qualified}")
             arguments = _arguments(found.called, namespace)
             if arguments is not None and libraries.is_repeated(*names):
-                yield f"{dotted} {found.label}", found.label, name, call, path, *arguments
+                yield f"{dotted} {found.label}", found.label, name, steps.call, path, *arguments
             elif libraries.is_repeated(*names) or libraries.is_unknown_setter(*names):
                 lost.append(f"`{found.label}`")
 

@@ -19,14 +19,8 @@ from itertools import takewhile
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.template import libraries
 from notebook_accel.launch.template.handle import follow
-from notebook_accel.launch.template.libraries import (
-    OF_TEMPLATE,
-    file_of,
-    is_library,
-    is_library_file,
-    modules_of,
-)
 from notebook_accel.launch.wire import ImportItem
 
 if TYPE_CHECKING:
@@ -52,7 +46,7 @@ def follow_imports(shell: Any) -> None:
     shell.events.register("post_run_cell", follower.after_cell)
     # The cells until now; the one that runs is looked at once more at its end.
     follower.look_at_cells()
-    follow(i for i in imports_at_start(shell.user_ns["In"][-1]) if is_library(i.root))
+    follow(i for i in imports_at_start(shell.user_ns["In"][-1]) if libraries.is_library(i.root))
 
 
 class _Follower:
@@ -68,7 +62,7 @@ class _Follower:
         code = getattr(info, "transformed_cell", None)
         try:
             code = self._shell.transform_cell(info.raw_cell) if code is None else code
-            follow(item for item in imports_at_start(code) if is_library(item.root))
+            follow(item for item in imports_at_start(code) if libraries.is_library(item.root))
         except Exception:  # whatever a cell has: it runs as if nobody had looked
             _log.debug("the imports of a cell were not found", exc_info=True)
 
@@ -88,18 +82,23 @@ class _Follower:
         self._seen |= new
         own = {*filter(_is_own, {name.partition(".")[0] for name in new})}
         found |= {r for name in new if name.partition(".")[0] in own for r in _used_by(name)}
-        added = {*filter(is_library, (found - self._roots - OF_TEMPLATE) & sys.modules.keys())}
+        added = {
+            *filter(
+                libraries.is_library,
+                (found - self._roots - libraries.OF_TEMPLATE) & sys.modules.keys(),
+            )
+        }
         self._roots |= added
         # Of a library that a cell imports for the first time, older modules too: what is the
         # notebook's now may have been imported by another library before.
         names = [n for n in sys.modules if n in new or n.partition(".")[0] in added]
-        follow(map(ImportItem, modules_of(self._roots, names)))
+        follow(map(ImportItem, libraries.modules_of(self._roots, names)))
 
 
 def _is_own(root: str) -> bool:
     """Whether a module is the notebook's own, or installed in editable mode."""
-    path = file_of(sys.modules.get(root))
-    return bool(path) and not is_library_file(path) and root != "notebook_accel"
+    path = libraries.file_of(sys.modules.get(root))
+    return bool(path) and not libraries.is_library_file(path) and root != "notebook_accel"
 
 
 def _used_by(name: str) -> set[str]:

@@ -352,8 +352,7 @@ class _Guest:
 
 
 def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:
-    is_prepared = bool(message.imports)
-    if is_prepared:
+    if message.imports:
         wanted = wire.Import(
             items=message.imports,
             environment=message.environment,
@@ -366,11 +365,5 @@ def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:
             await_imports(source, seconds=_IMPORTS_SECONDS)
 
         ask_template(message.environment, prepare)
-    return fork_agent(
-        message.environment,
-        (),
-        tcp_pair,
-        run=message.run,
-        sees_files=False,
-        is_prepared=is_prepared,
-    )
+    options = {"sees_files": False, "is_prepared": bool(message.imports)}
+    return fork_agent(message.environment, (), tcp_pair, run=message.run, **options)

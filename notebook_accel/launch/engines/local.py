@@ -246,16 +246,8 @@ class LocalEngine(AgentEngine):
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
-        return [
-            fork_agent(
-                request.environment,
-                ranks,
-                socket.socketpair,
-                run=run,
-                sees_files=True,
-                is_prepared=may_have_libraries(request),
-            )
-        ]
+        options = {"sees_files": True, "is_prepared": may_have_libraries(request)}
+        return [fork_agent(request.environment, ranks, socket.socketpair, run=run, **options)]
 
 
 def await_imports(

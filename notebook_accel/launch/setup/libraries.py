@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -79,7 +80,7 @@ def _filters(module: Any) -> list[Any]:
     for action, message, category, where, line in reversed(module.filters):
         if getattr(category, "__module__", "__main__") != "__main__":
             named = category.__module__, category.__qualname__
-            found.append((named, action, _pattern(message), _pattern(where), line))
+            found.append((*named, action, _pattern(message), _pattern(where), line))
     return found
 
 
@@ -91,14 +92,13 @@ def _pattern(pattern: Any) -> str:
 
 
 def _set_filters(module: Any, state: list[Any]) -> None:
-    for (name, category), action, message, where, line in state:
+    def add(rest: tuple[Any, ...], owner: Any) -> None:
+        category, action, message, where, line = rest
+        module.filterwarnings(action, message, attrgetter(category)(owner), where, line)
 
-        def add(owner: Any, rest: Any = (category, action, message, where, line)) -> None:
-            category, action, message, where, line = rest
-            module.filterwarnings(action, message, attrgetter(category)(owner), where, line)
-
+    for name, *rest in state:
         # Not before a rank imports what has the category.
-        change_module(name, add)
+        change_module(name, partial(add, tuple(rest)))
 
 
 _CONFIG = _by("get_config set_config")

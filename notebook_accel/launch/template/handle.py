@@ -67,18 +67,11 @@ _READ_AT_IMPORT = (
 _NEEDS_NO_OTHER = (
     # Set by imports and calls of torch._inductor, scikit-learn, Lightning and Accelerate: what the
     # notebook imports asks for no other template.
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "TRITON_LIBDEVICE_PATH",
-    "TRITON_PTXAS_PATH",
-    "KMP_DUPLICATE_LIB_OK",
-    "KMP_INIT_AT_FORK",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_LIBDEVICE_PATH", "TRITON_PTXAS_PATH"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK"),
     "PYTORCH_ENABLE_MPS_FALLBACK",
-    # A template loads no backends; ranks do, and read it then.
-    AUTOLOAD,
-    # Read at each use.
-    "TORCH_HOME",
+    # A template loads no backends: ranks do, and read it then. The other is read at each use.
+    *(AUTOLOAD, "TORCH_HOME"),
 )
 # It imports torch, from a cold disk.
 _START_SECONDS = 120.0

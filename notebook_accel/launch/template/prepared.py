@@ -79,7 +79,6 @@ class _Prepared:
     Attributes:
         num_sent: how many of the wanted items it was told to import, and ``num_done``, how many of
             them it has behind it.
-        deadline: time in monotonic seconds by which it must have said more.
     """
 
     pid: int
@@ -87,7 +86,6 @@ class _Prepared:
     channel: Channel
     num_sent: int = 0
     num_done: int = 0
-    deadline: float = float("inf")
     files: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -159,16 +157,6 @@ class Preparer:
         self._drop(now)
         return 0
 
-    def seconds_left(self) -> float | None:
-        """Return how long the event loop may wait, at most, until it calls :meth:`check`."""
-        now = self._now
-        return max(0.0, now.deadline - time.monotonic()) if now and now.is_busy else None
-
-    def check(self) -> None:
-        """End a process whose import takes too long."""
-        if self.seconds_left() == 0 and self._now is not None:
-            self._leave_out(self._now, f"its import took longer than {_IMPORT_SECONDS:.0f} s")
-
     def end(self) -> None:
         self._wanted.clear()
         if self._now is not None:
@@ -190,7 +178,7 @@ class Preparer:
         message = self._wanted[start][1]
         same = takewhile(lambda pair: pair[1] is message, self._wanted[start:])
         items = tuple(item for item, _ in same)
-        now.num_sent, now.deadline = start + len(items), time.monotonic() + _IMPORT_SECONDS
+        now.num_sent = start + len(items)
         with suppress(OSError):  # it is dead: noticed by its descriptor
             now.channel.send(msgspec.structs.replace(message, items=items, first=start))
 
@@ -222,7 +210,6 @@ class Preparer:
                 self._hear(made, message)
 
     def _hear(self, made: _Prepared, message: wire.Importing) -> None:
-        made.deadline = time.monotonic() + _IMPORT_SECONDS
         made.num_done = message.number
         made.files.update(message.files)
         if message.problem:
@@ -233,7 +220,8 @@ class Preparer:
 
     def _lose(self, made: _Prepared) -> None:
         if made.is_busy:
-            self._leave_out(made, "its import ended the process")
+            limit = f"{_IMPORT_SECONDS:.0f} s"
+            self._leave_out(made, f"its import ended the process, or took longer than {limit}")
         else:
             self._drop(made)
 
@@ -323,15 +311,11 @@ class _Server:
                 self._fork_agent(message, fds[0])
 
     def _fork_agent(self, message: wire.ForkAgent, fd: int) -> None:
-        try:
-            pid, middle = fork_orphan(partial(self._be_agent, message, fd))
-        except OSError as error:
-            self._channel.send(wire.Forked(error=str(error)))
-        else:
-            self._channel.send(wire.Forked(pid=pid))
-            os.waitpid(middle, 0)
-        finally:
-            os.close(fd)
+        # Without room for a process, this one ends, and the clean template says so.
+        pid, middle = fork_orphan(partial(self._be_agent, message, fd))
+        os.close(fd)
+        self._channel.send(wire.Forked(pid=pid))
+        os.waitpid(middle, 0)
 
     def _be_agent(self, message: wire.ForkAgent, fd: int) -> None:
         os.dup2(self._stderr, 2)
@@ -351,7 +335,10 @@ class _Server:
         for number, item in enumerate(message.items, message.first):
             if not _is_here(item):
                 self._channel.send(wire.Importing(number=number))
+                # It ends the process, whatever hangs.
+                signal.setitimer(signal.ITIMER_REAL, _IMPORT_SECONDS)
                 error = _import_item(item)
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 problem = self._what_it_left()
                 if problem or error:
                     said = wire.Importing(number=number, problem=problem, error=error)

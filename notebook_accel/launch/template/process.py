@@ -37,23 +37,11 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 # torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
 # standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
 _PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.multiprocessing",
-    "multiprocessing.synchronize",
-    "torch.nn.parallel",
-    "torch.utils.data",
-    "numpy",
-    "encodings.idna",
-    "cloudpickle",
-    "psutil",
-    "tqdm.auto",
-    "notebook_accel.launch.agent.agent",
-    "notebook_accel.launch.setup.libraries",
-    "notebook_accel.launch.worker.bars",
-    "notebook_accel.training.accelerator",
-    "notebook_accel.training.strategies.ddp",
+    *("torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing"),
+    *("multiprocessing.synchronize", "torch.nn.parallel", "torch.utils.data", "numpy"),
+    *("encodings.idna", "cloudpickle", "psutil", "tqdm.auto", "notebook_accel.launch.agent.agent"),
+    *("notebook_accel.launch.setup.libraries", "notebook_accel.launch.worker.bars"),
+    *("notebook_accel.training.accelerator", "notebook_accel.training.strategies.ddp"),
 )
 # A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
@@ -108,11 +96,10 @@ class Server:
 
     def run(self) -> None:
         while self._agents or self._preparer.pids or not self._is_retired:
-            for key, _ in self._selector.select(self._preparer.seconds_left()):
+            for key, _ in self._selector.select():
                 # Another one of them may have taken it out meanwhile.
                 if self._selector.get_map().get(key.fd) == key:
                     key.data()
-            self._preparer.check()
 
     def _end_everything(self) -> None:
         end_everything(self._runs)

@@ -226,7 +226,7 @@ def test_an_import_that_hangs_is_left_out(
     libraries.want("hangs", "after_hang")
     found = libraries.imported()
     libraries.source.kill()
-    assert found.left_out == {"hangs": "its import took longer than 2 s"}
+    assert "took longer than 2 s" in found.left_out["hangs"]
     assert found.libraries == ("after_hang",)
 
 
