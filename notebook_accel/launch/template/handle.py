@@ -269,7 +269,13 @@ class Template:
         try:
             while found is None:
                 # The wait may be interrupted. Reading may not, so that no message is torn.
-                self._wait(deadline)
+                wants_to_write = self._channel.num_pending > 0
+                if not is_readable(self._channel, _LOOK_SECONDS, or_writable=wants_to_write):
+                    # Its end of the connection may live on in a process that it forked.
+                    if not self.alive:
+                        raise EOFError("the process has ended")
+                    if time.monotonic() >= deadline:
+                        raise self._lost("did not answer in time")
                 with held():
                     self._channel.flush(block=False)
                     for message, _ in self._channel.drain():
@@ -285,16 +291,6 @@ class Template:
             raise self._lost(unclear if code is None else processes.describe_exit(code)) from error
         return found
 
-    def _wait(self, deadline: float) -> None:
-        """Wait until there is something to read, or a queued request can be written."""
-        wants_to_write = self._channel.num_pending > 0
-        while not is_readable(self._channel, _LOOK_SECONDS, or_writable=wants_to_write):
-            # Its end of the connection may live on in a process that it forked.
-            if not self.alive:
-                raise EOFError("the process has ended")
-            if time.monotonic() >= deadline:
-                raise self._lost("did not answer in time")
-
     def _note(self, message: wire.Message) -> None:
         if isinstance(message, wire.TemplateReady):
             self._is_ready = True
@@ -306,12 +302,13 @@ class Template:
 
     def _lost(self, how: str) -> UnresponsiveTemplateError:
         """Kill the template process but not its agents; return the error to raise."""
+        wrote = self.error_output[-_MAX_ERROR_OUTPUT:]
         error = UnresponsiveTemplateError(
             f"the helper process from which ranks are started (pid {self.pid}) {how}. "
             "Launch again: a new one is made. If it happens again, look for what stops processes "
             "on this machine (a job scheduler, a debugger, a full memory limit), and whether "
             f"`{sys.executable} -c 'import torch._dynamo'` works in a terminal."
-            f"{self._what_it_wrote()}"
+            f"{wrote and f' It wrote:{chr(10)}{wrote}'}"
         )
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -330,10 +327,6 @@ class Template:
         # Not by seek and read, which would move the place where the processes write.
         fd = self._stderr.fileno()
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace").strip()
-
-    def _what_it_wrote(self) -> str:
-        text = self.error_output[-_MAX_ERROR_OUTPUT:]
-        return f" It wrote:\n{text}" if text else ""
 
 
 # The template, and what it was made for.

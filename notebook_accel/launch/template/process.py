@@ -134,26 +134,24 @@ class Server:
                 self._tell(msgspec.structs.replace(state, run=message.run))
 
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
-        refused = ""
+        pid = 0
         try:
-            with contextlib.ExitStack() as undo:
-                prepared = self._preparer.fork_agent(message, fds[0]) if message.is_prepared else 0
-                pid = prepared or fork(lambda: self._run_agent(message, fds[0]))
-                undo.callback(_end_child, pid)
-                exit_fd = processes.watch_exit(pid)
-                undo.pop_all()
+            prepared = self._preparer.fork_agent(message, fds[0]) if message.is_prepared else 0
+            pid = prepared or fork(lambda: self._run_agent(message, fds[0]))
+            self._agents[pid] = processes.watch_exit(pid)
+            self._runs[pid] = message.run
+            self._selector.register(
+                self._agents[pid], selectors.EVENT_READ, lambda: self._reap(pid)
+            )
+            answer = wire.Forked(run=message.run, pid=pid)
         except OSError as error:  # no room for one more process, or for a descriptor
-            refused = str(error)
-        finally:
-            for fd in fds:
-                os.close(fd)
-        if refused:
-            self._tell(wire.Forked(run=message.run, error=refused))
-            return
-        self._agents[pid] = exit_fd
-        self._runs[pid] = message.run
-        self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
-        self._tell(wire.Forked(run=message.run, pid=pid))
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                reap(pid)
+            answer = wire.Forked(run=message.run, error=str(error))
+        for fd in fds:
+            os.close(fd)
+        self._tell(answer)
 
     def _run_agent(self, message: wire.ForkAgent, fd: int) -> None:
         for number in self._descriptors():
@@ -202,11 +200,6 @@ class Server:
             processes.kill_tree([pid])
             os.waitpid(pid, 0)
         return answer
-
-
-def _end_child(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:
