@@ -418,6 +418,8 @@ def _new_call(
         advise=request.advise,
         keeps_error=request.keeps_error,
         sources=request.sources,
+        resume=request.resume,
+        knobs=request.knobs,
     )
 
 

@@ -71,6 +71,12 @@ class Training(Protocol):
     def off_device(self) -> AbstractContextManager[None]:
         """Return a context within which what was prepared lies on the host."""
 
+    def resume(self) -> None:
+        """Load the checkpoint with which the call begins."""
+
+    def save(self, folder: str) -> None:
+        """Write a checkpoint; all ranks call it."""
+
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.
 
@@ -104,6 +110,8 @@ class RankContext:
             constructor's ``device``, or ``local_rank`` if ``device`` is None.
         call: number of the current call, the same on all ranks; 0 before the first call and outside
             of notebook_accel.
+        resume_from: folder of the checkpoint with which the training of this call begins, until it
+            is loaded; else "".
         before_return: functions that run when the user's function has ended well (it returned, or
             raised ``RunStopped`` or ``SystemExit(0)``), before the rank reports the end of the
             call. The key of each function is the object that registered the function.
@@ -118,6 +126,7 @@ class RankContext:
 
     launched = False
     call = 0
+    resume_from = ""
     kept_error: KeptError | None = None
     store_port: StorePort | None = None
 
@@ -137,6 +146,7 @@ class RankContext:
         self.device_index = local_rank if device is None else device
         self.shared: dict[Any, Any] = {}
         self.before_return: dict[Any, Callable[[], None]] = {}
+        self.first_knobs: dict[str, wire.KnobValue] = {}
         self.knobs: dict[str, wire.KnobValue] = {}
         self.knobs_made: dict[str, Any] = {}
         self.save_here: Callable[[], object] | None = None
@@ -241,6 +251,9 @@ class RankContext:
     def note_training(self, training: Training) -> None:
         """Set which training is saved if the run is stopped; a no-op in this base class."""
 
+    def begin_training(self) -> None:
+        """Load ``resume_from`` before the first batch or forward; a no-op in this base class."""
+
     def note_group(self) -> None:
         """Record that the rank has joined a process group; a no-op in this base class."""
 
@@ -310,7 +323,15 @@ class LaunchedContext(RankContext):
         self._did = 0
         self._pass = (0, None)
 
-    def begin_call(self, number: int, *, has_group: bool, grace: float = 0.0) -> None:
+    def begin_call(
+        self,
+        number: int,
+        *,
+        has_group: bool,
+        grace: float = 0.0,
+        resume: str = "",
+        knobs: Mapping[str, wire.KnobValue] | None = None,
+    ) -> None:
         self.call = number
         self.made_group = has_group
         self.lost_group = self.left_with_all = self._is_stepping = False
@@ -319,7 +340,8 @@ class LaunchedContext(RankContext):
         self._pass, self._stepped = (0, None), None
         self._step_times = []
         self._did, self._saves_at = 0, None
-        self.knobs, self.knobs_made, self.save_here = {}, {}, None
+        self.resume_from, self.first_knobs = resume, dict(knobs or {})
+        self.knobs, self.knobs_made, self.save_here = {**self.first_knobs}, {}, None
 
     def end_call(self) -> None:
         """End the call: forget its training, and show the progress of the last pass with a step.
@@ -341,6 +363,10 @@ class LaunchedContext(RankContext):
 
     def note_training(self, training: Training) -> None:
         self._training, self._any_training = training, weakref.ref(training)
+
+    def begin_training(self) -> None:
+        if self.resume_from and self._training is not None:
+            self._training.resume()
 
     def parts_to_rescue(self, free: int) -> Iterator[object]:
         """Yield this rank's part of the training state in several forms, the best first.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.setup.steps import Step
+    from notebook_accel.launch.wire import KnobValue
 
 
 def _nothing() -> None:
@@ -34,6 +35,8 @@ class LaunchRequest:
         name: name of the run; "" stands for the name of the function.
         asked: ranks for which a call of a session is meant; views show that the other ranks were
             not asked. None for all ranks.
+        resume: folder of the checkpoint with which the training begins; "" if it begins anew.
+        knobs: values with which knobs begin, in place of their defaults.
         brings_globals: whether the notebook's globals that the function uses are sent with the
             function; otherwise the function uses the session's globals of these names.
         environment: environment variables of every rank, without those that the engine adds; if
@@ -65,6 +68,8 @@ class LaunchRequest:
     arguments: str = ""
     notebook: bytes = b""
     run_id: str = ""
+    resume: str = ""
+    knobs: Mapping[str, KnobValue] = field(default_factory=dict)
     poll: Callable[[], None] = _nothing
 
     def without_function(self) -> LaunchRequest:

@@ -269,6 +269,14 @@ class KnobMade(Message, frozen=True, kw_only=True):
     choices: tuple[KnobValue, ...] = ()
 
 
+class Saved(Message, frozen=True, kw_only=True):
+    """From rank 0: a checkpoint was written, whose folder is complete."""
+
+    from_rank: ClassVar[bool] = True
+
+    folder: str
+
+
 class Metrics(Message, frozen=True, kw_only=True):
     """From an agent: values that its ranks logged, in the order of arrival at the agent.
 
@@ -407,10 +415,14 @@ class BeginCall(Message, frozen=True, kw_only=True):
     Attributes:
         master_port: the ranks' MASTER_PORT; 0 if the agent of rank 0 is to fill in a port that it
             has reserved.
+        resume: folder of the checkpoint with which the training begins; "" if it begins anew.
+        knobs: values with which knobs begin.
     """
 
     payload: Packet
     grace: float
+    resume: str = ""
+    knobs: dict[str, KnobValue] = {}
     last: bool = False
     keeps_error: bool = False
     by_value: bool = False

@@ -17,6 +17,7 @@ from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.resuming import folder_to_resume
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.debugger import HINT_TO_DEBUG, end_held_launch, launch_for_debugger
@@ -96,6 +97,7 @@ def notebook_launcher(
     timeout: float | None = None,
     grace: float = LaunchConfig.grace,
     name: str | None = None,
+    resume: Run | str | os.PathLike[str] | None = None,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run, and show the run live.
 
@@ -158,6 +160,10 @@ def notebook_launcher(
             and after an interrupt until they are terminated.
         name: name of the run in its panel, in ``runs()`` and in ``compare``. None: the name of
             the function.
+        resume: where the training goes on: a run (from where it was stopped, else from the newest
+            checkpoint that it wrote), or a folder of checkpoints. ``resume_or_start`` returns this
+            start, and a function that does not call it has it loaded before its first batch.
+            Settings of the optimizer that the function gives anew win.
 
     Returns:
         The run: results, logs, metrics and progress, while it runs and afterwards.
@@ -200,6 +206,7 @@ def notebook_launcher(
         raise ConfigError(f"name={shown(name)}: expected {expected}")
     _check_detach(detach, session=session)
     end_held_launch()
+    resumed = "" if resume is None else folder_to_resume(resume)
     ranks = None
     if session:
         with show_in_short():
@@ -207,6 +214,11 @@ def notebook_launcher(
         chosen, notices = ranks.config, list[str]()
     else:
         chosen, notices = resolve(settings, config)
+    if resumed and "block" in engine_for(chosen).unused:
+        raise ConfigError(
+            f"resume= with engine={chosen.engine!r}: call accelerator.load_state({resumed!r}) in "
+            "the function instead"
+        )
     setup = read_setup(get_ipython())
     with show_in_short():
         request = LaunchRequest(
@@ -222,6 +234,7 @@ def notebook_launcher(
             notices=(*notices, *_unused(changed, chosen), *setup.notices),
             name=name or "",
             detach=detach,
+            resume=resumed,
         )
         if ranks is not None:
             return ranks.call(request)

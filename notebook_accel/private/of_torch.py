@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +32,13 @@ def _report_missing(name: str, without: str) -> None:
     if name not in _missing and os.environ.get("RANK", "0") == "0":
         logging.getLogger("notebook_accel").warning("This torch has no %s: %s.", name, without)
     _missing.add(name)
+
+
+def schedulers_within(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler, and those that it runs in turns or together."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from schedulers_within(inner)
 
 
 # ---- replaced in ranks. Each gives False where torch has no such name, or another signature.

@@ -38,7 +38,7 @@ import os
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,7 +59,7 @@ from notebook_accel.launch.template.handle import follow
 from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from notebook_accel.config import LaunchConfig
@@ -115,6 +115,8 @@ class NewCall:
     advise: bool = False
     keeps_error: bool = False
     sources: Sequence[CellSource] = ()
+    resume: str = ""
+    knobs: Mapping[str, wire.KnobValue] = field(default_factory=dict)
 
 
 class Call:
@@ -266,6 +268,8 @@ class RankCall(Call):
             grace=new.config.grace,
             keeps_error=new.keeps_error,
             by_value=is_detached,
+            resume=new.resume,
+            knobs=dict(new.knobs),
         )
         self._fds: tuple[int, ...] = ()
         # The run keeps what its advice needs, and none of its arguments: what the person drops
@@ -486,6 +490,8 @@ class RankCall(Call):
             stack = crash_text(message.stack, self._labels)
             message = msgspec.structs.replace(message, stack=stack)
         self._change(partial(apply, message))
+        if isinstance(message, wire.Saved):  # should this kernel be killed
+            self.folder.save(self.state)
 
     def lose(self, ranks: Sequence[int]) -> None:
         """Mark the given ranks as failed, unless they have ended already: their agent is gone."""
@@ -597,7 +603,10 @@ class RankCall(Call):
         before.await_agents()
         try:
             self._num_restarts = number
-            self.move_to(start_again(number), self._message, self._fds)
+            message = self._message
+            if message.resume and state.checkpoint:  # it is further than the one it began with
+                message = msgspec.structs.replace(message, resume=state.checkpoint)
+            self.move_to(start_again(number), message, self._fds)
         except Exception as error:  # in the pool's only thread; and the failure is told in any case
             text = f"the ranks could not be started again: {error}"
             with self._state_lock:

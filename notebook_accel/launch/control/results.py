@@ -89,7 +89,7 @@ class Results:
     @property
     def has_rescued(self) -> bool:
         """Whether ranks sent their training state, as they do when the run is stopped."""
-        return bool(self._parts) or self._rescued is not None
+        return 0 in self._parts or self._rescued is not None
 
     @property
     def rescued_from(self) -> frozenset[int]:

@@ -229,6 +229,7 @@ class RunState:
         hang: which ranks wait for which others if the run hangs, or hung when its end was asked
             for; else None.
         notebook: file name of the notebook; "" if unknown.
+        checkpoint: folder of the newest checkpoint that the run wrote; "" before the first.
     """
 
     run: str
@@ -247,6 +248,7 @@ class RunState:
     has_rescued: bool = False
     detached: bool = False
     knobs: dict[str, wire.KnobMade] = field(default_factory=dict)
+    checkpoint: str = ""
 
     @property
     def world_size(self) -> int:
@@ -355,6 +357,11 @@ def _(message: wire.CallStarted, state: RunState) -> RunState:
 @apply.register
 def _(message: wire.KnobMade, state: RunState) -> RunState:
     return _changed(state, knobs={**state.knobs, message.name: message})
+
+
+@apply.register
+def _(message: wire.Saved, state: RunState) -> RunState:
+    return _changed(state, checkpoint=message.folder)
 
 
 @apply.register

@@ -395,7 +395,11 @@ class Worker:
         os.environ["MASTER_PORT"] = str(message.master_port)
         torch_fixes.meet_at_one_store(message.master_port)
         self.context.begin_call(
-            message.call, has_group=rank.has_process_group(), grace=message.grace
+            message.call,
+            has_group=rank.has_process_group(),
+            grace=message.grace,
+            resume=message.resume,
+            knobs=message.knobs,
         )
         self.row.is_asynchronous = groups.are_asynchronous()
         self.row.tells_collectives = int(self._tells_collectives)

@@ -46,7 +46,7 @@ _DRAW_SECONDS = 0.5
 # Arguments of the launcher that make no sense for a trial.
 _NOT_FOR_TRIALS = (
     "session", "node_rank", "num_nodes", "join_token", "master_addr", "use_port",
-    "rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "name",
+    "rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "name", "resume",
 )  # fmt: skip
 
 

@@ -8,14 +8,17 @@ parallelism than it was saved under.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
+from notebook_accel.launch.wire import Saved
 from notebook_accel.training.checkpoint.background import BackgroundSave, HostCopies
 from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
@@ -26,6 +29,7 @@ from notebook_accel.training.checkpoint.folders import (
     is_ours,
     resolved,
 )
+from notebook_accel.training.checkpoint.going_on import check_shapes, give_new_settings
 from notebook_accel.training.checkpoint.joint_save import JointSave, describe
 from notebook_accel.training.checkpoint.rank_zero_save import RankZeroSave
 from notebook_accel.training.checkpoint.start import Start, candidates, find_damage
@@ -51,11 +55,11 @@ from notebook_accel.training.files.weights import (
 )
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.settings.notices import notice, notice_once
+from notebook_accel.training.stepping.optimizer import settings_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     import torch
     from torch.nn import Module
@@ -80,6 +84,8 @@ class Checkpoints:
         self._copies = HostCopies()
         self._background_save: BackgroundSave | None = None
         self._unsettled: list[RankZeroSave] = []  # on ranks that do not publish
+        self._began: Start | None = None  # where the launch's resume= had this training go on
+        preparation.checkpoints = weakref.ref(self)
 
     def register(self, objects: Sequence[Any]) -> None:
         """Add objects whose ``state_dict`` is saved in each checkpoint, and restored from it."""
@@ -203,6 +209,8 @@ class Checkpoints:
         save.finish(results, lambda of_ranks: complete(written, of_ranks))
         if save.writes and is_numbered:
             self.numbering.remove_oldest()
+        if self._plan.topology.process_index == 0:
+            current().report(Saved, folder=str(save.final))
 
     def wait(self) -> None:
         """Wait until this rank's saves have ended; raise ``NotebookAccelError`` if one failed."""
@@ -277,6 +285,9 @@ class Checkpoints:
                 "folder that save_state() returned as input_dir"
             )
         self._refuse_unregistered(folder)
+        check_shapes([uncompiled(known.inner) for known in self._prepared.models], folder)
+        for optimizer in self._prepared.optimizers:
+            optimizer.note_made()
         models = [known.inner for known in self._prepared.models]
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
@@ -318,11 +329,50 @@ class Checkpoints:
         self.wait()
         self._agree(None)  # now the saves of all ranks have ended
         root = resolved(folder)
-        failed: list[str] = []
         found: list[Path]
         (found,) = broadcast_object_list([candidates(root)])
         self.numbering.parent = self._numbered_parent(root, found)
+        if self._began or current().resume_from:
+            return self.resume_launch()
+        return self._load_newest(root, found) or Start()
+
+    def resume_launch(self, *, is_asked: bool = True) -> Start:
+        """Load, once, what the launch's ``resume=`` says; all ranks call it.
+
+        Args:
+            is_asked: whether the function has called ``resume_or_start``.
+        """
+        if self._began is not None:
+            return self._began
+        self._prepared.drop_resumers()
+        context = current()
+        root, context.resume_from = Path(context.resume_from), ""
+        optimizers = self._prepared.optimizers
+        made = [settings_of(known.optimizer) for known in optimizers]
+        found: list[Path]
+        (found,) = broadcast_object_list([candidates(root)])
+        start = self._load_newest(root, found)
+        if start is None or start.folder is None:
+            raise FileNotFoundError(
+                f"resume=: there is no checkpoint in {describe_folder(root)}, as seen by rank 0"
+            )
+        before = self._progress.settings_in(Path(start.folder))
+        if before is None:
+            before = [settings_of(known.optimizer) for known in optimizers]
+        give_new_settings(optimizers, self._prepared.schedulers, made, before)
+        context.set_knobs(context.first_knobs)
+        if not is_asked:
+            notice(
+                f"the training goes on from {start.folder} (step {start.step}). The function "
+                f"counts its epochs anew, and the first begins at batch {start.batch}: "
+                "accelerator.resume_or_start(dir) tells it the epoch"
+            )
+        self._began = start
+        return start
+
+    def _load_newest(self, root: Path, found: Sequence[Path]) -> Start | None:
         self._require_seen(found)
+        failed: list[str] = []
         for one in found:
             damage = self._agree(find_damage(one))
             if not damage:
@@ -336,7 +386,7 @@ class Checkpoints:
                 f"none of the checkpoints in {root} could be loaded, and the last attempt may have "
                 f"changed weights: {failed[-1]}. Move them away to begin anew"
             )
-        return Start()
+        return None
 
     def _require_seen(self, found: Sequence[Path]) -> None:
         """Raise on all ranks if some rank sees none of the checkpoints that rank 0 found."""
@@ -450,6 +500,16 @@ class Checkpoints:
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
             yield f"custom_checkpoint_{index}.pkl", item
+
+    def states_at_stop(self) -> dict[str, Any]:
+        """Return, by their names, this rank's files of a checkpoint but for models and optimizers.
+
+        No other rank takes part.
+        """
+        states: dict[str, Any] = {name: item.state_dict() for name, item in self._stateful()}
+        if self._plan.strategy.scaling is not None:
+            states[SCALER_NAME] = self._plan.strategy.scaling.scaler.state_dict()
+        return {**states, **self._progress.states()}
 
     def _load_scaler(self, folder: Path, options: dict[str, Any]) -> None:
         scaling = self._plan.strategy.scaling

@@ -33,6 +33,7 @@ from notebook_accel.training.files.weights import numbered
 from notebook_accel.training.processes.random_states import as_plain as as_plain_states
 from notebook_accel.training.processes.random_states import get_random_states, set_random_states
 from notebook_accel.training.settings.notices import notice, notice_once
+from notebook_accel.training.stepping.optimizer import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -60,9 +61,8 @@ class TrainingProgress:
 
     def pieces_of_all(self) -> Iterator[Piece]:
         """Yield the files that rank 0 writes for all ranks: the positions of prepared loaders."""
-        for name, loader in self._loader_files():
-            of_all = {k: v for k, v in self._state_of(loader).items() if k not in _NOT_OF_ALL}
-            yield state_file(of_all, name, "the data loader")
+        for name, state in self._states_for_all().items():
+            yield state_file(state, name, "the data loader")
 
     @property
     def place(self) -> str:
@@ -72,6 +72,22 @@ class TrainingProgress:
 
     def own_piece(self, save_id: str | None) -> Piece:
         """Return the piece with the file of random states, which each rank writes for itself."""
+        name = random_states_file(self._plan.topology.process_index)
+        states = {**self.own_states(), SAVE_ID: save_id}
+        return state_file(states, name, "random numbers and datasets")
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the contents of the files of rank 0 for all ranks, and of this rank's own."""
+        name = random_states_file(self._plan.topology.process_index)
+        return {**self._states_for_all(), name: self.own_states()}
+
+    def _states_for_all(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {k: v for k, v in self._state_of(loader).items() if k not in _NOT_OF_ALL}
+            for name, loader in self._loader_files()
+        }
+
+    def own_states(self) -> dict[str, Any]:
         here = self._plan.topology
         states = get_random_states(here.device)
         window = self._plan.accumulation
@@ -82,13 +98,15 @@ class TrainingProgress:
             for position in reversed(window.loaders.stack):
                 if position.at_step[1] is None:  # the window began with this pass
                     states |= as_plain_states(position.begin or {})
-        states |= {**self._stands(), SAVE_ID: save_id, "knobs": dict(current().knobs)}
+        states |= {**self._stands(), "knobs": dict(current().knobs)}
+        states["made"] = [
+            known.made or settings_of(known.optimizer) for known in self._prepared.optimizers
+        ]
         states["loaders"] = [
             {k: v for k, v in self._state_of(loader).items() if k in _OF_RANK}
             for _, loader in self._loader_files()
         ]
-        name = random_states_file(here.process_index)
-        return state_file(states, name, "random numbers and datasets")
+        return states
 
     def _stands(self) -> dict[str, Any]:
         """Return epoch, batch, steps and samples so far as plain values."""
@@ -131,6 +149,10 @@ class TrainingProgress:
         # Asked of the loader, since it counts in batches of the ranks that there are now.
         epoch, batch, samples = loaders[index].progress()
         return replace(start, epoch=epoch, batch=batch, samples=samples)
+
+    def settings_in(self, folder: Path) -> list[list[dict[str, Any]]] | None:
+        """Return with which settings the optimizers of a checkpoint were made, if it has them."""
+        return (self._states_of_all(folder) or {}).get("made")
 
     def _states_of_all(
         self, folder: Path, options: dict[str, Any] | None = None

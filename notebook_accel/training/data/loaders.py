@@ -325,6 +325,7 @@ class PreparedLoader(LoaderWrapper):
 
     def __iter__(self) -> Any:
         # A generator: nothing is done before the loop asks for its first batch.
+        current().begin_training()
         if self._skips_complete_epoch():
             return
         position, source, receive = self._begin_pass()

@@ -136,7 +136,7 @@ def read_model(
         RuntimeError: ``strict`` is set, and the checkpoint lacks a weight of the model.
     """
     path = folder / f"pytorch_model_fsdp_{index}"
-    known = _tensors_in(path)
+    known = tensors_in(path)
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
     # Accelerate writes each name below "model".
     prefix = "" if state.keys() & known.keys() else "model."
@@ -205,7 +205,7 @@ def read_optimizer(
             f"{path} holds an optimizer of {stored} groups of weights, and the "
             f"{type(optimizer).__name__} here has {own_groups}: load it into one made alike"
         )
-    known = _tensors_in(path)
+    known = tensors_in(path)
     entries: dict[str, list[str]] = {}
     for key in (*known, *beside["plain"]):
         name, _, entry = key.removeprefix("state.").rpartition(".")
@@ -298,7 +298,8 @@ def read_index(folder: Path) -> Metadata:
     return index
 
 
-def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return what the index of a folder says of each tensor; raises as :func:`read_index`."""
     stored = read_index(path).state_dict_metadata
     return {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from notebook_accel.training.preparing.plan import Plan
 
@@ -57,6 +58,9 @@ class Preparation:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoader[Any]] = []
+        # A weak reference to the Checkpoints of these objects, which set it.
+        self.checkpoints: Callable[[], Any] = lambda: None
+        self._resumers: list[RemovableHandle] = []
         self.watch = UnpreparedWatch(
             accumulation=plan.accumulation,
             scaling=plan.strategy.scaling,
@@ -264,7 +268,13 @@ class Preparation:
         self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
         # Should the run be stopped, this is what was being trained.
-        current().note_training(self)
+        context = current()
+        context.note_training(self)
+        if context.resume_from:  # a loop without a prepared loader begins with a forward
+            hook = prepared.wrapped.register_forward_pre_hook(
+                lambda *_: current().begin_training(), prepend=True
+            )
+            self._resumers.append(hook)
         group = self.plan.strategy.data_group
         if prepared.training and group.size > 1:
             own = weakref.ref(self)
@@ -277,6 +287,20 @@ class Preparation:
         models = [known.inner for known in self.models]
         return off_device(self.plan.topology.device, models, self.optimizers)
 
+    def resume(self) -> None:
+        if (checkpoints := self.checkpoints()) is None:
+            raise ConfigError("resume=: the Accelerator is gone; keep it in a variable")
+        checkpoints.resume_launch(is_asked=False)
+
+    def drop_resumers(self) -> None:
+        """Remove the hooks that load the checkpoint of a resumed launch: it is loaded."""
+        for hook in self._resumers:
+            hook.remove()
+        self._resumers.clear()
+
+    def save(self, folder: str) -> None:
+        self.checkpoints().save(folder, safe=True)
+
     def parts_to_rescue(self, num_steps: int, free: int) -> Iterator[object]:
         """Yield this rank's training state in alternative forms, the most complete first.
 
@@ -286,8 +310,16 @@ class Preparation:
         Args:
             free: bytes of the host's memory that the copies may take.
         """
+        left_at_a_step = getattr(current(), "left_with_all", False)
+        checkpoints = self.checkpoints() if left_at_a_step else None
         return parts_of(
-            self.plan.strategy, self.models, self.optimizers, self.schedulers, num_steps, free
+            self.plan.strategy,
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            num_steps,
+            free,
+            {} if checkpoints is None else checkpoints.states_at_stop(),
         )
 
     def memory_parts(self, error: BaseException) -> dict[str, int]:

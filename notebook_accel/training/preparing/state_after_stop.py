@@ -18,12 +18,16 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.training.collectives.nested import honor_type, leaves, recursively_apply
+from notebook_accel.training.files.atomic import StagedFolder
+from notebook_accel.training.files.state_files import write_state
+from notebook_accel.training.files.weights import numbered, save_weights
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.models.meta_copy import fill
 from notebook_accel.training.settings.notices import notice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from torch.nn import Module
 
@@ -64,6 +68,30 @@ class Rescued:
     missing: list[str] = field(default_factory=list)
     """A line for each thing that could not be rescued, or not as it should be."""
 
+    files: dict[str, Any] = field(default_factory=dict)
+    """The rest of a checkpoint by the names of its files: schedulers, places of loaders, ..."""
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write the state as a checkpoint, which is complete or not there.
+
+        Raises:
+            ValueError: a state is missing.
+            ConfigError, OSError: a state cannot be saved.
+        """
+        if None in [*self.weights, *self.optimizers]:
+            raise ValueError("; ".join(self.missing))
+        staged = StagedFolder.of(folder)
+        try:
+            for index, weights in enumerate(self.weights):
+                save_weights(weights or {}, staged.path, index, safe=True)
+            optimizers = enumerate(self.optimizers)
+            named = {numbered("optimizer", index, ".bin"): state for index, state in optimizers}
+            for name, state in {**named, **self.files}.items():
+                write_state(state, staged.path / name, name)
+            staged.publish(is_ours=lambda _: True)
+        finally:
+            staged.discard()
+
     def write(self, file: IO[bytes]) -> None:
         """Write all fields but ``models`` to a file that ``torch.load(weights_only=True)`` reads.
 
@@ -76,6 +104,7 @@ class Rescued:
             "schedulers": self.schedulers,
             "step": self.step,
             "missing": self.missing,
+            "files": self.files,
         }
         torch.save(state, file)
         file.seek(0)
@@ -148,6 +177,7 @@ class RankPart:
     schedulers: list[dict[str, Any]]
     step: int
     dropped: str = ""
+    files: dict[str, Any] = field(default_factory=dict)
 
     def join(self, others: Sequence[RankPart]) -> Rescued:
         """Return the full training state, joined from the parts of all ranks, in the notebook.
@@ -186,6 +216,7 @@ class RankPart:
             schedulers=self.schedulers,
             step=self.step,
             missing=missing,
+            files={name: state for part in reversed(parts) for name, state in part.files.items()},
         )
 
 
@@ -196,23 +227,31 @@ def parts_of(
     known_schedulers: Sequence[AcceleratedScheduler],
     num_steps: int,
     free: int,
+    files: dict[str, Any],
 ) -> Iterator[RankPart]:
     """Yield this rank's part in alternative forms; the caller sends the first that pickles.
 
     Rank 0 yields a form with the models, then a form with state dicts alone. If any model is
-    sharded, other ranks yield the form with state dicts; if not, they yield nothing, since rank 0
-    has the full state.
+    sharded, other ranks yield the form with state dicts; if not, they yield no more than their
+    random states, since rank 0 has the rest.
 
     What the host has no free memory for is left out, and one line says so: first the optimizers'
     states, then everything. This rank makes a copy to send, and the notebook joins the copies.
 
     Args:
         free: bytes of the host's memory that the copies may take.
+        files: the rest of a checkpoint; empty if the ranks were not stopped at one step.
     """
     topology = strategy.topology
     is_first = topology.process_index == 0
     in_parts = [strategy.is_in_parts(known.inner) for known in known_models]
-    if not known_models or not (is_first or any(in_parts)):
+    if not known_models:
+        return
+    if not (is_first or any(in_parts)):
+        if files:  # its random states
+            own = {name: state for name, state in files.items() if name.startswith("random")}
+            parts = RankPart(models=[], weights=[], optimizers=[], schedulers=[], step=num_steps)
+            yield replace(parts, files=own)
         return
     models = [uncompiled(known.inner) for known in known_models]
     # Ranks of one machine that all have parts copy theirs at the same time.
@@ -236,6 +275,7 @@ def parts_of(
         schedulers=[known.scheduler.state_dict() for known in known_schedulers],
         step=num_steps,
         dropped=dropped,
+        files=files,
     )
     if is_first:
         models_sent = [

@@ -42,6 +42,22 @@ if TYPE_CHECKING:
     from notebook_accel.training.stepping.accumulation import Accumulation
 
 
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the plain settings of each group; its rate is the one that a schedule begins with."""
+    plain = (bool, int, float, str, type(None))
+    groups = []
+    for group in optimizer.param_groups:
+        found = {
+            name: value
+            for name, value in group.items()
+            if all(type(one) in plain for one in (value if type(value) is tuple else (value,)))
+        }
+        if "initial_lr" in found:
+            found["lr"] = found.pop("initial_lr")
+        groups.append(found)
+    return groups
+
+
 def _of_inner(name: str, doc: str) -> property:
     """Return a property that reads and sets the attribute ``name`` of the wrapped optimizer."""
 
@@ -88,6 +104,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """
 
     _notebook_accel_stays_home = "make it inside the function"
+    # The groups' settings before the first step and before a checkpoint was loaded.
+    made: list[dict[str, Any]] | None = None
 
     # The wrapped optimizer has the state: the base class's __init__ would make a second one.
     def __init__(
@@ -182,6 +200,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self._accumulation.sync_gradients:
             return None
         self._look_for_plain_backward()
+        self.note_made()
         context = current()
         context.begin_step()
         timer = step_timer(context)
@@ -217,6 +236,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._overflow = bool(found)
         if self._overflow is not False:
             self._num_skipped = self._num_skipped + self._overflow
+
+    def note_made(self) -> None:
+        if self.made is None:
+            self.made = settings_of(self.optimizer)
 
     def _look_for_plain_backward(self) -> None:
         at, num_steps = self._accumulation, self._accumulation.num_steps
