@@ -50,10 +50,15 @@ NOWHERE = Point()
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks do at one common point of their training (transport/scoreboard.py)."""
+    """What all ranks do at one common point of their training (transport/scoreboard.py).
+
+    Attributes:
+        folder: where a save goes; "" leaves that to the function.
+    """
 
     kind: Literal["set", "save", "pause"]
     values: dict[str, KnobValue] = {}
+    folder: str = ""
 
 
 class PointReached(Message, frozen=True, kw_only=True):

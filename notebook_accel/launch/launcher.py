@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control.call import NewCall, RankCall
 from notebook_accel.launch.control.environment import rank_environment
@@ -32,8 +33,11 @@ from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.detached import check_can_detach, launch_detached
 from notebook_accel.launch.engines import engine_for
 from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.knobs import checked
+from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.request import LaunchRequest
+from notebook_accel.launch.resuming import folder_to_resume, save_now
 from notebook_accel.launch.run import Run, call_of, raise_error
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import check_open_files, naming_what_is_short
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Engine
     from notebook_accel.launch.payload import PackedCall
     from notebook_accel.launch.system.interrupts import Presses
+    from notebook_accel.launch.wire import KnobValue
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
@@ -104,7 +109,8 @@ def launch_packed(request: LaunchRequest, packed: PackedCall | None) -> Run:
     engine = engine_for(request.config)
     with _telling_failure(request.view):
         plan = _plan(engine, request)
-    request = replace(request, notices=(*request.notices, *plan.notices))
+    notices = (*request.notices, *plan.notices)
+    request = replace(request, notices=notices, devices=plan.devices)
     return _begin_and_wait(request, partial(engine.begin, request, plan, packed), plan.world_size)
 
 
@@ -124,7 +130,9 @@ def _begin_and_wait(
                 new = _new_call(request, world_size, session, undo)
                 with begin(new) as call:
                     source = partial(_script(request), world_size=world_size)
-                    run = Run(call, results=call.results, source=source)
+                    again = replace(request, view=View(), notices=(), run_id="")
+                    clone = partial(_clone, again) if session is None else None
+                    run = Run(call, results=call.results, source=source, clone=clone)
                     # From here on the call itself ends what it has begun.
                     undo.pop_all()
                     call.folder.save(call.state, call.config)
@@ -401,6 +409,7 @@ def _new_call(
         session="" if session is None else session.id,
         asked=request.asked,
         arguments=request.arguments,
+        devices=request.devices,
         notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
         detached=request.detach,
     )
@@ -421,6 +430,80 @@ def _new_call(
         resume=request.resume,
         knobs=request.knobs,
     )
+
+
+def _clone(
+    request: LaunchRequest, run: Run, changes: Mapping[str, Any], *, warm: bool, block: bool
+) -> Run:
+    """Launch the call of a run anew, with other arguments or knobs; ``Run.clone`` says more."""
+    args, kwargs, knobs = _changed_call(request, run, changes)
+    config, resume = request.config, request.resume
+    if run.state.devices and not run.state.has_ended:
+        config = replace(config, devices=_free_devices(run))
+    if warm:
+        resume = folder_to_resume(run) if run.state.has_ended else save_now(run)
+    return launch(
+        replace(
+            request,
+            args=args,
+            kwargs=kwargs,
+            knobs={**request.knobs, **knobs},
+            config=config,
+            environment={},
+            resume=resume,
+            name=wording.arguments((), changes) or request.name,
+            block=block,
+            view=request.new_view(waits=block),
+        )
+    )
+
+
+def _changed_call(
+    request: LaunchRequest, run: Run, changes: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, KnobValue]]:
+    """Return arguments and knobs after ``changes``, each of which names one of either."""
+    signature, made = inspect.signature(request.function), run.state.knobs
+    several = [one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
+    single = {
+        one.name
+        for one in signature.parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    }
+    bound = signature.bind(*request.args, **request.kwargs)
+    knobs = {}
+    for name, value in changes.items():
+        if name in single and name in made:
+            raise ConfigError(
+                f"clone({name}=...): {name} is an argument of the function and one of its knobs; "
+                "give one of them another name"
+            )
+        if name in made:
+            knobs[name] = checked(made[name], value)
+        elif name in single:
+            bound.arguments[name] = value
+        elif several:
+            bound.arguments[several[0]] = {**bound.arguments.get(several[0], {}), name: value}
+        else:
+            names = ", ".join([*sorted(single), *made]) or "none"
+            raise TypeError(
+                f"clone() got {name}=, which is neither an argument nor a knob of the function; "
+                f"it has {names}"
+            )
+    return bound.args, bound.kwargs, knobs
+
+
+def _free_devices(run: Run) -> tuple[int, ...]:
+    """Return accelerators for the clone of a run that goes on."""
+    users, found = run_list.users_of_devices(), look_at_machine().devices
+    free = [device.index for device in found if device.index not in users]
+    if len(free) < len(run.state.devices):
+        names = dict.fromkeys(f"{each.id} ({each.name})" for one in users.values() for each in one)
+        raise ConfigError(
+            f"clone(): {len(run.state.devices)} devices are needed, and {len(free)} of "
+            f"{len(found)} are free. Pause or stop one of the runs that use them: "
+            f"{', '.join(names)}"
+        )
+    return tuple(free[: len(run.state.devices)])
 
 
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:

@@ -528,6 +528,9 @@ class LaunchedContext(RankContext):
             return False
         if action.kind == "set":
             self.set_knobs(action.values)
+        elif action.folder:
+            if training := self._any_training and self._any_training():
+                training.save(action.folder)
         elif self.save_here is not None:
             self.save_here()
         else:

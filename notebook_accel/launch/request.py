@@ -25,6 +25,10 @@ def _nothing() -> None:
     """Do nothing, in place of the user's function in a request that only starts ranks."""
 
 
+def _no_view(*, waits: bool) -> View:  # noqa: ARG001
+    return View()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
     """What the user asked for: one launch, one call of a session, or the ranks of a session.
@@ -37,6 +41,8 @@ class LaunchRequest:
             not asked. None for all ranks.
         resume: folder of the checkpoint with which the training begins; "" if it begins anew.
         knobs: values with which knobs begin, in place of their defaults.
+        devices: accelerators of this machine that the ranks use; the launcher fills it in.
+        new_view: makes the view of a clone of the run; called with ``waits=``.
         brings_globals: whether the notebook's globals that the function uses are sent with the
             function; otherwise the function uses the session's globals of these names.
         environment: environment variables of every rank, without those that the engine adds; if
@@ -70,7 +76,9 @@ class LaunchRequest:
     run_id: str = ""
     resume: str = ""
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
+    new_view: Callable[..., View] = _no_view
     poll: Callable[[], None] = _nothing
 
     def without_function(self) -> LaunchRequest:
-        return replace(self, function=_nothing, args=(), kwargs={})
+        return replace(self, function=_nothing, args=(), kwargs={}, new_view=_no_view)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 from importlib import import_module
 from pathlib import Path
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.run import Run
+from notebook_accel.launch.run import Run, save_to
 from notebook_accel.text_values import shown
 
 # In the folder of a run that was stopped, once another goes on from there.
@@ -33,6 +34,17 @@ def folder_to_resume(source: object) -> str:
     if not start.candidates(folder):
         what = "there is no checkpoint in it" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"resume={str(source)!r}: {what}")
+    return str(folder)
+
+
+def save_now(run: Run) -> str:
+    """Have a run that goes on write a checkpoint into its folder, and return that."""
+    if run.status == "paused":
+        raise ConfigError(f"{run!r} is paused: run.go_on() first, or clone it without warm=True")
+    folder = run.log_dir / f"warm-{secrets.token_hex(4)}"
+    save_to(run, folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{run!r} has prepared no model yet, with which a clone could begin")
     return str(folder)
 
 

@@ -86,12 +86,14 @@ class Run:
         *,
         results: Results | None = None,
         source: Callable[..., str] | None = None,
+        clone: Callable[..., Run] | None = None,
     ) -> None:
         self.id: str = call.folder.id
         self.config = call.config
         self.name = call.state.name
         self._call = call
         self._source = source
+        self._clone = clone
         self._newest_watch: threading.Thread | None = None
         # Those of a detached run are in its folder, for every handle.
         if results is None and call.state.detached:
@@ -484,6 +486,37 @@ class Run:
         """
         self._await(self._call.go_on())
 
+    def clone(self, *, warm: bool = False, block: bool = False, **changes: Any) -> Run:
+        """Launch the same function again, with other arguments or knobs.
+
+        The clone uses the devices of this run if that has ended, else free ones. Its name is what
+        was changed; ``compare(run, clone)`` draws both.
+
+        Args:
+            warm: begin with this run's training as it is at its next common step; of a run that has
+                ended, with what it left (``resume=`` of ``notebook_launcher``).
+            block: as for ``notebook_launcher``.
+            **changes: new values by the names of the function's arguments, or else of its knobs.
+
+        Returns:
+            The run of the clone.
+
+        Raises:
+            ConfigError: a name is that of an argument and of a knob; no devices are free; or there
+                is nothing to begin with. Nothing is started.
+            TypeError: a name is that of neither.
+            NotebookAccelError: this is not the handle that the launch returned; or the run is one
+                of a session, or with ``detach=True``.
+            TimeoutError, RuntimeError: as :meth:`save`, with ``warm``.
+
+        Example:
+            >>> run.clone(rate=0.25).wait().metrics[0]["value"]
+            0.25
+        """
+        if self._clone is None:
+            raise self._about_this(NotebookAccelError(_no_function(self, "clone")))
+        return self._clone(self, changes, warm=warm, block=block)
+
     def _await(self, asked: Future[None]) -> None:
         try:
             asked.result()
@@ -611,12 +644,7 @@ class Run:
             True
         """
         if self._source is None:
-            raise self._about_this(
-                NotebookAccelError(
-                    f"the function of run {self.id} is gone: it lived as long as the handle that "
-                    "notebook_launcher gave. Launch again, and export from that handle"
-                )
-            )
+            raise self._about_this(NotebookAccelError(_no_function(self, "export")))
         target = Path(path).expanduser()
         target.write_text(self._source(file=target.name), encoding="utf-8")
         return target
@@ -653,6 +681,18 @@ class Run:
 def _trains(state: RunState) -> bool:
     """Whether each rank has come to a batch or step, and so has most likely made its knobs."""
     return all(rank.batches or rank.steps for rank in state.ranks)
+
+
+def _no_function(run: Run, what: str) -> str:
+    return (
+        f"the function of run {run.id} is gone: it lived as long as the handle that "
+        f"notebook_launcher gave. Launch again, and {what} from that handle"
+    )
+
+
+def save_to(run: Run, folder: Path) -> None:
+    """Have all ranks write a checkpoint at a common step; return when it is written."""
+    run._await(run._call.act(Action(kind="save", folder=str(folder))))
 
 
 def call_of(run: Run) -> Call:

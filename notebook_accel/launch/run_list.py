@@ -168,6 +168,16 @@ def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) 
     return sorted([*(run for run in found if run is not None), *others], key=lambda run: run.id)
 
 
+def users_of_devices() -> dict[int, list[Run]]:
+    """Return which runs of this process use each accelerator now; paused ones use none."""
+    users: dict[int, list[Run]] = {}
+    for run in runs():
+        if not run.state.has_ended and run.status != "paused":
+            for device in run.state.devices:
+                users.setdefault(device, []).append(run)
+    return users
+
+
 class PastCall(Call):
     """The call of a run that another process launched, described by the run's folder on disk.
 
@@ -215,8 +225,8 @@ def _read_run(folder: RunFolder, view: Callable[[], CallView]) -> Run | None:
     if state is None:
         return None
     if not state.has_ended and is_held:
-        # What was saved is how it began.
-        state = replace(state, status="running")
+        # What was saved is how it began, or that it was paused.
+        state = replace(state, status="paused" if state.status == "paused" else "running")
     elif not state.has_ended:
         state = replace(
             state,

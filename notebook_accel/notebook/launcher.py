@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
@@ -235,6 +235,7 @@ def notebook_launcher(
             name=name or "",
             detach=detach,
             resume=resumed,
+            new_view=partial(choose_view, view),
         )
         if ranks is not None:
             return ranks.call(request)

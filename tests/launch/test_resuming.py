@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -140,3 +142,99 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=words):
             folder_to_resume(source)
+
+
+def learn(rate: float = 0.01, folder: str = "", **others: Any) -> dict[str, Any]:
+    """Train until a knob says so; return the loss before each step, and where it began."""
+    from notebook_accel import Accelerator, set_seed
+
+    set_seed(3)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    loader = torch.utils.data.DataLoader(torch.randn(10_000, 8), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    pause = accelerator.knob("pause", 0.01, low=0.0, high=1.0)
+    steps = accelerator.knob("steps", 100_000)
+    start = accelerator.resume_or_start(folder) if folder else None
+    losses = []
+    for inputs in loader:
+        if len(losses) == steps.value:
+            break
+        loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        time.sleep(pause.value)
+    return {"losses": losses, "start": start, "rate": rate, "pause": pause.value, **others}
+
+
+def learning(**kwargs: Any) -> Run:
+    config = LaunchConfig(num_processes=2)
+    run = launch(learn, config=config, kwargs=kwargs, block=False)
+    eventually(lambda: run.state.ranks[0].steps > 5, within=SOON, what="some steps")
+    return run
+
+
+def test_a_clone_begins_warm_from_a_live_run_and_both_go_on(tmp_path: Path) -> None:
+    run = learning(folder=str(tmp_path))
+    other = run.clone(warm=True, rate=0.001, pause=0.0, steps=10, tag="new")
+    assert other.name.startswith("rate=0.001")
+    assert run.status == "running"
+    first = other[0]
+    assert (first["rate"], first["pause"], first["tag"]) == (0.001, 0.0, "new")
+    begun = first["start"].step
+    assert begun > 5
+    run.set(pause=0.0)
+    eventually(lambda: run.state.ranks[0].steps > begun + 20, within=SOON, what="the original")
+    run.stop()
+    assert run.results == [None, None]
+    # What it had at that step is what the clone began with: the losses of one step agree.
+    again = run.clone(warm=True, steps=3)
+    assert again.wait()[0]["start"].step == run.state.ranks[0].steps
+    twin = launch(learn, config=run.config, kwargs={"pause_": 0}, knobs={"steps": begun + 1})
+    assert twin[0]["losses"][begun] == first["losses"][0]
+
+
+def test_a_cold_clone_is_the_same_call_and_bad_names_start_nothing() -> None:
+    run = learning()
+    run.stop()
+    clone = run.clone(block=True, rate=0.5, steps=4)
+    assert clone[1]["rate"] == 0.5
+    assert len(clone[1]["losses"]) == 4
+    for error, words, changes in [
+        (ConfigError, "not between 0 and 1", {"pause": 3.0}),
+        (ConfigError, "expected", {"steps": "many"}),
+    ]:
+        with pytest.raises(error, match=words):
+            run.clone(**changes)
+
+    def plain(lr: float) -> None:
+        from notebook_accel import Accelerator
+
+        Accelerator(cpu=True).knob("lr", lr)
+
+    small = launch(plain, (1.0,), config=LaunchConfig(num_processes=1))
+    with pytest.raises(ConfigError, match="an argument of the function and one of its knobs"):
+        small.clone(lr=2.0)
+    with pytest.raises(TypeError, match="neither an argument nor a knob"):
+        small.clone(rl=2.0)
+    with pytest.raises(ConfigError, match="nothing to go on from"):
+        small.clone(warm=True)
+
+
+def test_other_processes_see_a_pause() -> None:
+    def listed() -> str:
+        command = [sys.executable, "-m", "notebook_accel", "runs"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return next(line for line in done.stdout.splitlines() if run.id in line)
+
+    run = learning()
+    run.pause()
+    assert "paused" in listed()
+    run.go_on()
+    assert "running" in listed()
+    run.stop()
+    run.results  # noqa: B018 (waits)
+    assert "stopped" in listed()

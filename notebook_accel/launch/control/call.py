@@ -351,6 +351,7 @@ class RankCall(Call):
         with held(), self._state_lock:
             if self.state.status == before:
                 self.state = replace(self.state, status=after)
+                self.folder.save(self.state)  # for other kernels and the command line
 
     # ---- its sending
 

@@ -229,6 +229,7 @@ class RunState:
         hang: which ranks wait for which others if the run hangs, or hung when its end was asked
             for; else None.
         notebook: file name of the notebook; "" if unknown.
+        devices: indices of the accelerators of this machine that the ranks use, if that is known.
         checkpoint: folder of the newest checkpoint that the run wrote; "" before the first.
     """
 
@@ -249,6 +250,7 @@ class RunState:
     detached: bool = False
     knobs: dict[str, wire.KnobMade] = field(default_factory=dict)
     checkpoint: str = ""
+    devices: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -61,6 +61,7 @@ class RankPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     is_awaited: bool = False
+    devices: tuple[int, ...] = ()
 
     @classmethod
     def of_sizes(cls, *sizes: int, **fields: Any) -> RankPlan:

@@ -242,7 +242,9 @@ class LocalEngine(AgentEngine):
         ask = _VARIABLES.get(found.kind)
         needed = {} if ask is None else ask(environment, number)
         needed = {name: text for name, text in needed.items() if name not in environment}
-        return RankPlan.of_sizes(number, environment={**needed, **choice})
+        usable = chosen if isinstance(chosen, tuple) else range(available)
+        plan = RankPlan.of_sizes(number, environment={**needed, **choice})
+        return replace(plan, devices=tuple(usable[:number]))
 
     def start_agents(self, request: LaunchRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents

@@ -1,21 +1,20 @@
-"""Which accelerators the trials of this kernel's sweeps use, so that no two share one unasked."""
+"""Which accelerators a trial gets: those that no run of this kernel uses, unless it is to share."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from notebook_accel.config.checks import check_enough
+from notebook_accel.launch import run_list
 from notebook_accel.launch.control.environment import VISIBLE_OF_KIND
 from notebook_accel.launch.machine import look_at_machine
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
 
-# How many trials use each accelerator, over all sweeps.
-_in_use: Counter[int] = Counter()
-_lock = threading.Lock()
+# Held from the choice of accelerators until the run that uses them is in the list of runs.
+choosing = threading.Lock()
 
 
 class Leases:
@@ -23,6 +22,7 @@ class Leases:
 
     Attributes:
         at_a_time: how many trials fit at a time.
+        awaited: the runs that use what a trial waits for; "" while none waits.
     """
 
     def __init__(self, config: LaunchConfig, concurrent: int | None) -> None:
@@ -50,21 +50,19 @@ class Leases:
             can_choose = machine.kind == "cuda" or machine.kind in VISIBLE_OF_KIND
             self._devices = devices if can_choose else ()
             fit = len(devices) // self._ranks if can_choose else 1
+        self.awaited = ""
         self._shares = concurrent is not None and concurrent > fit
         self.at_a_time = concurrent or fit
         self.num_threads = max(1, machine.num_cores // (self.at_a_time * self._ranks))
 
     def take(self) -> tuple[int, ...] | None:
-        """Return the accelerators of a trial; () if it needs no choice; None if none are free."""
-        with _lock:
-            by_use = sorted(self._devices, key=lambda device: _in_use[device])
-            taken = tuple(sorted(by_use[: self._ranks]))
-            if not self._shares and any(_in_use[device] for device in taken):
-                return None
-            _in_use.update(taken)
-            return taken
+        """Return the accelerators of a trial; () if it needs no choice; None if none are free.
 
-    def give_back(self, devices: tuple[int, ...]) -> None:
-        """End a lease."""
-        with _lock:
-            _in_use.subtract(devices)
+        The caller holds ``choosing`` until the trial is launched; its end frees them.
+        """
+        users = run_list.users_of_devices()
+        by_use = sorted(self._devices, key=lambda device: len(users.get(device, ())))
+        taken = tuple(sorted(by_use[: self._ranks]))
+        used_by = {run.name: None for device in taken for run in users.get(device, ())}
+        self.awaited = "" if self._shares else ", ".join(used_by)
+        return None if self.awaited else taken

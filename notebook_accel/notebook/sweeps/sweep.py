@@ -28,7 +28,7 @@ from notebook_accel.notebook import clicks
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of
 from notebook_accel.notebook.sweeps import table
-from notebook_accel.notebook.sweeps.leases import Leases
+from notebook_accel.notebook.sweeps.leases import Leases, choosing
 from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.tracebacks import show_in_short
@@ -240,19 +240,18 @@ class Sweep:
             number = len(self._trials)
             if number == self._arguments.num_trials or self._stop_asked.is_set():
                 return
-            devices = self._leases.take()
-            if devices is None:  # of another sweep meanwhile
+            with choosing:
+                devices = self._leases.take()
+                if devices is not None:
+                    arguments, asked = self._arguments.ask(number)
+                    run = self._launch(arguments, devices)
+            if devices is None:  # of another run meanwhile
                 if not self._running:
+                    self._draw()
                     time.sleep(_LOOK_SECONDS)
                     continue
                 return
-            try:
-                arguments, asked = self._arguments.ask(number)
-                run = self._launch(arguments, devices)
-            except BaseException:
-                self._leases.give_back(devices)
-                raise
-            trial = Trial(number=number, arguments=arguments, run=run, devices=devices, asked=asked)
+            trial = Trial(number=number, arguments=arguments, run=run, asked=asked)
             self._trials.append(trial)
             self._running.append(trial)
 
@@ -266,7 +265,6 @@ class Sweep:
                 trial.end()
             if has_ended:
                 self._running.remove(trial)
-                self._leases.give_back(trial.devices)
                 self._take_leave(trial)
         self._draw()
 
@@ -324,6 +322,8 @@ class Sweep:
         cells = table.rows([*self._trials], self._metric, self._mode)
         hidden = len(self._trials) - len(cells) + 1
         notes = [f"{hidden} more trials are in .to_pandas()"] if self._trials and hidden > 0 else []
+        if self._leases.awaited:
+            notes.append(f"waits for devices of {one_line(self._leases.awaited, 200)}")
         if self._error is not None:
             last = str(self._error).strip().rpartition("\n")[2]
             notes.append(f"ended early: {one_line(last, 200)}")

@@ -26,7 +26,6 @@ class Trial:
     Attributes:
         arguments: what the sweep chose for it.
         run: its run.
-        devices: the accelerators that it has leased.
         asked: Optuna's trial; None without a study.
         newest, best: the last and the best value that it logged; None before the first.
         pruned: whether the pruner has ended it.
@@ -35,7 +34,6 @@ class Trial:
     number: int
     arguments: dict[str, Any]
     run: Run
-    devices: tuple[int, ...]
     asked: Any
     newest: float | None = None
     best: float | None = None

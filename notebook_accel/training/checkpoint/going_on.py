@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from notebook_accel.private import of_torch
 from notebook_accel.training.files.weights import numbered
@@ -46,7 +47,7 @@ def check_shapes(models: Sequence[Module], folder: Path) -> None:
 def _shapes_in(folder: Path, index: int) -> dict[str, tuple[int, ...]]:
     path = folder / numbered("model", index, ".safetensors")
     if path.exists():
-        with safe_open(path, framework="pt") as file:
+        with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # read later
             return {name: tuple(file.get_slice(name).get_shape()) for name in [*file.keys()]}
     path = folder / f"pytorch_model_fsdp_{index}"
     if path.is_dir():

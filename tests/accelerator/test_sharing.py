@@ -1,0 +1,49 @@
+"""Trials of a sweep and clones take devices that no other run uses."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from notebook_accel import Accelerator, ConfigError, notebook_launcher, sweep
+from notebook_accel.launch.control import environment
+from tests.waiting import eventually
+
+SOON = 60.0
+
+
+def visible(number: int = 0, until: str = "") -> str | None:
+    accelerator = Accelerator()
+    accelerator.log({"number": number})
+    while until and not os.path.exists(until) and not accelerator.should_stop:
+        time.sleep(0.01)
+    return os.environ.get("SIM_VISIBLE_DEVICES")
+
+
+def test_a_device_that_a_run_uses_is_given_to_no_trial_and_no_clone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("SIM_DEVICES", "2")
+    monkeypatch.setenv("SIM_READS_CUDA_VISIBLE", "0")
+    monkeypatch.setitem(environment.VISIBLE_OF_KIND, "sim", "SIM_VISIBLE_DEVICES")
+    until = f"{tmp_path}/over"
+    run = notebook_launcher(visible, (7, until), devices=[0], block=False, view="none")
+    trials = sweep(visible, {"number": [1, 2, 3]}, view="none")
+    assert [trial[0] for trial in trials] == ["1", "1", "1"]
+    assert run.status == "running"
+    other = run.clone()
+    eventually(lambda: bool(other.metrics), within=SOON, what="the clone runs")
+    with pytest.raises(ConfigError, match="1 devices are needed, and 0 of 2 are free"):
+        run.clone()
+    # All are used: a trial waits, and is told for which run.
+    waits = sweep(visible, {"number": [4]}, block=False, view="none")
+    eventually(
+        lambda: "waits for devices of visible" in str(waits._bundle()), within=SOON, what="a note"
+    )
+    assert len(waits) == 0
+    open(until, "w").close()
+    assert (run[0], other[0]) == ("0", "1")
+    assert waits.wait(SOON)
+    assert "waits for" not in str(waits._bundle())
