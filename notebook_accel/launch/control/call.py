@@ -287,6 +287,7 @@ class RankCall(Call):
         self._is_stopped = False
         self._is_time_over = False
         self._paused_at = 0.0
+        self._noted_checkpoint = ""
         self._num_stops = 0
         self._next_draw = 0.0
         self._drawn: RunState | None = None
@@ -491,8 +492,6 @@ class RankCall(Call):
             stack = crash_text(message.stack, self._labels)
             message = msgspec.structs.replace(message, stack=stack)
         self._change(partial(apply, message))
-        if isinstance(message, wire.Saved):  # should this kernel be killed
-            self.folder.save(self.state)
 
     def lose(self, ranks: Sequence[int]) -> None:
         """Mark the given ranks as failed, unless they have ended already: their agent is gone."""
@@ -532,6 +531,9 @@ class RankCall(Call):
             return
         self._next_draw = now + _DRAW_SECONDS
         self._heed_others()
+        if self.state.checkpoint != self._noted_checkpoint:  # should this kernel be killed
+            self._noted_checkpoint = self.state.checkpoint
+            self.folder.save(self.state)
         self.metrics.flush()
         if self.metrics.lost_notice:
             self._change(partial(apply, wire.Notice(text=self.metrics.lost_notice)))
