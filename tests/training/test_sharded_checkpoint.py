@@ -251,7 +251,7 @@ def test_another_model_is_no_damage(saved: Any) -> None:
     model: Any = Deep()
     model.blocks[0].up = nn.Linear(model.blocks[0].up.in_features, 3)
     accelerator.prepare(model)
-    with pytest.raises(RuntimeError, match="nothing was loaded. size mismatch for blocks.0"):
+    with pytest.raises(RuntimeError, match=r"nothing was loaded\. size mismatch for blocks\.0"):
         accelerator.resume_or_start(saved["fsdp, blocks"][0])
 
 
