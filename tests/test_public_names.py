@@ -106,6 +106,7 @@ def test_help_on_a_run_shows_what_the_documentation_names_alone() -> None:
         "pause",
         "go_on",
         "add_done_callback",
+        "clone",
         "logs",
         "log_dir",
         "progress",
