@@ -138,11 +138,9 @@ class Server:
         try:
             prepared = self._preparer.fork_agent(message, fds[0]) if message.is_prepared else 0
             pid = prepared or fork(lambda: self._run_agent(message, fds[0]))
-            self._agents[pid] = processes.watch_exit(pid)
-            self._runs[pid] = message.run
-            self._selector.register(
-                self._agents[pid], selectors.EVENT_READ, lambda: self._reap(pid)
-            )
+            exit_fd = processes.watch_exit(pid)
+            self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
+            self._agents[pid], self._runs[pid] = exit_fd, message.run
             answer = wire.Forked(run=message.run, pid=pid)
         except OSError as error:  # no room for one more process, or for a descriptor
             if pid:
