@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,17 @@ def best_by_rank_0_and_last_by_all(folder: Path) -> list[list[str]]:
     accelerator.wait_for_checkpoint()
     wait()
     return [files(folder / name) for name in ("best", "last")]
+
+
+def loads_in_another_accelerator(folder: Path) -> dict[str, Any]:
+    """What rank 0 is still writing when the others come to load it."""
+    # Nothing that waits for the other ranks is prepared.
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        time.sleep(0.1)  # the others wait 0.2 s here
+    accelerator.save_state(folder / "at once")
+    Accelerator(cpu=True).load_state(folder / "at once")
+    return {"there": files(folder / "at once")}
 
 
 def late_ranks(folder: Path) -> dict[str, Any]:
@@ -181,6 +193,7 @@ CASES = {
         any_rank_but_0,
         best_by_rank_0_and_last_by_all,
         late_ranks,
+        loads_in_another_accelerator,
         a_failing_rank,
         fails_as_rank_0_publishes,
     )
@@ -220,6 +233,11 @@ def test_other_ranks_alone_save_nothing_and_do_not_hang(ranks: list[dict[str, An
 def test_the_best_by_rank_0_alone_leaves_the_last_whole(ranks: list[dict[str, Any]]) -> None:
     for got in ranks:
         assert got["best_by_rank_0_and_last_by_all"] == [OF_RANK_0, FILES]
+
+
+def test_another_accelerator_loads_what_is_still_being_saved(ranks: list[dict[str, Any]]) -> None:
+    for got in ranks:
+        assert got["loads_in_another_accelerator"]["there"]
 
 
 def test_late_ranks_add_their_files_to_their_own_checkpoint(ranks: list[dict[str, Any]]) -> None:

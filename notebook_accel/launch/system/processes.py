@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -90,6 +91,16 @@ def await_exit(pid: int, seconds: float) -> None:
             is_readable(exit_fd, seconds)
         finally:
             os.close(exit_fd)
+
+
+def end_on_hangup(pipe: int, pid: int) -> None:
+    """Have a process get SIGIO, which ends it, when all writing ends of ``pipe`` are closed.
+
+    This ends a process that does not run our code yet.
+    """
+    with contextlib.suppress(OSError):  # a sandbox without such signals
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 @contextlib.contextmanager

@@ -111,18 +111,24 @@ class Template:
         with naming_what_is_short(), without_debugger(), contextlib.ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
             self._stderr = undo.enter_context(tempfile.TemporaryFile())
+            # Closed when the kernel ends, which ends a template that is not at our code yet.
+            stdin, alive = os.pipe()
+            undo.callback(os.close, stdin)
+            self._alive = undo.enter_context(open(alive, "wb"))
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _boot_code(theirs.fileno())],
                 env={**environment, **dict.fromkeys(ITS_THREADS, "1"), AUTOLOAD: "0"},
                 cwd="/",
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+            processes.end_on_hangup(stdin, self._process.pid)
             undo.pop_all()
         theirs.close()
+        os.close(stdin)
         self._channel = Channel(ours)
         self._is_ready = False
         self._unsent: deque[wire.Import] = deque()
@@ -231,6 +237,7 @@ class Template:
         if not self._is_ready:
             self._process.kill()
         self._stderr.close()
+        self._alive.close()
         self._channel.close()
 
     def kill(self) -> None:

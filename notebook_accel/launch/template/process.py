@@ -57,6 +57,8 @@ def serve(fd: int, kernel_pid: int) -> None:
     if os.getppid() != kernel_pid:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(os.devnull, "rb") as nothing:  # in place of the pipe of end_on_hangup
+        os.dup2(nothing.fileno(), 0)
     processes.adopt_orphans()
     # Two descriptors for each agent that lives.
     open_files.raise_limit()

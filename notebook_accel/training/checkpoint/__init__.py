@@ -225,6 +225,11 @@ class Checkpoints:
                     from_any_rank=True,
                 )
 
+    def _wait_for_all(self) -> None:
+        """Also for other Accelerators' saves: one may be writing still what is to be read."""
+        for wait in (*current().before_return.values(), self.wait):
+            wait()
+
     def _end_background_save(self) -> None:
         pending, self._background_save = self._background_save, None
         if pending is not None:
@@ -276,7 +281,7 @@ class Checkpoints:
             RuntimeError: the checkpoint has states of more registered objects than are registered
                 now, or does not fit the model.
         """
-        self.wait()
+        self._wait_for_all()
         asked = self.numbering.newest() if input_dir is None else resolved(input_dir)
         folder = complete_version(asked)
         if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:

@@ -238,6 +238,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._num_skipped = self._num_skipped + self._overflow
 
     def note_made(self) -> None:
+        """Keep the settings that the optimizer was made with, once."""
         if self.made is None:
             self.made = settings_of(self.optimizer)
 
