@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,13 +32,6 @@ def _report_missing(name: str, without: str) -> None:
     if name not in _missing and os.environ.get("RANK", "0") == "0":
         logging.getLogger("notebook_accel").warning("This torch has no %s: %s.", name, without)
     _missing.add(name)
-
-
-def schedulers_within(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler, and those that it runs in turns or together."""
-    yield scheduler
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from schedulers_within(inner)
 
 
 # ---- replaced in ranks. Each gives False where torch has no such name, or another signature.
@@ -361,9 +354,11 @@ def overflow(scaler: Any, optimizer: Optimizer) -> torch.Tensor | None:
     if not hasattr(scaler, "_found_inf_per_device"):
         _report_missing("GradScaler._found_inf_per_device", "step_was_skipped is never true")
         return None
-    first, *others = scaler._found_inf_per_device(optimizer).values()
-    found: torch.Tensor = first.clone()  # torch adds those of other optimizers to it in place
-    for other in others:
+    by_device = [*scaler._found_inf_per_device(optimizer).values()]
+    if not by_device:
+        return None
+    found: torch.Tensor = by_device[0].clone()  # torch adds those of other optimizers in place
+    for other in by_device[1:]:
         found += other.to(found.device, non_blocking=True)
     return found
 

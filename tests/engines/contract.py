@@ -1272,15 +1272,14 @@ class EngineContract:
         assert template().pid != source.pid
         assert gone([source.pid])
 
-    def test_launch_error_when_the_template_dies_while_forking(self) -> None:
+    def test_a_template_that_dies_while_forking_is_replaced(self) -> None:
         source = template()
         source.wait_until_ready()
         os.kill(source.pid, signal.SIGSTOP)
         killer = threading.Timer(0.2, lambda: os.kill(source.pid, signal.SIGKILL))
         killer.start()
-        with pytest.raises(LaunchError, match="SIGKILL"):
-            self.launch(lambda: 1)
         assert self.launch(lambda: 1).results == [1] * self.world_size
+        assert template().pid != source.pid
 
 
 _KERNEL = """

@@ -70,7 +70,7 @@ def on_nodes() -> list[psutil.Process]:
     found = []
     for process in marked(MARK, _OF_CLUSTER):
         try:
-            served = re.search(r"serve\(\d+, (\d+), \d+\)$", process.cmdline()[-1])
+            served = re.search(r"serve\(\d+, (\d+)\)$", process.cmdline()[-1])
             if served is not None and int(served[1]) != os.getpid():
                 found.append(process)
         except (psutil.Error, IndexError):

@@ -42,7 +42,7 @@ def of_launches(kernel: int) -> list[psutil.Process]:
 
 def _serves(process: psutil.Process, kernel: int) -> bool:
     try:
-        return bool(re.search(rf"serve\(\d+, {kernel}, \d+\)$", process.cmdline()[-1]))
+        return bool(re.search(rf"serve\(\d+, {kernel}\)$", process.cmdline()[-1]))
     except (psutil.Error, IndexError):
         return False
 

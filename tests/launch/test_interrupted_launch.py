@@ -147,7 +147,11 @@ def _interrupt_everywhere(
         eventually(
             lambda: _descriptors() <= files, within=SOON, what=f"of step {instant} nothing is open"
         )
-        assert all(run.state.has_ended for run in runs())
+        eventually(
+            lambda: all(run.state.has_ended for run in runs()),
+            within=SOON,
+            what=f"all runs have ended, of step {instant} too",
+        )
 
 
 class Printing(View):

@@ -94,7 +94,7 @@ def train(folder: str) -> float:
         torch.optim.SGD([torch.ones(1, requires_grad=True)]),
     )
     of_torch.count_of_changes(torch.ones(1))
-    of_torch.overflowed(scaler, plain)
+    of_torch.overflow(scaler, plain)
     of_torch.unscale_by(type("Scaler", (torch.amp.GradScaler,), {}), lambda *_: {})
     of_torch.loadable_names()
     return sum(each.full_tensor().sum().item() for each in model.parameters())

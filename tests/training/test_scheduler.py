@@ -103,11 +103,11 @@ def test_it_follows_the_wrapped_optimizer_too() -> None:
     scheduler = accelerator.prepare(halving(second))
     assert scheduler.optimizers == [second]
     assert accelerator.prepare(scheduler) is scheduler
-    second._is_overflow = True
+    second._overflow = True
     scheduler.step()
     assert scheduler.get_last_lr() == [1.0], "a skipped step is none"
-    second._is_overflow = False
-    first._is_overflow = True
+    second._overflow = False
+    first._overflow = True
     second.step()
     scheduler.step()
     assert scheduler.get_last_lr() == [0.5], "another optimizer's step is not this one's"

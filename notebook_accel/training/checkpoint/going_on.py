@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.optim.lr_scheduler import LRScheduler
 
-from notebook_accel.private import of_torch
 from notebook_accel.training.files.weights import numbered
 from notebook_accel.training.stepping.optimizer import inner_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch.nn import Module
@@ -57,6 +57,15 @@ def _shapes_in(folder: Path, index: int) -> dict[str, tuple[int, ...]]:
     return {}
 
 
+def _schedulers_within(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Yield a scheduler, and those that it runs in turns or together."""
+    yield scheduler
+    for held in vars(scheduler).values():
+        for inner in held if isinstance(held, (list, tuple)) else ():
+            if isinstance(inner, LRScheduler):
+                yield from _schedulers_within(inner)
+
+
 def give_new_settings(
     optimizers: Sequence[AcceleratedOptimizer],
     schedulers: Sequence[AcceleratedScheduler],
@@ -74,7 +83,7 @@ def give_new_settings(
         own = [
             one
             for each in schedulers
-            for one in of_torch.schedulers_within(each.scheduler)
+            for one in _schedulers_within(each.scheduler)
             if inner_optimizer(one.optimizer) is known.optimizer
         ]
         for index, (group, new, was) in enumerate(zip(known.param_groups, now, old, strict=False)):
