@@ -170,11 +170,16 @@ class RankZeroSave:
         It gives up if rank 0 does not come to the save.
         """
         with suppress(dist.DistError):  # of a store that went with rank 0
-            for waited in slices(_PATIENCE_SECONDS):
-                if self.look():
-                    return True
-                if waited > _BEGIN_SECONDS and not self.has_begun:
-                    break
+            try:
+                for waited in slices(_PATIENCE_SECONDS):
+                    if self.look():
+                        return True
+                    if waited > _BEGIN_SECONDS and not self.has_begun:
+                        break
+            except KeyboardInterrupt:  # also sent since rank 0 has failed
+                if self._store.check(["failed"]):
+                    self._discard()
+                raise
             self.give_up()
         return False
 
