@@ -377,8 +377,8 @@ class LaunchedContext(RankContext):
         training = self._training
         # What an earlier call prepared counts as trained in this call once this call has taken a
         # batch or made a step.
-        if training is None and self._any_training and (self._row.batches or self._row.steps):
-            training = self._any_training()
+        if training is None and (self._row.batches or self._row.steps):
+            training = self._newest_training()
         if training is None:
             return iter(())
         # Where collectives are asynchronous, a rank that was interrupted within a step may hold
@@ -389,9 +389,13 @@ class LaunchedContext(RankContext):
             return iter(())
         return training.parts_to_rescue(self._row.steps, free)
 
+    def _newest_training(self) -> Training | None:
+        """Return what was prepared last, in this call or an earlier one, if it still exists."""
+        return self._any_training() if self._any_training else None
+
     def memory_parts(self, error: BaseException) -> dict[str, int]:
         """Return bytes in the device's memory by part, if ``error`` says that it is full."""
-        training = self._training or (self._any_training and self._any_training())
+        training = self._newest_training()
         return training.memory_parts(error) if training else {}
 
     def message(self, kind: type[wire.M], /, **fields: Any) -> wire.M:
@@ -522,14 +526,14 @@ class LaunchedContext(RankContext):
         self._did = number
         action = msgspec.msgpack.decode(self._board.content, type=Action)
         if action.kind == "pause":
-            training = self._any_training and self._any_training()
+            training = self._newest_training()
             with training.off_device() if training else contextlib.nullcontext():
                 self._board.wait_in_pause(self.local_rank, number)
             return False
         if action.kind == "set":
             self.set_knobs(action.values)
         elif action.folder:
-            if training := self._any_training and self._any_training():
+            if training := self._newest_training():
                 training.save(action.folder)
         elif self.save_here is not None:
             self.save_here()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -18,6 +17,7 @@ from notebook_accel.launch.engines.elastic import join, parse_address
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.request import LaunchRequest
 from notebook_accel.launch.resuming import folder_to_resume
+from notebook_accel.launch.text import wording
 from notebook_accel.notebook.cell_setup import read_setup
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.debugger import HINT_TO_DEBUG, end_held_launch, launch_for_debugger
@@ -55,8 +55,7 @@ def _with_given_arguments(
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             unknown = [name for name in kwargs if name not in signature.parameters]
-            close = get_close_matches("".join(unknown[:1]), signature.parameters, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
+            meant = wording.did_you_mean("".join(unknown[:1]), signature.parameters)
             raise ConfigError(f"{launcher.__name__}(): {error}{meant}") from None
         return launcher(given, *args, **kwargs)
 

@@ -338,20 +338,21 @@ class RankProcess:
         is_whole = size and now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
         if is_whole or now - self._stacks_asked >= _STACKS_SECONDS:
             self._stacks_asked = None
-            text = os.pread(self._stacks, size, 0).decode(errors="replace")
             yield wire.Stacks(
                 rank=self.rank,
-                text=text or "the rank did not answer\n",
+                text=self._stacks_text() or "the rank did not answer\n",
                 tells_collectives=bool(self.row.tells_collectives),
             )
+
+    def _stacks_text(self) -> str:
+        size = os.fstat(self._stacks).st_size
+        return os.pread(self._stacks, size, 0).decode(errors="replace")
 
     def crash_stack(self, number: int) -> str:
         """Return what faulthandler wrote as signal ``number`` ended the process; "" if nothing."""
         if number not in _CRASHES:
             return ""  # it may be of a child, such as a loader's worker
-        size = os.fstat(self._stacks).st_size
-        text = os.pread(self._stacks, size, 0).decode(errors="replace")
-        return text.partition("Fatal Python error: ")[2]
+        return self._stacks_text().partition("Fatal Python error: ")[2]
 
     # ---- act -------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import math
 import re
 import reprlib
 import time
+from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Number
 from pathlib import PurePath
@@ -60,6 +61,12 @@ def number(value: float, digits: int = 4) -> str:
 def moment(seconds: float) -> str:
     """Return seconds since 1970 as local date and time: ``2026-03-01 14:05:09``."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: "; did you mean lr?", or ""."""
+    close = get_close_matches(name, [*known], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

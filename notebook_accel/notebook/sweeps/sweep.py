@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import resolve
@@ -504,8 +503,7 @@ def _check_names(function: Any, names: Iterable[str]) -> None:
         return
     for name in names:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
+            meant = wording.did_you_mean(name, known)
             raise ConfigError(f"space: the function takes no argument {name!r}{meant}")
 
 
@@ -515,6 +513,5 @@ def _check_launch(launch: Mapping[str, Any]) -> None:
         if name in _NOT_FOR_TRIALS:
             raise ConfigError(f"sweep() takes no {name}=: each trial is a launch of its own")
         if name not in known:
-            close = get_close_matches(name, [*known, *inspect.signature(sweep).parameters], n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
+            meant = wording.did_you_mean(name, [*known, *inspect.signature(sweep).parameters])
             raise ConfigError(f"sweep() got an unexpected argument {name!r}{meant}")

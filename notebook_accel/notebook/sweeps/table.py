@@ -63,8 +63,6 @@ def _cell(arguments: dict[str, Any], name: str) -> str:
 
 def as_bundle(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]) -> dict[str, str]:
     """Return the table as a MIME bundle: plain text, and HTML in which all text is escaped."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     head, *body = [list(row) for row in cells] or [[]]
     table = element(
         "table",
@@ -74,6 +72,6 @@ def as_bundle(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]) 
     parts = [element("b", title), *([table] if body else [])]
     parts += [element("div", note) for note in notes]
     return {
-        "text/plain": "\n".join([title, *padded, *notes]),
+        "text/plain": "\n".join([title, *wording.aligned(cells), *notes]),
         "text/html": str(element("div", join(parts))),
     }
