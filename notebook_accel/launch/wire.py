@@ -33,7 +33,7 @@ import msgspec
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 18
+VERSION = 19
 
 
 # What a knob may hold.
@@ -161,11 +161,13 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that a rank has begun, as torch's flight recorder has it.
 
     Attributes:
+        ranks: of the group; () for all.
         peer: the other rank of a send or receive; None for what all ranks of the group take part
             in.
     """
 
     group: str
+    ranks: tuple[int, ...] = ()
     number: int
     peer: int | None = None
     operation: str
@@ -179,7 +181,6 @@ class Collectives(Message, frozen=True, kw_only=True):
 
     from_rank: ClassVar[bool] = True
 
-    groups: dict[str, list[int]] = {}
     begun: tuple[Collective, ...] = ()
 
 

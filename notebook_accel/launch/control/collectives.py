@@ -34,7 +34,7 @@ def differences(answers: Mapping[int, wire.Collectives], num_ranks: int) -> list
     for rank, answer in answers.items():
         for one in answer.begun:
             if one.peer is None:
-                key = one.group, tuple(answer.groups.get(one.group, range(num_ranks)))
+                key = one.group, one.ranks or tuple(range(num_ranks))
                 begun.setdefault(key, {}).setdefault(rank, {})[one.number] = one
     found = (_first(*key, of_group, answers) for key, of_group in begun.items())
     return sorted((one for one in found if one), key=lambda one: -len(one.ranks))
@@ -47,12 +47,9 @@ def waits(
     differing = {(one.group, rank) for one in found for rank in one.ranks}
     waiting: dict[int, wire.Collective] = {}
     for rank, answer in answers.items():
-        for one in answer.begun:
-            if one.is_pending and (
-                (one.group, rank) in differing
-                if one.peer is None
-                else _is_alone(rank, one, answers)
-            ):
+        for one in filter(lambda one: one.is_pending, answer.begun):
+            is_point = one.peer is not None
+            if _is_alone(rank, one, answers) if is_point else (one.group, rank) in differing:
                 waiting.setdefault(rank, one)
     return waiting
 

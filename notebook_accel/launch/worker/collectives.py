@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,57 +28,53 @@ _CALLER = str(Path(__file__).with_name("main.py"))
 # What torch calls them inside.
 _PLAIN_NAMES = {
     "all_gather_base": "all_gather_into_tensor",
+    "all_reduce_barrier": "barrier",
     "reduce_scatter_base": "reduce_scatter_tensor",
 }
-# NCCL's names of what two ranks of a group do; gloo's are not recorded.
+# NCCL's names of what two ranks of a group do, as "recv 0<-1"; gloo's are not recorded.
 _POINT_TO_POINT = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
 
 
-def newest(
-    *, since: float, notice: Callable[[str], None]
-) -> tuple[dict[str, list[int]], tuple[wire.Collective, ...]]:
-    """Return the ranks of each process group, and its collectives around the first that is pending.
+def newest(*, since: float, notice: Callable[[str], None]) -> tuple[wire.Collective, ...]:
+    """Return the collectives of each process group around the first that is pending.
 
-    Both are empty in a process without torch's process groups.
+    There are none in a process without torch's process groups.
 
     Args:
         since: wall time, seconds; what began before belongs to groups that are gone.
         notice: tells the user a line. One in the log would count as a sign of life.
     """
     if "torch.distributed.distributed_c10d" not in sys.modules:
-        return {}, ()
-    begun: dict[str, dict[int, wire.Collective]] = {}
-    ranks = of_torch.ranks_of_groups()
-    groups: dict[str, list[int]] = {}
-    # By group, those after the last that is done: parts of a batch are never said to be done.
-    points: dict[str, list[wire.Collective]] = {}
+        return ()
     recorded = of_torch.recorded_collectives()
     if recorded is None:
         notice(
             "this torch has no flight recorder: where ranks wait is read from their stacks alone"
         )
+    ranks = of_torch.ranks_of_groups()
+    begun: dict[str, list[wire.Collective]] = defaultdict(list)
+    # By group, those after the last batch that is done: its parts are never said to be done.
+    points: dict[str, list[wire.Collective]] = defaultdict(list)
+    last: dict[str, wire.Collective] = {}
     for entry in recorded or ():
         if entry["time_created_ns"] < since * 1e9:
             continue
         one = _collective(entry, ranks)
-        if entry["is_p2p"]:
-            of_points = points.setdefault(one.group, [])
+        before, last[one.group] = last.get(one.group), one
+        of_group = begun[one.group]
+        if one.peer is not None:
+            points[one.group] += [one] * one.is_pending
+        elif one.operation == "coalesced" and before and before.peer is not None:
+            # The end of a batch of sends and receives: its number is that of the collective before.
             if not one.is_pending:
-                is_batch = one.peer is None
-                of_points[:] = [
-                    old for old in of_points if not (is_batch or old.operation == one.operation)
-                ]
-            elif one.peer is not None:
-                of_points.append(one)
-            continue
-        of_group = begun.setdefault(one.group, {})
-        if of_group and one.number < max(of_group):  # a new group of an old one's name
-            of_group.clear()
-        of_group[one.number] = one
-        if entry["process_group"][0] in ranks:
-            groups[one.group] = ranks[entry["process_group"][0]]
-    around = [_around([*of_group.values()]) for of_group in begun.values()]
-    return groups, tuple(chain(*around, *(several[:_NUM_AROUND] for several in points.values())))
+                points[one.group].clear()
+        else:
+            # What has parts has their number; a smaller one is of a new group of an old one's name.
+            while of_group and of_group[-1].number >= one.number:
+                of_group.pop()
+            of_group.append(one)
+    around = map(_around, filter(None, begun.values()))
+    return tuple(chain(*around, *(several[:_NUM_AROUND] for several in points.values())))
 
 
 def _around(begun: list[wire.Collective]) -> list[wire.Collective]:
@@ -90,12 +87,15 @@ def _collective(entry: dict[str, Any], ranks: dict[str, list[int]]) -> wire.Coll
     backend, _, name = entry["profiling_name"].rpartition(":")
     name, peer = name.lstrip("_"), None
     group = entry["process_group"][0]
+    of_group = tuple(ranks.get(group, ()))
     if found := _POINT_TO_POINT.fullmatch(name):
-        peer = ranks[group][int(found[2])] if group in ranks else int(found[2])
+        peer = int(found[2])
+        peer = of_group[peer] if of_group else peer
         name = f"{found[1]} {'from' if found[1] == 'recv' else 'to'} rank {peer}"
     frames = takewhile(lambda frame: frame["filename"] != _CALLER, entry.get("frames", ()))
     return wire.Collective(
         group=f"{group} {backend}",
+        ranks=of_group,
         peer=peer,
         number=entry["collective_seq_id"],
         operation=_PLAIN_NAMES.get(name, name),

@@ -265,8 +265,8 @@ class Worker:
     def _tell_collectives(self) -> None:
         if os.fstat(self._inherited.stacks).st_size == 0:  # else the signal came first
             faulthandler.dump_traceback(file=self._inherited.stacks, all_threads=True)
-        of_groups, begun = collectives.newest(since=self._groups_since, notice=self.context.notice)
-        self.context.report(wire.Collectives, groups=of_groups, begun=begun)
+        begun = collectives.newest(since=self._groups_since, notice=self.context.notice)
+        self.context.report(wire.Collectives, begun=begun)
 
     def serve_calls(self) -> int:
         """Run calls until there are no more; return the exit code of the process.

@@ -23,10 +23,10 @@ SUM, SHARE, EACH, SPLIT = "all_reduce", "broadcast", "all_to_all", "scatter"
 def answer(*begun: tuple[Any, ...], first: int = 1, done: int = 0, **groups: Any) -> Any:
     """Collectives from the number `first` on, as (operation, sizes), done up to `done`."""
     return wire.Collectives(
-        groups=groups.get("groups", {}),
         begun=tuple(
             wire.Collective(
                 group=groups.get("group", "0 nccl"),
+                ranks=groups.get("ranks", ()),
                 number=number,
                 operation=operation,
                 sizes=sizes,
@@ -90,7 +90,7 @@ def test_the_first_number_at_which_two_ranks_differ(first: Any, second: Any, tex
 
 
 def test_only_the_ranks_of_a_group_are_waited_for() -> None:
-    of_group: Any = {"group": "5 nccl", "groups": {"5 nccl": [0, 2]}}
+    of_group: Any = {"group": "5 nccl", "ranks": (0, 2)}
     answers = {0: answer((SUM, "[4]"), **of_group), 1: answer(), 2: answer()}
     found = differences(answers, 3)
     assert [one.ranks for one in found] == [(0, 2)]
@@ -166,4 +166,4 @@ def test_a_watch_waits_for_the_collectives_of_ranks_that_tell_them() -> None:
 
 
 def msg(found: wire.Collectives) -> wire.Collectives:
-    return wire.Collectives(rank=0, groups=found.groups, begun=found.begun)
+    return wire.Collectives(rank=0, begun=found.begun)
