@@ -547,20 +547,20 @@ class Import(Message, frozen=True, kw_only=True):
     items: tuple[ImportItem, ...]
     environment: dict[str, str]
     path: tuple[str, ...]
-    directory: str
-    first: int = 0
 
 
 class Importing(Message, frozen=True, kw_only=True):
-    """From a prepared template: it has all items before ``number``, or why that must not be there.
+    """From a prepared template, before the import of ``item``, and after one that went wrong.
 
     Attributes:
-        problem: "" before the import. After it, what it left behind, such as a thread, so that the
-            process must not fork ranks.
+        item: None once all items of a message are imported.
+        problem: what the import left behind, such as a thread, so that the process must not fork
+            ranks.
+        error: the exception that the import raised.
         files: once all are imported, time of the last change of each file, in nanoseconds.
     """
 
-    number: int
+    item: ImportItem | None = None
     problem: str = ""
     error: str = ""
     files: dict[str, int] = {}

@@ -357,7 +357,6 @@ def _fork_agent(message: wire.StartMachineAgent) -> AgentLink:
             items=message.imports,
             environment=message.environment,
             path=message.path,
-            directory=os.getcwd(),
         )
 
         def prepare(source: Template) -> None:

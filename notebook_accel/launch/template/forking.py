@@ -1,4 +1,4 @@
-"""Forks of a template: a child that says what ended it, a grandchild, and one that is an agent."""
+"""Forks of a template: a child that says what ended it, and one that is an agent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 # What stands around a child's traceback on standard error.
 _FAILED, _END = "process {} failed\n", "\n== end of the traceback"
-_PID_BYTES = 4
 
 
-def fork(act: Callable[[], None]) -> int:
+def fork(act: Callable[[], object]) -> int:
     """Fork a child that calls ``act`` and exits; return its pid.
 
     If ``act`` raises, the child prints the traceback to standard error and exits with code 1.
@@ -47,30 +46,6 @@ def traceback_of(pid: int, output: str) -> str:
     """
     _, found, text = output.rpartition(_FAILED.format(pid))
     return text.partition(_END)[0] if found else ""
-
-
-def fork_orphan(act: Callable[[], None]) -> tuple[int, int]:
-    """Fork a grandchild that calls ``act`` and exits, whose parent ends at once.
-
-    The next ancestor that adopts orphans becomes its parent. The pid is 0 if the parent could not
-    fork it.
-    """
-    ours, theirs = os.pipe()
-
-    def act_alone() -> None:
-        os.close(ours)
-        os.close(theirs)
-        act()
-
-    middle = fork(lambda: _write_pid(theirs, fork(act_alone)))
-    os.close(theirs)
-    with open(ours, "rb") as file:
-        told = file.read(_PID_BYTES)
-    return int.from_bytes(told, "big"), middle
-
-
-def _write_pid(fd: int, pid: int) -> None:
-    os.write(fd, pid.to_bytes(_PID_BYTES, "big"))
 
 
 def end_everything(runs: Mapping[int, str] | None = None) -> None:

@@ -87,8 +87,6 @@ _KILLED_SECONDS = 5.0
 _MAX_ERROR_OUTPUT = 2_000
 # Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
-# Of libraries, in one line.
-_MAX_NAMES = 8
 
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
@@ -424,7 +422,6 @@ def follow(items: Iterable[wire.ImportItem]) -> None:
             items=new,
             environment=kept_environment(),
             path=tuple(import_path()),
-            directory=_directory(),
         )
         _followed.append(message)
         if _current is not None and _current[1].alive:
@@ -445,29 +442,18 @@ def imports_line() -> str:
         source, state = _current[1], _current[1].imports()
     parts = []
     if state.libraries:
-        names = ", ".join(state.libraries[:_MAX_NAMES])
-        more = len(state.libraries) - _MAX_NAMES
         with contextlib.suppress(psutil.Error):
             pids = state.pid, source.pid
             prepared, clean = (psutil.Process(pid).memory_info().rss for pid in pids)
             size = max(0, prepared - clean) / 1024**2
-            parts.append(
-                f"{names}{f' and {more} more' if more > 0 else ''}: imported once for all ranks, "
-                f"which share {size:,.0f} MB"
-            )
+            names = ", ".join(state.libraries)
+            parts.append(f"{names}: imported once for all ranks, which share {size:,.0f} MB")
     if state.importing:
         parts.append(f"{state.importing} is being imported")
     parts += [f"{name} is imported by each rank ({why})" for name, why in state.left_out.items()]
     if state.problem:
         parts.append(f"the libraries of the notebook are imported by each rank: {state.problem}")
     return "; ".join(parts)
-
-
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed
-        return "/"
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:

@@ -6,9 +6,11 @@ template what cells and earlier ranks have imported; the clean one brings prepar
     clean template, Preparer               prepared template, _Server
     fork --------------------------------->
     Import ------------------------------->  imports the items one after the other
-          <----------- Importing(number) --  before each and after the last; and after one that
-                                             must not be there
-    ForkAgent ---------------------------->  forks the agent
+          <------------- Importing(item) --  before each; and after one that failed, or that must
+                                             not be there
+          <----------------- Importing() --  after the last
+    ForkAgent ---------------------------->  forks the agent,
+          <------------------ Forked(pid) -  which says its pid
 
 What does not survive a fork is left out: after each import the process looks for threads, sockets,
 devices and child processes. An item that left any, or that ended the process or took longer than a
@@ -27,13 +29,11 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, invalidate_caches
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ import msgspec
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.memory import free_memory
-from notebook_accel.launch.template.forking import fork, fork_orphan, run_agent
+from notebook_accel.launch.template.forking import fork, run_agent
 from notebook_accel.launch.template.libraries import file_of, is_library_file
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 
@@ -77,20 +77,16 @@ class _Prepared:
     """A prepared template.
 
     Attributes:
-        num_sent: how many of the wanted items it was told to import, and ``num_done``, how many of
-            them it has behind it.
+        num_sent: how many of the wanted messages it was sent.
+        importing: None once it has imported all of them.
     """
 
     pid: int
     exit_fd: int
     channel: Channel
     num_sent: int = 0
-    num_done: int = 0
+    importing: wire.ImportItem | None = None
     files: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def is_busy(self) -> bool:
-        return self.num_done < self.num_sent
 
 
 class Preparer:
@@ -112,9 +108,10 @@ class Preparer:
         self._selector = selector
         self._own = own
         self._on_end = on_end
-        self._wanted: list[tuple[wire.ImportItem, wire.Import]] = []
-        self._known: set[wire.ImportItem] = set()
+        self._wanted: list[wire.Import] = []
+        # Why, by module or whole library. Those that failed are tried again by another process.
         self._left_out: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
         self._problem = ""
         self._now: _Prepared | None = None
         # Of all that have not been reaped.
@@ -122,10 +119,7 @@ class Preparer:
 
     def want(self, message: wire.Import) -> None:
         """Import the items of a message, unless the clean template or an earlier message has."""
-        for item in message.items:
-            if item not in self._known and not _is_here(item):
-                self._known.add(item)
-                self._wanted.append((item, message))
+        self._add(message)
         self._go_on()
 
     def state(self) -> wire.Imports:
@@ -133,27 +127,28 @@ class Preparer:
         if self._now is not None and _have_changed(self._now.files):
             self._drop(self._now)
             self._go_on()
-        now, num_done = self._now, self._now.num_done if self._now else 0
+        now = self._now
+        importing = now.importing.root if now and now.importing else ""
+        done = self._wanted[: now.num_sent - bool(importing)] if now else ()
         return wire.Imports(
             pid=now.pid if now else 0,
-            importing=self._wanted[num_done][0].root if now and now.is_busy else "",
-            libraries=tuple(dict.fromkeys(item.root for item, _ in self._wanted[:num_done])),
-            left_out=self._left_out,
+            importing=importing,
+            libraries=tuple(dict.fromkeys(item.root for each in done for item in each.items)),
+            left_out={**self._failed, **self._left_out},
             problem=self._problem,
         )
 
     def fork_agent(self, message: wire.ForkAgent, fd: int) -> int:
         """Return the pid of a new agent that has the libraries; 0 if none can be had."""
         now = self._now
-        if now is None or now.is_busy:
+        if now is None or now.importing:
             return 0
         with suppress(OSError, EOFError, ProtocolError):
             now.channel.send(message, (fd,))
             if processes.is_readable(now.channel, _FORK_SECONDS):
                 answer, _ = now.channel.receive()
                 assert isinstance(answer, wire.Forked)
-                if answer.pid:
-                    return answer.pid
+                return answer.pid
         self._drop(now)
         return 0
 
@@ -162,27 +157,36 @@ class Preparer:
         if self._now is not None:
             self._drop(self._now)
 
+    def _add(self, message: wire.Import) -> None:
+        known = {item for each in self._wanted for item in each.items}
+        items = tuple(
+            item
+            for item in message.items
+            if item not in known
+            and not _is_here(item)
+            and self._left_out.keys().isdisjoint((item.module, item.root))
+        )
+        if items:
+            self._wanted.append(msgspec.structs.replace(message, items=items))
+
     def _go_on(self) -> None:
         """Have more imported, if there is more and nothing is being imported."""
-        start = self._now.num_sent if self._now else 0
-        if start == len(self._wanted) or (self._now is not None and self._now.is_busy):
+        if self._wanted and self._now is None:
+            self._now = self._fork()
+        now = self._now
+        if now is None or now.importing or now.num_sent == len(self._wanted):
             return
-        free = free_memory()
-        self._problem = ""
-        if free < _LITTLE_MEMORY:
-            self._problem = f"only {free / (1 << 30):.1f} GB of memory are free"
-            return
-        now = self._now = self._now or self._fork()
-        if now is None:
-            return
-        message = self._wanted[start][1]
-        same = takewhile(lambda pair: pair[1] is message, self._wanted[start:])
-        items = tuple(item for item, _ in same)
-        now.num_sent = start + len(items)
+        message = self._wanted[now.num_sent]
+        now.num_sent += 1
+        now.importing = message.items[0]
         with suppress(OSError):  # it is dead: noticed by its descriptor
-            now.channel.send(msgspec.structs.replace(message, items=items, first=start))
+            now.channel.send(message)
 
     def _fork(self) -> _Prepared | None:
+        free = free_memory()
+        if free < _LITTLE_MEMORY:
+            self._problem = f"only {free / (1 << 30):.1f} GB of memory are free"
+            return None
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -193,6 +197,7 @@ class Preparer:
                 ours.close()
                 self._problem = f"no process could be forked for them: {error}"
                 return None
+        self._problem = ""
         made = _Prepared(pid=pid, exit_fd=exit_fd, channel=Channel(ours))
         self.pids.add(pid)
         self._selector.register(made.channel, 1, partial(self._listen, made))
@@ -203,54 +208,54 @@ class Preparer:
         try:
             messages = made.channel.drain()
         except (OSError, EOFError, ProtocolError):
-            self._lose(made)
+            self._kill(made)
             return
         for message, _ in messages:
             if made is self._now and isinstance(message, wire.Importing):
                 self._hear(made, message)
 
     def _hear(self, made: _Prepared, message: wire.Importing) -> None:
-        made.num_done = message.number
+        made.importing = message.item
         made.files.update(message.files)
         if message.problem:
             self._leave_out(made, message.problem)
-        elif message.error:
-            self._left_out[self._wanted[message.number][0].module] = message.error
+        elif message.item and message.error:
+            self._failed[message.item.module] = message.error
         self._go_on()
-
-    def _lose(self, made: _Prepared) -> None:
-        if made.is_busy:
-            limit = f"{_IMPORT_SECONDS:.0f} s"
-            self._leave_out(made, f"its import ended the process, or took longer than {limit}")
-        else:
-            self._drop(made)
 
     def _leave_out(self, made: _Prepared, why: str) -> None:
-        item, _ = self._wanted.pop(made.num_done)
-        root = item.root
+        assert made.importing is not None
+        name, root = made.importing.module, made.importing.root
         # Once two of a library's modules are at fault, likely all are: each import of one is an
         # import of the whole library, and what it imports.
-        if item.module == root or any(name.partition(".")[0] == root for name in self._left_out):
-            later = [pair for pair in self._wanted[made.num_done :] if pair[0].root != root]
-            self._wanted[made.num_done :] = later
-            item = wire.ImportItem(root)
-        self._left_out[item.module] = why
+        if any(other.partition(".")[0] == root for other in self._left_out):
+            name = root
+        self._left_out[name] = why
         self._drop(made)
-        self._go_on()
+        wanted, self._wanted = self._wanted, []
+        for message in wanted:
+            self._add(message)
 
     def _drop(self, made: _Prepared) -> None:
         self._now = None
-        self._selector.unregister(made.channel)
-        made.channel.close()
-        with suppress(ProcessLookupError):
-            os.kill(made.pid, signal.SIGKILL)
+        self._failed.clear()
+        self._kill(made)
+
+    def _kill(self, made: _Prepared) -> None:
+        if not made.channel.closed:
+            self._selector.unregister(made.channel)
+            made.channel.close()
+        os.kill(made.pid, signal.SIGKILL)
 
     def _reap(self, made: _Prepared) -> None:
         """Reap one that has ended: it was dropped, or what it imported has ended it."""
-        if made is self._now:
+        if not made.channel.closed:
             self._listen(made)  # to the last that it said
-        if made is self._now:
-            self._lose(made)
+        if made is self._now and made.importing:
+            limit = f"{_IMPORT_SECONDS:.0f} s"
+            self._leave_out(made, f"its import ended the process, or took longer than {limit}")
+        elif made is self._now:
+            self._drop(made)
         self._selector.unregister(made.exit_fd)
         os.close(made.exit_fd)
         reap(made.pid)
@@ -287,84 +292,58 @@ def _is_here(item: wire.ImportItem) -> bool:
 # ---- in a prepared template ----------------------------------------------------------------
 
 
-class _Server:
-    """A prepared template's own side."""
-
-    def __init__(self, channel: Channel, kernel: int, template: int) -> None:
-        self._channel = channel
-        self._kernel = kernel
-        self._template = template
-        # What is imported prints into nothing; an agent, forked later, says by this what ended it.
-        self._stderr = os.dup(2)
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        self._seen = set(sys.modules)
-        self._files: dict[str, int] = {}
-
-    def run(self) -> None:
-        processes.die_with_parent(self._template)
-        while True:
-            message, fds = self._channel.receive()
-            if isinstance(message, wire.Import):
-                self._import(message)
-            elif isinstance(message, wire.ForkAgent):
-                self._fork_agent(message, fds[0])
-
-    def _fork_agent(self, message: wire.ForkAgent, fd: int) -> None:
-        # Without room for a process, this one ends, and the clean template says so.
-        pid, middle = fork_orphan(partial(self._be_agent, message, fd))
+def _serve(channel: Channel, kernel: int, template: int, unneeded: Sequence[int]) -> None:
+    """Be a prepared template."""
+    processes.die_with_parent(template)
+    for fd in unneeded:
         os.close(fd)
-        self._channel.send(wire.Forked(pid=pid))
-        os.waitpid(middle, 0)
+    # What is imported prints into nothing; an agent, forked later, says by this what ended it.
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
 
-    def _be_agent(self, message: wire.ForkAgent, fd: int) -> None:
-        os.dup2(self._stderr, 2)
-        os.close(self._stderr)
-        self._channel.close()
-        run_agent(message, fd, self._kernel)
+    def be_agent(message: wire.ForkAgent, fd: int) -> None:
+        channel.send(wire.Forked(pid=os.getpid()))
+        channel.close()
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        run_agent(message, fd, kernel)
 
-    def _import(self, message: wire.Import) -> None:
-        os.environ.clear()
-        os.environ.update(message.environment, **dict.fromkeys(ITS_THREADS, "1"), **_SAFE_COUNT)
-        sys.path[:] = message.path
-        with suppress(OSError):
-            os.chdir(message.directory)
-        invalidate_caches()  # packages may have been installed meanwhile
-        gc.disable()
-        number = message.first
-        for number, item in enumerate(message.items, message.first):
-            if not _is_here(item):
-                self._channel.send(wire.Importing(number=number))
-                # It ends the process, whatever hangs.
-                signal.setitimer(signal.ITIMER_REAL, _IMPORT_SECONDS)
-                error = _import_item(item)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                problem = self._what_it_left()
-                if problem or error:
-                    said = wire.Importing(number=number, problem=problem, error=error)
-                    self._channel.send(said)
-        gc.enable()
-        # Not collected before: that takes 0.3 s, and frees little.
-        gc.freeze()
-        self._channel.send(wire.Importing(number=number + 1, files=self._files))
-        self._files = {}
+    while True:
+        message, fds = channel.receive()
+        if isinstance(message, wire.Import):
+            _import(channel, message)
+        elif isinstance(message, wire.ForkAgent):
+            # Its parent ends at once, so that the clean template adopts and reaps it.
+            parent = fork(partial(fork, partial(be_agent, message, fds[0])))
+            os.close(fds[0])
+            if os.waitpid(parent, 0)[1]:  # there was no room: the clean template forks it
+                return
 
-    def _what_it_left(self) -> str:
-        """Return why ranks must not be forked from this process any more; "" if they may."""
-        for name in sys.modules.keys() - self._seen:
-            self._seen.add(name)
-            path = file_of(sys.modules.get(name))
-            if path and not is_library_file(path):
-                return f"it imports {path}, which may be edited"
-            with suppress(OSError):
-                if path:
-                    self._files[path] = os.stat(path).st_mtime_ns
-        deadline = time.monotonic() + _THREAD_SECONDS
-        while found := _left_behind({self._channel.fileno()}):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL_SECONDS)
-        return found
+
+def _import(channel: Channel, message: wire.Import) -> None:
+    os.environ.clear()
+    os.environ.update(message.environment, **dict.fromkeys(ITS_THREADS, "1"), **_SAFE_COUNT)
+    sys.path[:] = message.path
+    invalidate_caches()  # packages may have been installed meanwhile
+    gc.disable()
+    files: dict[str, int] = {}
+    for item in message.items:
+        if not _is_here(item):
+            channel.send(wire.Importing(item=item))
+            before = {*sys.modules}
+            # It ends the process, whatever hangs.
+            signal.setitimer(signal.ITIMER_REAL, _IMPORT_SECONDS)
+            error = _import_item(item)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            new = [file_of(sys.modules.get(name)) for name in sys.modules.keys() - before]
+            problem = _read_files([*filter(None, new)], files) or _left_behind(channel.fileno())
+            if problem or error:
+                channel.send(wire.Importing(item=item, problem=problem, error=error))
+    gc.enable()
+    # Not collected before: that takes 0.3 s, and frees little.
+    gc.freeze()
+    channel.send(wire.Importing(files=files))
 
 
 def _import_item(item: wire.ImportItem) -> str:
@@ -379,23 +358,26 @@ def _import_item(item: wire.ImportItem) -> str:
     return ""
 
 
-def _native_threads() -> list[str]:
-    """Return the names of threads of native code, but for those that a fork makes anew."""
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it has ended
-            names += Path("/proc/self/task", task, "comm").read_text().splitlines()
-    names.remove(Path("/proc/self/comm").read_text().strip())
-    return [f"{name}, of native code" for name in names if name not in _SURVIVING_THREADS]
+def _read_files(paths: Sequence[str], times: dict[str, int]) -> str:
+    """Note when files were changed; return why one of them must not be there, or ""."""
+    for path in paths:
+        if not is_library_file(path):
+            return f"it imports {path}, which may be edited"
+        with suppress(OSError):  # it lies in an archive
+            times[path] = os.stat(path).st_mtime_ns
+    return ""
 
 
-def _left_behind(own: set[int]) -> str:
-    """Return what this process has that does not survive a fork."""
-    if names := [each.name for each in threading.enumerate()[1:]] or _native_threads():
-        return f"it starts a thread ({names[0]})"
+def _left_behind(own: int) -> str:
+    """Return what this process has that does not survive a fork, or ""; ``own`` is a socket."""
+    deadline = time.monotonic() + _THREAD_SECONDS
+    while _has_threads():
+        if time.monotonic() >= deadline:
+            return "it starts a thread"
+        time.sleep(_POLL_SECONDS)
     if processes.has_children():
         return "it starts a process"
-    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - own:
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {own}:
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             if target.startswith("socket:"):
@@ -405,7 +387,10 @@ def _left_behind(own: set[int]) -> str:
     return ""
 
 
-def _serve(channel: Channel, kernel: int, template: int, unneeded: Sequence[int]) -> None:
-    for fd in unneeded:
-        os.close(fd)
-    _Server(channel, kernel, template).run()
+def _has_threads() -> bool:
+    """Whether there are threads, but for those that a fork makes anew."""
+    try:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    except OSError:  # one has ended meanwhile
+        return True
+    return len([name for name in names if name.strip() not in _SURVIVING_THREADS]) > 1

@@ -173,33 +173,29 @@ class Server:
             self._channel.send(message)
 
     def _count_devices(self, message: wire.CountDevices) -> None:
+        """Answer with the accelerators, counted in a forked child process."""
+        # Without an answer it is not known that there is none: a training that should be on a GPU
+        # must not begin on the CPU without a word.
+        answer: wire.Message = wire.Devices(
+            kind="cpu", error="torch did not answer: its process died, or took too long"
+        )
+        me = os.getpid()
         try:
-            answer = self._ask_child(message.environment)
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                pid = fork(lambda: _answer_devices(Channel(theirs), message.environment, me))
+                theirs.close()
+                ours.settimeout(_ANSWER_SECONDS)
+                with (
+                    processes.acting_on_exit(self._kernel, self._end_everything),
+                    contextlib.suppress(EOFError, OSError),
+                ):
+                    answer, _ = Channel(ours).receive()
+                processes.kill_tree([pid])
+                os.waitpid(pid, 0)
         except OSError as error:  # no room for one more process, or for a descriptor
             answer = wire.Devices(kind="cpu", error=str(error))
         self._tell(msgspec.structs.replace(answer, run=message.run))
-
-    def _ask_child(self, environment: dict[str, str]) -> wire.Message:
-        """Return the accelerators, counted in a forked child process."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            me = os.getpid()
-            pid = fork(lambda: _answer_devices(Channel(theirs), environment, me))
-            theirs.close()
-            ours.settimeout(_ANSWER_SECONDS)
-            # Without an answer it is not known that there is none: a training that should be on
-            # a GPU must not begin on the CPU without a word.
-            answer: wire.Message = wire.Devices(
-                kind="cpu", error="torch did not answer: its process died, or took too long"
-            )
-            with (
-                processes.acting_on_exit(self._kernel, self._end_everything),
-                contextlib.suppress(EOFError, OSError),
-            ):
-                answer, _ = Channel(ours).receive()
-            processes.kill_tree([pid])
-            os.waitpid(pid, 0)
-        return answer
 
 
 def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:

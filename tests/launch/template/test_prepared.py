@@ -45,7 +45,6 @@ class Libraries:
             items=tuple(map(wire.ImportItem, names)),
             environment={**os.environ, **environment},
             path=(*sys.path, str(self.folder), *folders),
-            directory="/",
         )
         self.source.import_soon(message)
 
@@ -99,7 +98,7 @@ def test_each_is_imported_once_and_with_the_variables_of_its_time(libraries: Lib
         (
             "threads",
             "import threading, time; threading.Thread(target=time.sleep, args=(99,)).start()",
-            "a thread (Thread-",
+            "a thread",
         ),
         ("listens", "import socket; s = socket.create_server(('127.0.0.1', 0))", "a socket"),
         ("spawns", "import subprocess; p = subprocess.Popen(['sleep', '99'])", "a process"),
@@ -189,7 +188,7 @@ from notebook_accel.launch.template.handle import template
 import_little()
 source = template()
 source.import_soon(wire.Import(
-    items=(wire.ImportItem("slow_lib"),), environment={{}}, directory="/",
+    items=(wire.ImportItem("slow_lib"),), environment={{}},
     path=(*sys.path, {str(libraries.folder)!r}),
 ))
 print("started", flush=True)
