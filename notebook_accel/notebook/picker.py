@@ -297,6 +297,14 @@ _IN_A_TERMINAL = (
 _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
+def _folded(title: str, content: Any) -> tuple[Any, Any]:
+    """Return a button and what it opens, by its style alone: Colab asks no kernel between cells."""
+    button = ipywidgets.ToggleButton(description=title)
+    button.add_class("na-fold")
+    content.add_class("na-folded")
+    return button, content
+
+
 class ConfigPicker:
     """A form for the settings of a launch, shown where it is the last expression of a cell.
 
@@ -334,6 +342,8 @@ class ConfigPicker:
         self._strategy = _strategy_row()
         self._message = ipywidgets.HTML()
         self._code, self._yaml = ipywidgets.HTML(), ipywidgets.HTML()
+        for text in (self._code, self._yaml):
+            text.add_class("na-code")
         self._path = ipywidgets.Text(description="File", continuous_update=True)
         self._function = ipywidgets.Dropdown(description="Function", options=[])
         self._arguments = ipywidgets.Text(
@@ -423,16 +433,11 @@ class ConfigPicker:
         for name, setting in settings_of(LaunchConfig).items():
             if name not in PLUGINS:
                 boxes[setting.is_first].append(self._rows[name].box)
-        more = ipywidgets.Accordion(children=[ipywidgets.VBox(boxes[False])], selected_index=None)
-        more.set_title(0, "More settings")
         for name, plugin in PLUGINS.items():
             title = ipywidgets.HTML(str(element("h4", plugin.about)))
             rows = (self._rows[_key(name, option)].box for option in plugin.options)
             self._plugin_boxes[name] = ipywidgets.VBox([title, *rows])
             self._plugin_boxes[name].add_class("na-plugin")
-        shown = ipywidgets.Tab(children=[self._code, self._yaml])
-        for index, title in enumerate(("Code", "YAML")):
-            shown.set_title(index, title)
         save = ipywidgets.HBox([self._path, self._buttons["Save"], self._buttons["Load"]])
         start = ipywidgets.HBox([self._function, self._arguments, self._buttons["Launch"]])
         for line in (save, start):
@@ -450,8 +455,9 @@ class ConfigPicker:
                 *boxes[True],
                 self._strategy.box,
                 *self._plugin_boxes.values(),
-                more,
-                shown,
+                *_folded("More settings", ipywidgets.VBox(boxes[False])),
+                self._code,
+                *_folded("YAML", self._yaml),
                 save,
                 start,
                 # Beside the buttons: whoever clicks there looks there.

@@ -569,6 +569,13 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     expect(launch).to_be_enabled()
     form.get_by_label("Mixed precision", exact=True).select_option(index=0)
 
+    # What is seldom set is folded; it opens and closes in its place.
+    port = form.get_by_label("Port", exact=True)
+    for is_open in (False, True, False):
+        expect(port).to_be_visible(visible=is_open)
+        form.get_by_role("button", name="More settings").click()
+    form.get_by_role("button", name="More settings").click()
+
     # A bad value is told while it is typed, and there is nothing to launch then.
     form.get_by_label("Processes", exact=True).fill("zero")
     wait_for(form, "expected a whole number")
@@ -603,6 +610,7 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     form.get_by_role("button", name="Copy").locator("visible=true").click()
     copied = str(page.evaluate("navigator.clipboard.readText()"))
     assert "\nrun = notebook_launcher(train, args=(0.5,), kwargs={'epochs': 3}, config" in copied
+    notebook.hide_sidebar()
     page.set_viewport_size({"width": 400, "height": 1000})
     page.wait_for_function(CODE_SCROLLS, timeout=10_000)
     page.set_viewport_size({"width": 1100, "height": 1000})

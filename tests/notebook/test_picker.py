@@ -83,8 +83,8 @@ class Form:
     @property
     def texts(self) -> list[str]:
         """The code and the YAML, each of which has a button beside it."""
-        (tab,) = (one for one in self.box.children if isinstance(one, ipywidgets.Tab))
-        boxes = (one.value.removeprefix("<pre>").partition("</pre>")[0] for one in tab.children)
+        shown = (one.value for one in self.box.children if "na-code" in classes(one))
+        boxes = (value.removeprefix("<pre>").partition("</pre>")[0] for value in shown)
         return [unescape(text) for text in boxes]
 
 
