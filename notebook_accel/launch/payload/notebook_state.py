@@ -3,11 +3,11 @@
     notebook: capture() -> NotebookState --pickle--> rank: apply_notebook_state()
 
 Ranks are not forked from the notebook, so they inherit none of its settings. They are sent the
-states of the random number generators, torch's settings, and levels and plain handlers of logging.
+states of the random number generators, and levels and plain handlers of logging.
 Each rank gets the same state, so that an unseeded ``random_split`` gives the same split on all.
 
 Not carried are torch's default device (each rank has its own), and logging handlers and formatters
-of custom classes, or with filters. What cells did to other libraries is in launch/setup.
+of custom classes, or with filters. Settings of torch and other libraries are in launch/setup.
 """
 
 from __future__ import annotations
@@ -19,34 +19,14 @@ import os
 import random
 import secrets
 import sys
-import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import current_process
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Torch reads it as it loads: it makes "high" the default precision of products, as TF32.
-_TF32_OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-_OF_PRODUCTS = "backends.cuda.matmul.fp32_precision"
-# What of torch cells set by assignment, by its path there. A rank sets them in this order: what
-# holds for all before what holds for one, since later names are newer (torch 2.9).
-_FLAGS = (
-    "utils.deterministic.fill_uninitialized_memory",
-    "backends.cudnn.deterministic",
-    "backends.cudnn.benchmark",
-    "backends.cudnn.allow_tf32",
-    "backends.fp32_precision",
-    "backends.cudnn.fp32_precision",
-    _OF_PRODUCTS,
-    "backends.cudnn.conv.fp32_precision",
-    "backends.cudnn.rnn.fp32_precision",
-)
 # What makes a logging handler, its level and its formatter.
 _Handler = tuple["Callable[[], logging.Handler]", int, logging.Formatter]
 # Names of streams as Python, ipykernel and test runners have them.
@@ -66,8 +46,6 @@ class NotebookState:
     numpy: dict[str, Any] | int
     torch_seed: int
     torch_state: bytes | None = None
-    torch_settings: dict[str, Any] = field(default_factory=dict)
-    torch_flags: dict[str, Any] = field(default_factory=dict)
     loggers: tuple[tuple[Any, ...], ...] = ()
     disabled_level: int = 0
     authkey: bytes = field(default=b"", repr=False)
@@ -88,13 +66,11 @@ def capture(seed: int | None = None) -> NotebookState:
     """
     torch: Any = sys.modules.get("torch")
     # A module that is being imported by another thread has not all of its names yet.
-    torch = torch if hasattr(torch, "get_rng_state") and hasattr(torch, "backends") else None
+    torch = torch if hasattr(torch, "get_rng_state") else None
     named = (logging.root, *logging.root.manager.loggerDict.values())
     loggers = (_logger(one) for one in named if isinstance(one, logging.Logger))
     return NotebookState(
         **_generators(torch, seed),
-        torch_settings=_torch_settings(torch) if torch else {},
-        torch_flags=_torch_flags(torch) if torch else {},
         loggers=tuple(one for one in loggers if one is not None),
         disabled_level=logging.root.manager.disable,
         authkey=bytes(current_process().authkey),
@@ -117,34 +93,6 @@ def _numpy_state() -> dict[str, Any] | int:
     generator: Any = getattr(sys.modules.get("numpy"), "random", None)
     has_state = hasattr(generator, "get_state")
     return generator.get_state(legacy=False) if has_state else secrets.randbits(32)
-
-
-def _torch_settings(torch: Any) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():  # torch 2.9 has one of its own, for whoever asks
-            warnings.simplefilter("ignore")
-            precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # once a newer name of the setting was used, torch refuses the older one
-        precision = None
-    return {
-        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "anomaly": torch.is_anomaly_enabled(),
-        "check_nan": torch.is_anomaly_check_nan_enabled(),
-        "matmul_precision": precision,
-        # That of the process's start: torch may have been loaded when a cell set another.
-        "tf32_override": psutil.Process().environ().get(_TF32_OVERRIDE),
-    }
-
-
-def _torch_flags(torch: Any) -> dict[str, Any]:
-    found = {}
-    for path in _FLAGS:
-        # An older torch lacks some of them, and one may refuse older names as above.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            found[path] = attrgetter(path)(torch)
-    return found
 
 
 def _logger(logger: logging.Logger) -> tuple[Any, ...] | None:
@@ -210,8 +158,6 @@ def apply_notebook_state(state: NotebookState) -> None:
     current_process().authkey = state.authkey
     for logger in state.loggers:
         _apply_logger(*logger)
-    if state.torch_settings:
-        _apply_torch_settings(state)
     apply_generators(state)
 
 
@@ -236,36 +182,6 @@ def apply_generators(state: NotebookState) -> None:
         torch.default_generator.manual_seed(state.torch_seed)
     if state.torch_state is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(state.torch_state), dtype=torch.uint8))
-
-
-def _apply_torch_settings(state: NotebookState) -> None:
-    import torch
-
-    wanted = state.torch_settings
-    torch.set_default_dtype(getattr(torch, wanted["dtype"]))
-    now = _torch_settings(torch)
-    if any(wanted[name] != now[name] for name in ("deterministic", "warn_only")):
-        # It imports torch._inductor, which takes seconds.
-        torch.use_deterministic_algorithms(wanted["deterministic"], warn_only=wanted["warn_only"])
-    torch.autograd.set_detect_anomaly(wanted["anomaly"], wanted["check_nan"])
-    flags = state.torch_flags
-    if wanted["matmul_precision"] == "highest" and wanted["tf32_override"] != os.environ.get(
-        _TF32_OVERRIDE
-    ):
-        # What a cell or ``env=`` has set for ranks, the notebook's own torch did not read.
-        wanted = {**wanted, "matmul_precision": None}
-        flags = {path: value for path, value in flags.items() if path != _OF_PRODUCTS}
-    # Of precisions only what differs: one that is set for an operation, be it to the default, no
-    # longer follows the one that the function sets for all of them.
-    if wanted["matmul_precision"] not in (None, now["matmul_precision"]):
-        torch.set_float32_matmul_precision(wanted["matmul_precision"])
-    for path, value in flags.items():
-        owner, _, name = path.rpartition(".")
-        module: Any = attrgetter(owner)(torch)
-        # Torch raises for the older name of a precision once the newer one was set.
-        with contextlib.suppress(RuntimeError):
-            if getattr(module, name) != value:
-                setattr(module, name, value)
 
 
 def _apply_logger(

@@ -6,6 +6,7 @@ it. A call is repeated as the cell has it. To add a library is to add a row.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -15,6 +16,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from operator import attrgetter
 from typing import Any
+
+import psutil
 
 from notebook_accel.launch.system.after_import import change_module
 
@@ -101,6 +104,49 @@ def _set_filters(module: Any, state: list[Any]) -> None:
         change_module(name, partial(add, tuple(rest)))
 
 
+# Torch reads it as it loads: it makes "high" the default precision of products, as TF32.
+_TF32_OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+_OF_PRODUCTS = "backends.cuda.matmul.fp32_precision"
+# What of torch cells set by assignment. A rank sets them in this order: what holds for all before
+# what holds for one, since later names are newer (torch 2.9).
+_FLAGS = (
+    "utils.deterministic.fill_uninitialized_memory",
+    *(f"backends.cudnn.{name}" for name in ("deterministic", "benchmark", "allow_tf32")),
+    *("backends.fp32_precision", "backends.cudnn.fp32_precision", _OF_PRODUCTS),
+    *("backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision"),
+)
+
+
+@_quiet()
+def _torch_flags(torch: Any) -> dict[str, Any]:
+    # That of the process's start: torch may have been loaded when a cell set another.
+    found = {_TF32_OVERRIDE: psutil.Process().environ().get(_TF32_OVERRIDE)}
+    # Once a newer name of a precision was used, torch refuses the older one.
+    with suppress(RuntimeError):
+        found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    for path in _FLAGS:
+        with suppress(AttributeError, RuntimeError):  # an older torch lacks some of them
+            found[path] = attrgetter(path)(torch)
+    return found
+
+
+def _set_torch_flags(torch: Any, state: dict[str, Any]) -> None:
+    override, products = state.pop(_TF32_OVERRIDE), state.pop("float32_matmul_precision", None)
+    if products == "highest" and override != os.environ.get(_TF32_OVERRIDE):
+        # What a cell or ``env=`` has set for ranks, the notebook's own torch did not read.
+        products = None
+        state.pop(_OF_PRODUCTS, None)
+    # Of precisions only what differs: one that is set for an operation, be it to the default, no
+    # longer follows the one that the function sets for all of them.
+    if products not in (None, _torch_flags(torch).get("float32_matmul_precision")):
+        torch.set_float32_matmul_precision(products)
+    for path, value in state.items():
+        owner, _, name = path.rpartition(".")
+        with suppress(RuntimeError):  # as above
+            if attrgetter(path)(torch) != value:
+                setattr(attrgetter(owner)(torch), name, value)
+
+
 _CONFIG = _by("get_config set_config")
 _VERBOSITY = _by("get_verbosity set_verbosity")
 # transformers and diffusers have the same module.
@@ -123,6 +169,22 @@ _ROWS: dict[str, tuple[_Row, ...]] = {
     "pandas": ((lambda m: _options(m.options), lambda m, state: _set_options(m.options, state)),),
     "sklearn": (_CONFIG,),
     "sys": (_by("getrecursionlimit setrecursionlimit"),),
+    "torch": (
+        _by("get_default_dtype set_default_dtype"),
+        (
+            lambda torch: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            # It imports torch._inductor, which takes seconds.
+            lambda torch, state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
+        ),
+        (
+            lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda torch, state: torch.autograd.set_detect_anomaly(*state),
+        ),
+        (_torch_flags, _set_torch_flags),
+    ),
     "torch.multiprocessing": (_by("get_sharing_strategy set_sharing_strategy"),),
     "transformers.utils.logging": _LOGGING,
     "warnings": ((_filters, _set_filters),),
@@ -167,7 +229,7 @@ _NEEDLESS = (
     *("torch.cuda.*", "torch.set_default_*", "torch.set_rng_state"),
     *("torch.set_deterministic_debug_mode", "torch.set_float32_matmul_precision"),
     *("torch.use_deterministic_algorithms", "transformers.logging.set_*"),
-    *(f"{name}.*" for name in _ROWS),
+    *(f"{name}.*" for name in _ROWS if name != "torch"),
 )
 _SETS = re.compile(r"set_|set$|set[A-Z]|register|enable|disable|use$|use_|configure|.*option")
 
