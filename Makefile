@@ -144,8 +144,14 @@ test-deepspeed: $(READY)
 test-eight: $(READY)
 	$(PYTEST) tests/training/eight_ranks.py $(ARGS)
 
+# pip may find torchvision compiled for another torch than .venv's (for CUDA, say), which then has no
+# operators. Its import needs the names of two; nothing here calls them.
 test-libraries: $(READY)
 	$(call on_top,libraries,--constraint constraints.txt datasets==5.2.0 diffusers evaluate fastai lightning seaborn timm trl)
+	printf '%s\n' 'if not _has_ops() and not hasattr(torch.ops.torchvision, "nms"):' \
+	  '    for each in ("nms", "qnms"):' \
+	  '        torch.library.define(f"torchvision::{each}", "(Tensor a, Tensor b, float c) -> Tensor")' \
+	  >>"$$(echo build/libraries/lib/python3*/site-packages/torchvision/extension.py)"
 	build/libraries/bin/python -m pytest -m '' tests/kernel/test_first_cells.py \
 	  tests/launch/test_library_metrics.py \
 	  'tests/test_docs.py::test_the_blocks_of_a_page_run_in_a_new_kernel_one_after_the_other[guide/lightning.md]' $(ARGS)
