@@ -366,7 +366,6 @@ class Stacks(Message, frozen=True, kw_only=True):
     """
 
     text: str
-    tells_collectives: bool = False
 
 
 # ---- to an agent, and from it to its ranks -------------------------------------------------

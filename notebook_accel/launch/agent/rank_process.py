@@ -103,8 +103,7 @@ class Shared:
             board=board,
             log=log,
             stacks=os.memfd_create(f"stacks-{spec.rank}"),
-            disconnect=os.eventfd(0),
-            collectives=os.eventfd(0),
+            asks=os.eventfd(0),
         )
         return cls(inherited=inherited, ours=ours, tail=tail)
 
@@ -146,8 +145,7 @@ class RankProcess:
         self._process = process
         self._tail = shared.tail
         self._stacks = inherited.stacks
-        self._disconnect = inherited.disconnect
-        self._collectives = inherited.collectives
+        self._asks = inherited.asks
         self._stacks_asked: float | None = None
         self._stacks_signalled = False
         self._wakes_at = 0.0
@@ -164,8 +162,7 @@ class RankProcess:
             self.channel.fileno(),
             self.exit_fd,
             self._stacks,
-            self._disconnect,
-            self._collectives,
+            self._asks,
             self._tail.fileno(),
             self._process.sentinel,
         )
@@ -309,10 +306,10 @@ class RankProcess:
     def ask_stacks(self) -> None:
         """Ask the rank for the stack traces of all its threads.
 
-        The rank writes them to a file in memory; :meth:`observe` yields the text once it is
-        complete. A rank that has a process group has a thread that writes them, and sends
-        ``Collectives`` after that. The others are asked by a signal, as are those whose thread does
-        not answer. Does nothing if the process has ended, or an earlier request is unanswered.
+        A thread of the rank writes them to a file in memory, and sends ``Collectives`` after that;
+        :meth:`observe` yields the text once it is complete. A rank whose thread does not answer is
+        asked by a signal. Does nothing if the process has ended, or an earlier request is
+        unanswered.
         """
         # faulthandler's signal handler reads the frames of all threads without the GIL. If another
         # thread runs Python meanwhile, that ends the process by SIGSEGV, once in some 20,000 times.
@@ -321,11 +318,8 @@ class RankProcess:
             os.lseek(self._stacks, 0, os.SEEK_SET)
             self._stacks_asked = time.monotonic()
             self._stacks_grew = (0, self._stacks_asked)
-            self._stacks_signalled = not self.row.tells_collectives
-            if self._stacks_signalled:
-                self._signal(STACKS_SIGNAL)
-            else:
-                os.eventfd_write(self._collectives, 1)
+            self._stacks_signalled = False
+            os.eventfd_write(self._asks, 1)
 
     def _new_stacks(self, now: float) -> Iterator[wire.Message]:
         size = os.fstat(self._stacks).st_size
@@ -338,11 +332,8 @@ class RankProcess:
         is_whole = size and now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
         if is_whole or now - self._stacks_asked >= _STACKS_SECONDS:
             self._stacks_asked = None
-            yield wire.Stacks(
-                rank=self.rank,
-                text=self._stacks_text() or "the rank did not answer\n",
-                tells_collectives=bool(self.row.tells_collectives),
-            )
+            text = self._stacks_text() or "the rank did not answer\n"
+            yield wire.Stacks(rank=self.rank, text=text)
 
     def _stacks_text(self) -> str:
         size = os.fstat(self._stacks).st_size
@@ -383,7 +374,7 @@ class RankProcess:
         """
         # Its thread that reads the eventfd may wake in the next call: this says which one is meant.
         self.row.disconnected_call = self._call
-        os.eventfd_write(self._disconnect, 1)
+        os.eventfd_write(self._asks, 1)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank's process; SIGKILL goes to its descendants too.

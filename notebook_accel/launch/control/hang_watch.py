@@ -67,10 +67,8 @@ class HangWatch:
             return
         if isinstance(message, wire.Collectives):
             self._begun[message.rank] = message
-            return
-        self._dumps[message.rank] = message.text
-        if not message.tells_collectives:
-            self._begun.setdefault(message.rank, wire.Collectives())
+        else:
+            self._dumps[message.rank] = message.text
 
     def asks(self, state: RunState, *, now: float) -> bool:
         """Return whether it is time to ask the ranks for their stacks.

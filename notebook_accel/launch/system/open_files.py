@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
-# Of an agent, for each rank: its channel, log, pidfd, dump of stacks, two eventfds and
-# multiprocessing's sentinel; gloo's mesh is in the ranks.
-_FILES_A_RANK = 7
+# Of an agent, for each rank: its channel, log, pidfd, dump of stacks, eventfd and multiprocessing's
+# sentinel; gloo's mesh is in the ranks.
+_FILES_A_RANK = 6
 _FILES_BESIDE = 64
 # Of a kernel, whose soft limit may be 1,024 or less; and what a launch opens there.
 _FILES_OF_KERNEL = 65_536

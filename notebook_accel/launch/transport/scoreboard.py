@@ -151,7 +151,6 @@ class RankRow(ctypes.Structure):
             this call only after the signal came sees here that the call is interrupted.
         disconnected_call: number of the call in which the agent asked the rank to shut down its
             connections to other ranks if stuck in a collective; 0 if it did not ask.
-        tells_collectives: 1 if a thread of the rank answers which collectives it has begun.
     """
 
     batches: int
@@ -183,7 +182,6 @@ class RankRow(ctypes.Structure):
     interrupted_call: int
     seen_interrupt: int
     disconnected_call: int
-    tells_collectives: int
     step_times: ctypes.Array[ctypes.c_int64]
 
     # A structure of C, of the fields above: each step of a training writes here, and a Python

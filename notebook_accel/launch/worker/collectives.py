@@ -7,13 +7,13 @@ line of the user's that is no collective. The recorder has the line that began i
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.rank import has_process_group
 from notebook_accel.private import of_torch
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ _POINT_TO_POINT = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
 def newest(*, since: float, notice: Callable[[str], None]) -> tuple[wire.Collective, ...]:
     """Return the collectives of each process group around the first that is pending.
 
-    There are none in a process without torch's process groups.
+    There are none in a process without a process group.
 
     Args:
         since: wall time, seconds; what began before belongs to groups that are gone.
         notice: tells the user a line. One in the log would count as a sign of life.
     """
-    if "torch.distributed.distributed_c10d" not in sys.modules:
+    if not has_process_group():
         return ()
     recorded = of_torch.recorded_collectives()
     if recorded is None:

@@ -225,12 +225,11 @@ def _disconnect_store(store_ports: set[int]) -> None:
 def act_when_readable(fd: int, act: Callable[[], None]) -> None:
     """Start a daemon thread that calls ``act`` each time the agent writes to the eventfd ``fd``.
 
-    The rank's main thread cannot react itself: it is stuck in a collective. The new thread can run,
-    since a collective releases the GIL.
+    The rank's main thread may be stuck in a collective, which releases the GIL.
     """
 
     def follow() -> None:
         while os.eventfd_read(fd):
             act()
 
-    _start("notebook_accel-disconnect", follow)
+    _start("notebook_accel-agent", follow)

@@ -120,10 +120,8 @@ class Inherited:
     Attributes:
         store_socket: socket on which rank 0 serves the store of the ranks' process groups; None if
             the ranks are on several machines, or have another store.
-        disconnect: eventfd that the agent writes to when the rank is to shut down its connections
-            to other ranks.
-        collectives: eventfd that the agent writes to when the rank is to tell its stacks and
-            collectives.
+        asks: eventfd that the agent writes to when the rank is to tell its stacks and collectives,
+            or, if the rank's row says so, to shut down its connections to other ranks.
     """
 
     agent_pid: int
@@ -135,8 +133,7 @@ class Inherited:
     board: Scoreboard
     log: int
     stacks: int
-    disconnect: int
-    collectives: int
+    asks: int
 
 
 def main(inherited: Inherited, unneeded: Sequence[int]) -> None:
@@ -194,10 +191,8 @@ class Worker:
         # The notebook's classes and functions that calls brought, which may go back in a later
         # one, by number; None before the first.
         self._sent: Mapping[int, Any] | None = None
-        self._may_disconnect = False
-        # Whether a thread tells the agent of the rank's collectives, and since when they count:
-        # seconds of wall time, when the newest group was dropped.
-        self._tells_collectives = False
+        self._stacks = inherited.stacks
+        # Since when collectives count: seconds of wall time, when the newest group was dropped.
         self._groups_since = 0.0
         # Held while connections are shut down for a call: the call does not end meanwhile.
         self._end_lock = threading.Lock()
@@ -208,6 +203,7 @@ class Worker:
         An error while getting ready is raised by each call instead, so that the user sees it.
         """
         self._enter()
+        groups.act_when_readable(self._inherited.asks, self._heed_agent)
         try:
             self._set_up()
         except BaseException as error:  # whatever it is, the first call tells of it
@@ -253,18 +249,17 @@ class Worker:
     @contextlib.contextmanager
     def _making_group(self) -> Iterator[None]:
         self.context.made_group = True
-        self._let_disconnect()
-        if not self._tells_collectives:
-            self._tells_collectives = True
-            groups.act_when_readable(self._inherited.collectives, self._tell_collectives)
-            self.row.tells_collectives = 1
         with groups.noting_sockets():
             yield
         self.row.is_asynchronous = groups.are_asynchronous()
 
-    def _tell_collectives(self) -> None:
-        if os.fstat(self._inherited.stacks).st_size == 0:  # else the signal came first
-            faulthandler.dump_traceback(file=self._inherited.stacks, all_threads=True)
+    def _heed_agent(self) -> None:
+        """Do what the agent asks, in a thread: the main thread may wait in native code."""
+        if self.row.disconnected_call == self.context.call > 0:
+            self.disconnect_if_stuck()
+            return
+        if os.fstat(self._stacks).st_size == 0:  # else the signal came first
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         begun = collectives.newest(since=self._groups_since, notice=self.context.notice)
         self.context.report(wire.Collectives, begun=begun)
 
@@ -402,17 +397,10 @@ class Worker:
             knobs=message.knobs,
         )
         self.row.is_asynchronous = groups.are_asynchronous()
-        self.row.tells_collectives = int(self._tells_collectives)
         for line in torch_fixes.untold():
             self.context.notice(line)
         if not message.last:
             groups.outlive_failed_collectives()
-            self._let_disconnect()
-
-    def _let_disconnect(self) -> None:
-        if not self._may_disconnect:
-            self._may_disconnect = True
-            groups.act_when_readable(self._inherited.disconnect, self.disconnect_if_stuck)
 
     def disconnect_if_stuck(self) -> None:
         """Shut down the connections to other ranks, if the current call is stuck in a collective.

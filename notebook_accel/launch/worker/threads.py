@@ -156,6 +156,8 @@ class HostedRank(Worker):
         row = inherited.board.row(inherited.spec.local_rank)
         super().__init__(inherited, _ThreadInterrupts(row))
         self._first = first
+        if first is not None:  # the file that the agent reads
+            self._stacks = first._stacks
         self._check = check
         self._all_told = all_told
 

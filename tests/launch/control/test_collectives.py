@@ -141,7 +141,7 @@ def test_a_send_or_receive_waits_until_its_counterpart_is_begun() -> None:
     assert placed(other) == [(receives, "line 11"), (SUM, "line 11")]
 
 
-def test_a_watch_waits_for_the_collectives_of_ranks_that_tell_them() -> None:
+def test_a_watch_waits_for_the_collectives_of_all_ranks() -> None:
     watch, state, now = HangWatch({CELL: "Cell In[4]"}), running(2), 100.0
     for rank in (0, 1):
         state = after(state, wire.Sample(rank=rank, cpu=100 if rank == 0 else 0))
@@ -150,7 +150,8 @@ def test_a_watch_waits_for_the_collectives_of_ranks_that_tell_them() -> None:
             now += 0.2
             state = watch.look(state, now=now)
         for rank in (0, 1):
-            watch.take(wire.Stacks(rank=rank, text="", tells_collectives=rank == 0))
+            watch.take(wire.Stacks(rank=rank, text=""))
+        watch.take(wire.Collectives(rank=1))
         state = watch.look(state, now=now)
         assert state.hang is None
         watch.take(msg(answer((SUM, "[3]"))))

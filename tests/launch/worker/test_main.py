@@ -71,8 +71,7 @@ def new_worker() -> Worker:
         board=board,
         log=-1,
         stacks=-1,
-        disconnect=-1,
-        collectives=-1,
+        asks=-1,
     )
     return Worker(inherited, Interrupts(board.row(0)))
 
