@@ -8,6 +8,7 @@ does the same for a loader's batches alone. Peers: accelerate and Lightning Fabr
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -164,11 +165,18 @@ def measured() -> dict[str, Callable[[int], None]]:
     timer = context.shared[StepTimer]
 
     def without(count: int) -> None:
-        del context.shared[StepTimer]
+        context.shared[StepTimer] = Untimed()
         block(count)
         context.shared[StepTimer] = timer
 
     return {RAW: without, AGAIN: without, "measured": block}
+
+
+class Untimed:
+    """Stands where a rank's steps are measured, and measures nothing."""
+
+    def __getattr__(self, _: str) -> Callable[..., Any]:
+        return lambda *_: contextlib.nullcontext()
 
 
 def reading_and_stepping(accelerator: Any) -> Callable[[int], None]:

@@ -51,13 +51,13 @@ _DISTRIBUTED_TYPES = {
 _LONE_TYPES = {"xla": DistributedType.XLA}
 # Kinds that torch does not know: a module in this folder has what torch's own have for others.
 _DRIVERS = {"xla": "notebook_accel.training.processes.xla"}
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
 
 
 def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.device:
     """Choose the device of this rank, make it the process's current device, and return it."""
     if cpu:
-        return _HOST
+        return HOST
     for driver in map(import_module, _DRIVERS.values()):
         if driver.is_used():
             chosen: torch.device = driver.device()
@@ -66,7 +66,7 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     accelerator = torch.accelerator.current_accelerator() if found else None
     named = _named_device(accelerator)
     if accelerator is None or (named is not None and named.type == "cpu"):
-        return _HOST
+        return HOST
     if named is not None and named.index is not None:
         _make_current(named.index)
         return named
@@ -136,8 +136,8 @@ def manual_seed(device: torch.device, seed: int) -> None:
 def default_device() -> torch.device:
     """Return the current accelerator, or the CPU if there is none, without initializing it."""
     if not torch.accelerator.is_available():
-        return _HOST
-    return torch.accelerator.current_accelerator() or _HOST
+        return HOST
+    return torch.accelerator.current_accelerator() or HOST
 
 
 def make_current(device: torch.device) -> None:

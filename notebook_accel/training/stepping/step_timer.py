@@ -20,7 +20,6 @@ call is not measured, as much is made in it for the first time.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,6 @@ from notebook_accel.private import of_torch
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
 
 # The order of `wire.StepTimes`: two sums over whole steps, the parts of a step, two waits.
@@ -39,34 +36,13 @@ _NUM_STEPS, _TOTAL, DATA, FORWARD, BACKWARD, OPTIMIZER, REST, _COLLECTIVES, _DAT
 _SAMPLE_NS = 50_000_000
 # The sums are halved when they are so long: they speak of the last minute or so.
 _WINDOW_NS, _MIN_STEPS = 60_000_000_000, 20
-_UNTIMED = nullcontext()
 
 
-class NoTimer:
-    """Measures nothing, in a process of which nobody sees the times."""
+class StepTimer:
+    """Measures the parts of this rank's training steps, and reports their sums.
 
-    def drop(self) -> None:
-        """Forget the time since the last step."""
-
-    def mark(self, part: int) -> None:
-        """Add the time since the last mark to a part of the step."""
-
-    def ask_for_batch(self) -> None:
-        """Note that the loader begins to read a batch."""
-
-    def get_batch(self) -> None:
-        """Note that the loader has read a batch."""
-
-    def backward(self, loss: torch.Tensor | None = None) -> AbstractContextManager[None]:
-        """Return the context manager in which a strategy runs backward."""
-        return _UNTIMED
-
-    def end_step(self) -> None:
-        """Note that the optimizer's step has ended."""
-
-
-class StepTimer(NoTimer):
-    """Measures the parts of this rank's training steps, and reports their sums."""
+    In a process that was not launched nobody sees them: nothing is added up there.
+    """
 
     def __init__(self, context: RankContext, device: torch.device) -> None:
         self._context = context
@@ -88,40 +64,44 @@ class StepTimer(NoTimer):
         self.drop()
 
     def drop(self) -> None:
+        """Forget the time since the last step."""
         self._has_batch = False
         self._sums[:] = self._whole
         self._last = self._step_begun = perf_counter_ns()
 
     def mark(self, part: int) -> None:
+        """Add the time since the last mark to a part of the step."""
         now = perf_counter_ns()
         self._sums[part] += now - self._last
         self._last = now
 
     def ask_for_batch(self) -> None:
+        """Note that the loader begins to read a batch."""
         self.mark(REST)
         if self._is_sampled and not self._is_host:
             self._begun[_DATA_WAIT] = self._clock.now()
 
     def get_batch(self) -> None:
+        """Note that the loader has read a batch."""
         self.mark(DATA)
         self._has_batch = True
         if self._begun:
             self._end_event(_DATA_WAIT)
 
     def backward(self, loss: torch.Tensor | None = None) -> StepTimer:
+        """Return the context manager in which a strategy runs backward."""
         self.mark(FORWARD if self._has_batch else REST)
         has_peers = self._context.world_size > 1
         if self._is_sampled and has_peers and loss is not None and loss.grad_fn is not None:
             # The first that is queued in a backward runs first at its end. What waits for other
             # ranks, as DDP and `fully_shard` do, is queued in its course.
-            loss.register_hook(self._queue)  # type: ignore[no-untyped-call]
+            loss.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: of_torch.at_end_of_backward(self._note_gradients)
+            )
         return self
 
     def __enter__(self) -> None:
         pass
-
-    def _queue(self, _: torch.Tensor) -> None:
-        of_torch.at_end_of_backward(self._note_gradients)
 
     def _note_gradients(self) -> None:
         self._begun[_COLLECTIVES] = self._clock.now()
@@ -137,6 +117,9 @@ class StepTimer(NoTimer):
             self._events.append((part, begin, end))
 
     def end_step(self) -> None:
+        """Note that the optimizer's step has ended."""
+        if not self._context.launched:
+            return
         self.mark(OPTIMIZER)
         if self._call != self._context.call:
             self._begin_call()
@@ -148,17 +131,13 @@ class StepTimer(NoTimer):
         self._num_unread += 1
         if self._is_host:
             sums[_DATA_WAIT] = sums[DATA]
-        if self._events or now >= self._next_sample:
-            self._is_sampled = self._has_read_events() and now >= self._next_sample
-            if self._is_sampled:
-                self._next_sample = now + _SAMPLE_NS
-            if sums[_TOTAL] > _WINDOW_NS and sums[_NUM_STEPS] >= _MIN_STEPS:
-                sums[:] = [spent // 2 for spent in sums]
-            self._whole[:] = sums
+        if sums[_TOTAL] > _WINDOW_NS and sums[_NUM_STEPS] >= _MIN_STEPS:
+            sums[:] = [spent // 2 for spent in sums]
+        self._is_sampled = self._has_read_events() and now >= self._next_sample
+        self._whole[:] = sums
+        if self._is_sampled:
+            self._next_sample = now + _SAMPLE_NS
             self._context.note_step_times(self._whole)
-        else:
-            self._is_sampled = False
-            self._whole[:] = sums
 
     def _has_read_events(self) -> bool:
         """Add what the events of a step say, for all steps since; False if the device is behind."""
@@ -176,17 +155,14 @@ class StepTimer(NoTimer):
         return True
 
 
-_NOBODY = NoTimer()
-
-
-def measure_steps(device: torch.device) -> None:
-    """Measure the steps of this rank from now on, if it was launched: else nobody sees them."""
-    context = current()
-    if context.launched:
-        context.shared[StepTimer] = StepTimer(context, device)
-
-
-def step_timer(context: RankContext | None = None) -> NoTimer:
-    """Return what measures the steps of the rank of ``context``; None takes the current rank."""
-    timer: NoTimer = (context or current()).shared.get(StepTimer, _NOBODY)
+def measure_steps(device: torch.device, context: RankContext | None = None) -> StepTimer:
+    """Measure the steps of a rank anew from now on; None takes the current rank."""
+    context = context or current()
+    timer = context.shared[StepTimer] = StepTimer(context, device)
     return timer
+
+
+def step_timer(context: RankContext | None = None) -> StepTimer:
+    """Return what measures the steps of the rank of ``context``; None takes the current rank."""
+    context = context or current()
+    return context.shared.get(StepTimer) or measure_steps(devices.HOST, context)
