@@ -282,25 +282,12 @@ class LaunchedContext(RankContext):
         super().__init__(**numbers)
         self.run = run
         self.store_port = store_port
-        self.call = 0
-        self.made_group = False
-        self.lost_group = False
-        self.left_with_all = False
         self.send = send
         self._board = board
         self._row = board.row(self.local_rank)
-        self._did = 0
-        self._saves_at: tuple[int, int, int] | None = None
         self._pid = os.getpid()
         self._next_memory = 0.0
-        self._grace = 0.0
-        self._is_stepping = False
-        self._step_seconds, self._step_began = 0.0, 0.0
-        # How many batches were given before the pass, and its length, as the board has them.
-        self._pass: tuple[int, int | None] = (0, None)
-        # That in which the last step was made, and how many of its batches had been given then.
-        self._stepped: tuple[tuple[int, int | None], int] | None = None
-        self._step_times: list[int] = []
+        self.begin_call(0, has_group=False)
         # Within a call it is kept; between calls it is the user's to drop.
         self._training: Training | None = None
         self._any_training: weakref.ref[Training] | None = None
@@ -312,16 +299,6 @@ class LaunchedContext(RankContext):
         A worker of a DataLoader is such a child, for example.
         """
         return os.getpid() == self._pid
-
-    def count_on(self, board: Scoreboard) -> None:
-        """Use another scoreboard from now on; to be called in a child process of the rank.
-
-        With the rank's scoreboard, the child's batches and steps would count as those of the rank,
-        and at a stop other ranks would wait for the child.
-        """
-        self._board, self._row = board, board.row(self.local_rank)
-        self._did = 0
-        self._pass = (0, None)
 
     def begin_call(
         self,
@@ -337,11 +314,25 @@ class LaunchedContext(RankContext):
         self.lost_group = self.left_with_all = self._is_stepping = False
         self._grace = grace
         self._step_seconds, self._step_began = 0.0, time.monotonic()
-        self._pass, self._stepped = (0, None), None
-        self._step_times = []
-        self._did, self._saves_at = 0, None
+        # How many batches were given before the pass, and its length, as the board has them.
+        self._pass: tuple[int, int | None] = (0, None)
+        # That in which the last step was made, and how many of its batches had been given then.
+        self._stepped: tuple[tuple[int, int | None], int] | None = None
+        self._step_times: list[int] = []
+        self._did = 0
+        self._saves_at: tuple[int, int, int] | None = None
         self.resume_from, self.first_knobs = resume, dict(knobs or {})
         self.knobs, self.knobs_made, self.save_here = {**self.first_knobs}, {}, None
+
+    def count_on(self, board: Scoreboard) -> None:
+        """Use another scoreboard from now on; to be called in a child process of the rank.
+
+        With the rank's scoreboard, the child's batches and steps would count as those of the rank,
+        and at a stop other ranks would wait for the child.
+        """
+        self._board, self._row = board, board.row(self.local_rank)
+        self._did = 0
+        self._pass = (0, None)
 
     def end_call(self) -> None:
         """End the call: forget its training, and show the progress of the last pass with a step.

@@ -311,7 +311,7 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
     assert (other.models, other.weights[0]["weight"].item()) == ([None], 7.0)
 
 
-def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
+def test_pieces_that_are_missing_are_told() -> None:
     def part(step: int, *pieces: TensorPiece) -> RankPart:
         weights = {"a": pieces[0]} if pieces else {}
         return RankPart(models=[None], weights=[weights], optimizers=[], schedulers=[], step=step)
@@ -320,8 +320,6 @@ def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
     whole = part(3, first).join([part(3, second)])
     assert whole.weights[0]["a"].tolist() == [0, 0, 1, 1]  # type: ignore[index]
     assert whole.missing == []
-    other = part(3, first).join([part(4, second)])
-    assert "different numbers of steps (3, 4)" in other.missing[0]
     empty = part(3, TensorPiece(torch.ones((0, 2)), (0, 0), (0, 2))).join([])
     assert empty.weights[0]["a"].shape == (0, 2)  # type: ignore[index]
     torn = part(3, first).join([])

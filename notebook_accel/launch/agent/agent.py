@@ -302,21 +302,15 @@ class Agent:
         if now < self._next_wait_notice or self._ending.stage not in (Stage.STOP, Stage.ALIGN):
             return
         self._next_wait_notice = math.inf
-        waits_for = [
-            f"rank {rank.rank} is in "
-            + (
-                "its first step"
-                if clock.is_in_first_step
-                else f"a step of about {clock.step:.0f} s"
-            )
-            for rank in self._going_on()
-            if (clock := self._clocks[rank.rank]).step >= _LONG_STEP_SECONDS
-            or clock.is_in_first_step
-        ]
-        if waits_for:
-            again = "interrupts" if self._ending.stage == Stage.STOP else "ends"
-            text = f"Stop waits: {waits_for[0]} (Stop again {again} it)"
-            self._post(wire.Notice, call=self._call, text=text)
+        again = "interrupts" if self._ending.stage == Stage.STOP else "ends"
+        for rank in self._going_on():
+            clock = self._clocks[rank.rank]
+            is_first = clock.is_in_first_step
+            if is_first or clock.step >= _LONG_STEP_SECONDS:
+                step = "its first step" if is_first else f"a step of about {clock.step:.0f} s"
+                text = f"Stop waits: rank {rank.rank} is in {step} (Stop again {again} it)"
+                self._post_of_call(wire.Notice, text=text)
+                return
 
     def _are_leaving(self) -> bool:
         """Return whether the stop has reached each rank in the call, so that it ends by itself."""

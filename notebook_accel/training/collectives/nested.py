@@ -141,6 +141,17 @@ def leaves_with_paths(data: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, data
 
 
+def num_bytes(data: Any, device: torch.device | None = None) -> int:
+    """Return the bytes of this rank's part of the tensors in ``data``, each of them once.
+
+    Args:
+        device: the tensors on it count; None counts all.
+    """
+    tensors = {id(leaf): leaf for leaf in leaves(data) if isinstance(leaf, torch.Tensor)}
+    local = (getattr(one, "to_local", one.detach)() for one in tensors.values())
+    return sum(one.nbytes for one in local if device in (None, one.device))
+
+
 def send_to_device(
     tensor: Any,
     device: torch.device | str | int,

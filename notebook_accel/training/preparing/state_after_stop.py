@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training.collectives.nested import honor_type, leaves, recursively_apply
+from notebook_accel.training.collectives.nested import honor_type, num_bytes, recursively_apply
 from notebook_accel.training.files.atomic import StagedFolder
 from notebook_accel.training.files.state_files import write_state
 from notebook_accel.training.files.weights import numbered, save_weights
@@ -182,16 +182,11 @@ class RankPart:
     def join(self, others: Sequence[RankPart]) -> Rescued:
         """Return the full training state, joined from the parts of all ranks, in the notebook.
 
-        Call it on the part of rank 0. The result's ``missing`` names objects that cannot be joined.
+        Call it on the part of rank 0; all parts are of one step. The result's ``missing`` names
+        objects that cannot be joined.
         """
         parts = [self, *others]
         missing: list[str] = []
-        if len({part.step for part in parts}) > 1:
-            steps = ", ".join(str(part.step) for part in parts)
-            missing.append(
-                f"ranks were interrupted after different numbers of steps ({steps}), so that "
-                "pieces of weights do not belong together: Stop leaves all ranks at one step"
-            )
         # A rank that was interrupted while it prepared has fewer of them.
         made = [
             _whole_model(
@@ -256,12 +251,13 @@ def parts_of(
     models = [uncompiled(known.inner) for known in known_models]
     # Ranks of one machine that all have parts copy theirs at the same time.
     num_copies = 2 * (topology.local_num_processes if any(in_parts) else 1)
-    if (needed := num_copies * sum(map(_num_bytes, models))) > free:
+    weights = [[*model.parameters(), *model.buffers()] for model in models]
+    if (needed := num_copies * sum(map(num_bytes, weights))) > free:
         notice(f"what was being trained is not kept: {_of_memory(needed, free)}")
         return
     optimizers = [strategy.own_optimizer_state(known.optimizer) for known in known_optimizers]
     dropped = ""
-    if (needed := needed + num_copies * _num_bytes(optimizers)) > free:
+    if (needed := needed + num_copies * num_bytes(optimizers)) > free:
         dropped = f"the optimizers' states are not kept: {_of_memory(needed, free)}"
         notice(dropped)
         optimizers = [None for _ in optimizers]
@@ -287,15 +283,6 @@ def parts_of(
             if not is_part:
                 without.weights[index] = _in_pieces(dict(models[index].state_dict()))
     yield without
-
-
-def _num_bytes(held: Any) -> int:
-    """Return the bytes of this rank's tensors in a model or in nested values; shared ones once."""
-    if isinstance(held, torch.nn.Module):
-        held = [*held.parameters(), *held.buffers()]
-    tensors = {id(leaf): leaf for leaf in leaves(held) if isinstance(leaf, torch.Tensor)}
-    local = (getattr(one, "to_local", lambda one=one: one)() for one in tensors.values())
-    return sum(one.numel() * one.element_size() for one in local)
 
 
 def _of_memory(needed: int, free: int) -> str:

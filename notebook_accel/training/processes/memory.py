@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import inspect
-import itertools
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.collectives.nested import num_bytes
 from notebook_accel.training.processes import devices
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def memory_parts(
 ) -> dict[str, int]:
     """Return the bytes that parts of a training take of the device's memory, by name."""
     weights = [weight for model in models for weight in model.parameters()]
-    states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]
+    states = [dict(optimizer.state) for optimizer in optimizers]
     parts = {
-        "weights": _num_bytes(weights, device),
-        "gradients": _num_bytes([weight.grad for weight in weights], device),
-        "optimizer": _num_bytes(itertools.chain(*states), device),
+        "weights": num_bytes(weights, device),
+        "gradients": num_bytes([weight.grad for weight in weights], device),
+        "optimizer": num_bytes(states, device),
     }
     read = devices.memory_reader(device)
     memory = read() if read is not None else None
@@ -66,12 +66,6 @@ def memory_parts(
         most = max(memory.used, memory.peak)
         parts["the rest, such as activations"] = max(0, most - sum(parts.values()))
     return parts
-
-
-def _num_bytes(tensors: Iterable[Any], device: torch.device) -> int:
-    """Return the bytes of this rank's part of the tensors that are on the device."""
-    found = (one.detach() for one in tensors if torch.is_tensor(one) and one.device == device)
-    return sum(getattr(one, "to_local", one.detach)().nbytes for one in found)
 
 
 def release_memory(*objects: Any) -> list[None]:
