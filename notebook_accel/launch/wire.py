@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -157,6 +157,14 @@ class Imported(Message, frozen=True, kw_only=True):
     names: tuple[str, ...]
 
 
+class Frame(NamedTuple):
+    """One frame of a stack: file name, line number and function name."""
+
+    file: str
+    line: int
+    function: str
+
+
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that a rank has begun, as torch's flight recorder has it.
 
@@ -173,7 +181,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     operation: str
     sizes: str = ""
     is_pending: bool
-    frames: tuple[tuple[str, int, str], ...] = ()
+    frames: tuple[Frame, ...] = ()
 
 
 class Collectives(Message, frozen=True, kw_only=True):

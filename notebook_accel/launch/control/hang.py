@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.stacks import Frame, frames_of_function
+from notebook_accel.launch.control.stacks import frames_of_function, readable
 from notebook_accel.launch.text.wording import rank_list
+from notebook_accel.launch.wire import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,9 +102,7 @@ class Hang:
     stacks: tuple[tuple[tuple[int, ...], str], ...]
 
 
-def read_stack(
-    rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | None, text: str
-) -> RankStack:
+def read_stack(rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | None) -> RankStack:
     """Read from a stack dump where a rank is, and whether it waits in a collective there.
 
     Args:
@@ -118,7 +117,7 @@ def read_stack(
         operation=_operation(frames[:index], is_idle=is_idle),
         own_line=_line(frames[index], labels) if frames else "",
         is_idle=is_idle or not frames,
-        text=text[:_MAX_STACK],
+        text=readable(dump, labels)[:_MAX_STACK],
     )
 
 
@@ -132,7 +131,7 @@ def at_waits(
 
 
 def _at(stack: RankStack, begun: wire.Collective, labels: Mapping[str, str]) -> RankStack:
-    frames = [Frame(file=file, line=line, function=name) for file, line, name in begun.frames]
+    frames = begun.frames
     index = _own_index(frames, labels)
     of_stack = _operation(frames[:index], is_idle=True) if begun.peer is None else ""
     # A gradient's is begun by a thread of torch's own: the line is then where the rank stands.
@@ -177,7 +176,7 @@ def place_of_wait(traceback: str) -> str:
         Text such as ``in gather at Cell In[3], line 9``; "" if the traceback has no collective.
     """
     found = reversed(_TRACED.findall(traceback))
-    frames = [Frame(file=file, line=int(line), function=name) for file, line, name in found]
+    frames = [Frame(file, int(line), name) for file, line, name in found]
     index = _own_index(frames, {})
     ours = [frame.function for frame in frames[:index] if _OUR_TRAINING.search(frame.file)]
     operation = ours[-1] if ours else _operation(frames[:index], is_idle=True)

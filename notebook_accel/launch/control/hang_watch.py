@@ -23,7 +23,6 @@ from notebook_accel.launch.control.hang import (
     read_stack,
     text_of_difference,
 )
-from notebook_accel.launch.control.stacks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -129,7 +128,10 @@ class HangWatch:
 
         If they do not show it, the state has no hang, or one that only names suspended ranks.
         """
-        stacks = [self._read(rank, self._dumps.get(rank.rank, "")) for rank in alive]
+        stacks = [
+            read_stack(rank.rank, self._dumps.get(rank.rank, ""), self._labels, cpu=rank.cpu)
+            for rank in alive
+        ]
         found_first = differences(self._begun, state.world_size)
         where_they_differ = (
             text_of_difference(found_first[0], stacks, self._labels) if found_first else ""
@@ -159,10 +161,6 @@ class HangWatch:
                 if rank.is_suspended and rank.pid is not None and rank.quiet_since is not None
             },
         )
-
-    def _read(self, rank: RankState, dump: str) -> RankStack:
-        text = readable(dump, self._labels)
-        return read_stack(rank.rank, dump, self._labels, cpu=rank.cpu, text=text)
 
 
 def _with_hang(state: RunState, hang: Hang | None) -> RunState:

@@ -8,10 +8,10 @@ The output of ``faulthandler`` has file names in place of cell labels, and inclu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.payload.cells import name_cells
+from notebook_accel.launch.wire import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,15 +25,6 @@ _CALLER = re.compile(
 # A thread of the launcher's, which waits for the agent.
 _WAITS_FOR_AGENT = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]groups\.py", .* in follow$')
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """One frame of a stack: file name, line number and function name, as faulthandler has them."""
-
-    file: str
-    line: int
-    function: str
 
 
 def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> str:
@@ -106,5 +97,5 @@ def frames_of_function(text: str) -> list[Frame]:
         elif _CALLER.match(line):
             return frames
         else:
-            frames.append(Frame(file=found[1], line=int(found[2]), function=found[3]))
+            frames.append(Frame(found[1], int(found[2]), found[3]))
     return []

@@ -101,8 +101,9 @@ _MAX_OF_BACKEND = 160
 _WATCHDOG = re.compile(r"ProcessGroup\w+.*(watchdog|aborting)|\w+ watchdog", re.IGNORECASE)
 # What it says of a collective that took longer than the group's timeout; releases of torch differ
 # in what stands around it.
-_TIMEOUT = re.compile(r"Work\w+\((SeqNum=[^\n]*?)\) ran for (\d+) milliseconds")
-_FIELD = re.compile(r"(SeqNum|OpType)=(\w+)")
+_TIMEOUT = re.compile(
+    r"Work\w+\(SeqNum=(?P<number>\d+), OpType=_?(?P<kind>\w+)[^\n]*?\) ran for (?P<ms>\d+) millisec"
+)
 
 
 class _Kind(IntEnum):
@@ -266,10 +267,8 @@ def _describe_timeout(cause: RankState, state: RunState) -> list[str]:
     for rank in state.ranks if _is_watchdog(cause) else ():
         found = _TIMEOUT.search("\n".join(rank.tail))
         if found is not None:
-            what = dict(_FIELD.findall(found[1]))
-            operation = what.get("OpType", "a collective").strip("_").lower()
-            seconds = f"{int(found[2]) / 1000:.0f} s"
-            text = f"waited {seconds} in {operation}, collective {what['SeqNum']}"
+            seconds = f"{int(found['ms']) / 1000:.0f} s"
+            text = f"waited {seconds} in {found['kind'].lower()}, collective {found['number']}"
         else:
             place = state.hang.elsewhere.get(rank.rank, "") if state.hang else ""
             text = "had returned" if rank.returned else f"waited in none{place and f', {place}'}"

@@ -228,9 +228,10 @@ class LocalEngine(AgentEngine):
         found = ask_template(environment, lambda source: source.count_devices(environment))
         available, chosen = len(found.names), request.config.devices
         choice = variables_of_choice(chosen, found.kind)
-        if choice and isinstance(chosen, tuple):  # all were counted, without it
-            available = sum(index < available for index in chosen)
-        _check_chosen(chosen, available, found.kind)
+        if isinstance(chosen, tuple):
+            if choice:  # all were counted, without it
+                available = sum(index < available for index in chosen)
+            _check_chosen(chosen, available, found.kind)
         if not available:
             problem = (f"torch can use no accelerator: {found.problem}",) if found.problem else ()
             notices = (*problem, *(() if wanted else (_ASK_FOR_MORE,)))
@@ -341,9 +342,7 @@ def _end(source: Template, pid: int, run: str) -> None:
     scratch.remove(run, pid, used_by=killed)
 
 
-def _check_chosen(devices: object, available: int, kind: str) -> None:
-    if not isinstance(devices, tuple):
-        return
+def _check_chosen(devices: tuple[int, ...], available: int, kind: str) -> None:
     if len(devices) < available:
         raise ConfigError(
             f"devices={list(devices)}: accelerators of type {kind!r} do not read "

@@ -92,7 +92,10 @@ def _collective(entry: dict[str, Any], ranks: dict[str, list[int]]) -> wire.Coll
         peer = int(found[2])
         peer = of_group[peer] if of_group else peer
         name = f"{found[1]} {'from' if found[1] == 'recv' else 'to'} rank {peer}"
-    frames = takewhile(lambda frame: frame["filename"] != _CALLER, entry.get("frames", ()))
+    frames = [
+        wire.Frame(frame["filename"], frame["line"], frame["name"])
+        for frame in takewhile(lambda one: one["filename"] != _CALLER, entry.get("frames", ()))
+    ]
     return wire.Collective(
         group=f"{group} {backend}",
         ranks=of_group,
@@ -101,7 +104,5 @@ def _collective(entry: dict[str, Any], ranks: dict[str, list[int]]) -> wire.Coll
         operation=_PLAIN_NAMES.get(name, name),
         sizes=" ".join(map(str, entry["input_sizes"])),
         is_pending=not entry["retired"],
-        frames=tuple((frame["filename"], frame["line"], frame["name"]) for frame in frames)[
-            :_MAX_FRAMES
-        ],
+        frames=tuple(frames[:_MAX_FRAMES]),
     )

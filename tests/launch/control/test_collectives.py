@@ -31,7 +31,10 @@ def answer(*begun: tuple[Any, ...], first: int = 1, done: int = 0, **groups: Any
                 operation=operation,
                 sizes=sizes,
                 is_pending=number > done,
-                frames=((f"{TORCH}/distributed_c10d.py", 9, operation), (CELL, 10 + number, "f")),
+                frames=(
+                    wire.Frame(f"{TORCH}/distributed_c10d.py", 9, operation),
+                    wire.Frame(CELL, 10 + number, "f"),
+                ),
             )
             for number, (operation, sizes) in enumerate(begun, first)
         ),
@@ -121,7 +124,7 @@ def test_a_gradient_has_no_line_of_the_users_so_the_rank_s_own_is_told() -> None
         number=1,
         operation=SUM,
         is_pending=True,
-        frames=((f"{TORCH}/fsdp.py", 1, "hook"),),
+        frames=(wire.Frame(f"{TORCH}/fsdp.py", 1, "hook"),),
     )
     answers = {0: wire.Collectives(begun=(begun,)), 1: wire.Collectives()}
     assert placed(answers)[0] == (SUM, "line 30")

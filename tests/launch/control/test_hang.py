@@ -82,7 +82,7 @@ def dump(frames: tuple[tuple[str, int, str], ...]) -> str:
 
 
 def stack(rank: int, frames: Any, *, cpu: int | None = 0) -> RankStack:
-    return read_stack(rank, dump(frames), LABELS, cpu=cpu, text="stack")
+    return read_stack(rank, dump(frames), LABELS, cpu=cpu)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_where_a_rank_stands(frames: Any, cpu: int, operation: str, line: str) -
 
 
 def test_a_rank_without_an_answer_and_one_whose_stack_is_cut() -> None:
-    found = read_stack(1, "the rank did not answer\n", LABELS, cpu=None, text="")
+    found = read_stack(1, "the rank did not answer\n", LABELS, cpu=None)
     assert (found.operation, found.own_line, found.is_idle) == ("", "", True)
     deep = "Thread 0x02 (most recent call first):\n" + f'  File "{CELL}", line 5 in f\n' * 100
     assert len(frames_of_function(f"{deep}  ...\n")) == 100
@@ -130,7 +130,8 @@ def test_a_rank_that_skips_a_collective() -> None:
     )
     assert hang.operations == {0: "all_reduce"}
     assert hang.elsewhere == {1: "at Cell In[4], line 5"}
-    assert hang.stacks == (((0,), "stack"), ((1,), "stack"))
+    assert [ranks for ranks, _ in hang.stacks] == [(0,), (1,)]
+    assert "line 5 in train" in hang.stacks[1][1]
 
 
 def test_a_save_of_some_ranks_says_to_take_the_if_out() -> None:
@@ -207,6 +208,7 @@ class Watched:
                 self.num_asked += 1
                 for rank, frames in self.frames.items():
                     self.watch.take(wire.Stacks(rank=rank, text=dump(frames)))
+                    self.watch.take(wire.Collectives(rank=rank))
 
 
 @pytest.fixture
