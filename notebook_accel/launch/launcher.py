@@ -351,6 +351,15 @@ def _wait_in_cell(run: Run, *before: Presses) -> None:
     raise_error(run)
 
 
+def _waited(run: Run) -> Run:
+    try:
+        _wait_in_cell(run)
+    except BaseException as error:
+        _keep_run_without_handle(run, error)
+        raise
+    return run
+
+
 def _pack(request: LaunchRequest, session: Registry | None = None) -> PackedCall:
     return pack_call(
         request.function,
@@ -437,25 +446,27 @@ def _clone(
 ) -> Run:
     """Launch the call of a run anew, with other arguments or knobs; ``Run.clone`` says more."""
     args, kwargs, knobs = _changed_call(request, run, changes)
-    config, resume = request.config, request.resume
-    if run.state.devices and not run.state.has_ended:
-        config = replace(config, devices=_free_devices(run))
+    resume = request.resume
     if warm:
         resume = folder_to_resume(run) if run.state.has_ended else save_now(run)
-    return launch(
-        replace(
-            request,
-            args=args,
-            kwargs=kwargs,
-            knobs={**request.knobs, **knobs},
-            config=config,
-            environment={},
-            resume=resume,
-            name=wording.arguments((), changes) or request.name,
-            block=block,
-            view=request.new_view(waits=block),
-        )
+    request = replace(
+        request,
+        args=args,
+        kwargs=kwargs,
+        knobs={**request.knobs, **knobs},
+        environment={},
+        resume=resume,
+        name=wording.arguments((), changes) or request.name,
+        block=block,
+        view=request.new_view(waits=block),
     )
+    if not run.state.devices or run.state.has_ended:
+        return launch(request)
+    with run_list.choosing:
+        config = replace(request.config, devices=_free_devices(run))
+        # It waits once others may choose.
+        cloned = launch(replace(request, config=config, block=False))
+    return _waited(cloned) if block else cloned
 
 
 def _changed_call(
@@ -494,16 +505,17 @@ def _changed_call(
 
 def _free_devices(run: Run) -> tuple[int, ...]:
     """Return accelerators for the clone of a run that goes on."""
-    users, found = run_list.users_of_devices(), look_at_machine().devices
-    free = [device.index for device in found if device.index not in users]
-    if len(free) < len(run.state.devices):
-        names = dict.fromkeys(f"{each.id} ({each.name})" for one in users.values() for each in one)
+    number, found = len(run.state.devices), [each.index for each in look_at_machine().devices]
+    taken, users = run_list.least_used(found, number)
+    if users or len(taken) < number:
+        every = run_list.least_used(found, len(found))[1]
+        used = {device for each in every for device in each.state.devices}
+        names = dict.fromkeys(f"{each.id} ({each.name})" for each in every)
         raise ConfigError(
-            f"clone(): {len(run.state.devices)} devices are needed, and {len(free)} of "
-            f"{len(found)} are free. Pause or stop one of the runs that use them: "
-            f"{', '.join(names)}"
+            f"clone(): {number} devices are needed, and {len(set(found) - used)} of {len(found)} "
+            f"are free. Pause or stop one of the runs that use them: {', '.join(names)}"
         )
-    return tuple(free[: len(run.state.devices)])
+    return taken
 
 
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:

@@ -27,7 +27,7 @@ from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.view.plain import PlainView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from notebook_accel.launch.control.call import CallView
     from notebook_accel.launch.control.results import Results
@@ -64,6 +64,8 @@ _unread: Run | None = None
 # Held by whoever changes it: a cell in the background may end while another launch begins.
 # Reentrant: with a run objects of the user are freed, whose finalizers may come back to this list.
 _lock = threading.RLock()
+# Held from the choice of accelerators until the run that uses them is in the list.
+choosing = threading.Lock()
 
 
 def add(run: Run) -> None:
@@ -168,14 +170,18 @@ def runs(*, everywhere: bool = False, view: Callable[[], CallView] = PlainView) 
     return sorted([*(run for run in found if run is not None), *others], key=lambda run: run.id)
 
 
-def users_of_devices() -> dict[int, list[Run]]:
-    """Return which runs of this process use each accelerator now; paused ones use none."""
-    users: dict[int, list[Run]] = {}
+def least_used(devices: Sequence[int], number: int) -> tuple[tuple[int, ...], list[Run]]:
+    """Return ``number`` accelerators, free ones first, and the runs of this process that use them.
+
+    A paused run uses none. The caller holds ``choosing`` until its own run is in the list.
+    """
+    users: dict[int, list[Run]] = {device: [] for device in devices}
     for run in runs():
         if not run.state.has_ended and run.status != "paused":
             for device in run.state.devices:
                 users.setdefault(device, []).append(run)
-    return users
+    taken = sorted(sorted(devices, key=lambda device: len(users[device]))[:number])
+    return tuple(taken), [run for device in taken for run in users[device]]
 
 
 class PastCall(Call):

@@ -2,6 +2,7 @@
 
     a curve --> _draw --> render_charts   the live panel: HTML around an inline SVG
                      +--> saved_chart     a saved notebook: two images
+    curves of several runs, of which one is in colour --> render_together, saved_chart
 
 The SVG of a curve stretches with the page, so axis labels stand outside of it, where they keep
 their size. A saved notebook gets images: its sanitisers drop inline SVG and CSS variables but keep
@@ -49,6 +50,10 @@ _MAX_POINTS = 160
 _MAX_LIVE_POINTS = 1_000
 _MAX_STRIPES = 48
 _STRIPES = 20
+# Of several runs together: curves, points of all, and the places that name one on hover.
+_MAX_TOGETHER, _MAX_POINTS_TOGETHER = 200, 900
+_GRID = 14, 5
+_BLOCKS = "▁▂▃▄▅▆▇█"
 # Pixels of a saved chart: its height, and the height of the box in that.
 _SAVED_HEIGHT, _BOX = 112, 98
 # Pixels of the room for labels beside a box: the least, and of each character in the wider font.
@@ -90,6 +95,7 @@ class _Drawn:
     first: float
     last: float
     labels: Mapping[str, str]
+    others: str = ""
 
     @property
     def left(self) -> int:
@@ -98,10 +104,15 @@ class _Drawn:
 
     def box(self, **attributes: str | float) -> Markup:
         """Return an ``<svg>`` that stretches with the page while its line keeps its width."""
-        line = element("path", d=self.path, stroke=_BLUE, vector_effect="non-scaling-stroke")
+        pale = {"stroke": _GREY, "opacity": 0.7, "stroke_width": 1}
+        lines = [
+            element("path", d=path, vector_effect="non-scaling-stroke", **look)
+            for path, look in ((self.others, pale), (self.path, {"stroke": _BLUE}))
+            if path
+        ]
         return element(
             "svg",
-            line if self.path else "",
+            *lines,
             viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
             preserveAspectRatio="none",
             fill="none",
@@ -112,31 +123,64 @@ class _Drawn:
         )
 
 
-def _draw(points: Sequence[Point], limit: int = _MAX_POINTS, *, is_log: bool = False) -> _Drawn:
-    """Draw points, at least one, in order of steps; what is not finite makes a gap."""
+def _draw(
+    points: Sequence[Point],
+    limit: int = _MAX_POINTS,
+    *,
+    is_log: bool = False,
+    others: Sequence[Sequence[Point]] = (),
+) -> _Drawn:
+    """Draw points, at least one, in order of steps; what is not finite makes a gap.
+
+    ``others`` are further curves on the same scale, of which those that leave the chart lie on its
+    edge.
+    """
     scale = math.log10 if is_log else float
-    ys = [y for _, y in points if math.isfinite(y)]
-    first, last = min(points)[0], max(points)[0]
-    low, high = min(ys, default=0.0), max(ys, default=0.0)
+    every = [*points, *(point for each in others for point in each)]
+    first, last = min(every)[0], max(every)[0]
+    low, high = _range(points, every)
     is_flat = low == high
     bottom, top = (0.0, 0.0) if is_flat else (scale(low), scale(high))
 
     def place(point: Point) -> str:
         across = _share(point[0], first, last) * _WIDTH
-        up = 0.5 if is_flat else _share(scale(point[1]), bottom, top)
+        up = 0.5 if is_flat else _share(scale(min(max(point[1], low), high)), bottom, top)
         return f"{across:.0f},{_BOTTOM - up * (_BOTTOM - _TOP):.0f}"
 
-    path = ""
-    for is_finite, piece in groupby(thin_out(points, limit), lambda p: math.isfinite(p[1])):
-        if is_finite:
-            places = [*map(place, piece)]
-            # A single point becomes a dot.
-            path += f"M{' '.join(places)}" if len(places) > 1 else f"M{places[0]}h0"
+    def path_of(curve: Sequence[Point], limit: int) -> str:
+        path = ""
+        for is_finite, piece in groupby(thin_out(curve, limit), lambda p: math.isfinite(p[1])):
+            if is_finite:
+                places = [*map(place, piece)]
+                # A single point becomes a dot.
+                path += f"M{' '.join(places)}" if len(places) > 1 else f"M{places[0]}h0"
+        return path
+
     labels = {}
-    if ys:
+    if any(math.isfinite(y) for _, y in every):
         texts = _labels(low, high)
         labels = {"middle": texts[0]} if is_flat else {"top": texts[1], "bottom": texts[0]}
-    return _Drawn(path=path, first=first, last=last, labels=labels)
+    share = max(4, _MAX_POINTS_TOGETHER // max(1, len(others)))
+    return _Drawn(
+        path=path_of(points, limit),
+        first=first,
+        last=last,
+        labels=labels,
+        others="".join(path_of(each, min(limit, share)) for each in others),
+    )
+
+
+def _range(points: Sequence[Point], every: Sequence[Point]) -> tuple[float, float]:
+    """Return the lowest and highest value; of several curves without what is far from most."""
+    ys = sorted(y for _, y in every if math.isfinite(y))
+    if not ys:
+        return 0.0, 0.0
+    low, high = ys[len(ys) // 4], ys[3 * len(ys) // 4]
+    if len(points) == len(every) or low == high:
+        return ys[0], ys[-1]
+    # Tukey's outer fences: one training that diverges would flatten all other curves.
+    own, room = [y for _, y in points if math.isfinite(y)], 3 * (high - low)
+    return min(max(ys[0], low - room), *own), max(min(ys[-1], high + room), *own)
 
 
 def _labels(low: float, high: float) -> tuple[str, str]:
@@ -160,9 +204,14 @@ def _share(value: float, low: float, high: float) -> float:
 # ---- of a saved notebook -------------------------------------------------------------------
 
 
-def saved_chart(points: Sequence[Point], *, alt: str) -> Markup:
-    """Return a chart for saved notebooks: an ``<img>`` of the labels beside one of the curve."""
-    drawn = _draw(points)
+def saved_chart(
+    points: Sequence[Point], *, alt: str, others: Sequence[Sequence[Point]] = ()
+) -> Markup:
+    """Return a chart for saved notebooks: an ``<img>`` of the labels beside one of the curve.
+
+    ``others``, the curves of other runs, are pale.
+    """
+    drawn = _draw(points, others=others[:_MAX_TOGETHER])
     heights = {
         "top": _TOP * _BOX / _HEIGHT,
         "middle": _BOX / 2,
@@ -263,6 +312,12 @@ def _card(
         # One value is no curve, and its number says it all.
         return element("div", head, note, class_="na-chart")
     drawn = _draw(points, limit, is_log=is_log and can_be_log)
+    hover = [*_stripes(points, drawn, num_stripes), *_marks(curve, drawn)]
+    plot = _plot(drawn, element("div", *hover, class_="na-stripes"), note)
+    return element("div", head, plot, class_="na-chart")
+
+
+def _plot(drawn: _Drawn, hover: Markup, note: Markup) -> Markup:
     ends = " to ".join(reversed([*drawn.labels.values()]))
     steps = element(
         "div",
@@ -271,18 +326,62 @@ def _card(
         element("span", f"step {wording.count(round(drawn.last))}"),
         class_="na-chart-steps",
     )
-    plot = element(
+    return element(
         "div",
         drawn.box(role="img", aria_label=f"from {ends}" if ends else "no value is finite"),
         *(element("span", text, class_=f"na-tick-{at}") for at, text in drawn.labels.items()),
         steps,
-        element(
-            "div", *_stripes(points, drawn, num_stripes), *_marks(curve, drawn), class_="na-stripes"
-        ),
+        hover,
         class_="na-plot",
         style=f"--left:{drawn.left}px" if drawn.left > _LEFT else None,
     )
-    return element("div", head, plot, class_="na-chart")
+
+
+def render_together(title: str, curves: Mapping[str, Sequence[Point]]) -> Markup:
+    """Return one live chart of the same metric of several runs, the first of them in colour.
+
+    Args:
+        title: what stands above the chart.
+        curves: points, at least one, by what a run is called on hover.
+    """
+    curves = dict([*curves.items()][:_MAX_TOGETHER])
+    points, *others = curves.values()
+    drawn = _draw(points, others=others)
+    low, high = _range(points, [point for each in curves.values() for point in each])
+    columns, rows = _GRID
+    there: list[dict[str, Point]] = []
+    for column in range(columns):
+        x = drawn.first + (drawn.last - drawn.first) * (column + 0.5) / columns
+        seen = {
+            name: _nearest(curve, x)
+            for name, curve in curves.items()
+            if curve[0][0] <= x <= curve[-1][0]
+        }
+        there.append({name: point for name, point in seen.items() if math.isfinite(point[1])})
+    cells = []
+    # In places of a grid: a curve is too thin to point at.
+    for row in range(rows):
+        up = 1 - (row + 0.5) / rows
+        for seen in there:
+            far = {name: abs(_share(y, low, high) - up) for name, (_, y) in seen.items()}
+            name = min(far, key=far.__getitem__, default="")
+            text = f"{name}: {wording.number(seen[name][1])}" if name else ""
+            cells.append(element("i", element("span", text) if text else ""))
+    grid = element("div", *cells, class_="na-stripes na-grid", style=f"--columns:{columns}")
+    head = element("div", element("span", title, class_="na-name"), class_="na-chart-head")
+    return element("div", head, _plot(drawn, grid, Markup("")), class_="na-chart na-together")
+
+
+def sparkline(points: Sequence[Point], width: int = 10) -> str:
+    """Return a curve as ``width`` characters at most, for a cell of a table and for text."""
+    ys = [y for _, y in points if math.isfinite(y)]
+    if len(ys) < 2:
+        return ""
+    low, high = min(ys), max(ys)
+    num = min(width, len(ys))
+    chosen = (ys[index * (len(ys) - 1) // (num - 1)] for index in range(num))
+    levels = (round(_share(y, low, high) * (len(_BLOCKS) - 1)) for y in chosen)
+    return "".join(_BLOCKS[level] for level in levels)
 
 
 def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:

@@ -182,9 +182,21 @@ class Dashboard(View):
             if self.panel is not None:
                 self.panel.finish(summary)
             elif self._lasting is not None:
-                self._lasting.finish(summary, self._run.id)
+                typed = f"{run_list.expression(self._run.id)}.show()"
+                self._lasting.finish(summary.bundle, typed)
             else:
                 self._slot.show(summary.bundle)
+
+    def give_up(self) -> None:
+        """Show the run no longer, and leave the slot to another one."""
+        with self._lock:
+            self._has_ended = True
+            if self.panel is not None:
+                self.panel.close()
+            if self._lasting is not None:
+                self._lasting.close()
+                self._lasting = None
+            self._slot.clear()
 
     def reopen(self, run: Run) -> None:
         with self._lock:

@@ -40,7 +40,7 @@ from notebook_accel.notebook.rank_displays import first_asked, render_displays, 
 from notebook_accel.notebook.widgets import PanelWidgets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from markupsafe import Markup
 
@@ -118,19 +118,19 @@ class PanelBox:
     def close(self) -> None:
         self._widgets.close()
 
-    def finish(self, snapshot: Snapshot, run: str) -> None:
-        """Show the summary, also in a page that was reloaded meanwhile."""
+    def finish(self, bundle: Mapping[str, str], show: str) -> None:
+        """Show the summary, also in a page that was reloaded; ``show`` is code that shows it."""
         # First of all, and by one message: what follows would be seen as a panel that jumps.
-        self._slot.show(snapshot.bundle)
+        self._slot.show(bundle)
         # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
         # class of its own: the style sheet of another panel in the page is not meant for it.
         self.box.children = (self.body,)
-        note = _ENDED_NOTE.format(show=f"{run_list.expression(run)}.show()")
+        note = _ENDED_NOTE.format(show=show)
         if self.box.was_asked:
             note = _COMES_NOTE
-            self._slot.show_in_next_page(snapshot.bundle)
+            self._slot.show_in_next_page(bundle)
         html = element("div", note, style="opacity:.65;font-size:13px")
-        self.body.value = f"{_ENDED_STYLE}{snapshot.bundle['text/html']}{html}"
+        self.body.value = f"{_ENDED_STYLE}{bundle['text/html']}{html}"
         self.box.remove_class("na-panel")
         self.box.add_class("na-ended")
 
@@ -293,7 +293,10 @@ class LivePanel:
         self._note.value = str(element("div", fold, class_="na na-stacks"))
 
     def finish(self, snapshot: Snapshot) -> None:
-        self._lasting.finish(snapshot, self._run.id)
+        self._lasting.finish(snapshot.bundle, f"{run_list.expression(self._run.id)}.show()")
+        self.close()
+
+    def close(self) -> None:
         self._widgets.close()
 
     # ---- clicks ----------------------------------------------------------------------------

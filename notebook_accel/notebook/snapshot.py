@@ -96,7 +96,7 @@ _BUTTON = (
     f"margin-left:8px;padding:0 8px;{_FONT};font-size:12px;line-height:20px;border:{_LINE};"
     "border-radius:6px;background:none;color:inherit;cursor:pointer"
 )
-_COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
+COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
 # Pages typeset "$5 or $6" as mathematics, unless a class tells them not to.
 _NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
@@ -204,7 +204,7 @@ def render_snapshot(
 
 
 def _title_parts(state: RunState, seconds: float) -> list[Markup | str]:
-    colour = f"color:{_COLOURS.get(state.status, '#2f86d6')}"
+    colour = f"color:{COLOURS.get(state.status, '#2f86d6')}"
     return [
         element("b", shorten(state.name, 60), style="font-size:14px"),
         " ",
@@ -229,7 +229,7 @@ def _table(state: RunState, seconds: float) -> Markup:
     head = [element("th", name, style=_HEAD) for name in names]
     rows: list[Markup] = []
     for rank, row in zip(shown, facts, strict=True):
-        colour = _COLOURS.get(summary.condition(rank))
+        colour = COLOURS.get(summary.condition(rank))
         styles = {
             "state": f"{_CELL};color:{colour}" if colour else _CELL,
             "progress": f"{_CELL};{_PROGRESS}",
@@ -275,7 +275,7 @@ def _failure(state: RunState) -> Markup:
     if not state.error:
         return Markup("")
     first, _, rest = state.error.partition("\n")
-    colour = f"color:{_COLOURS['failed']};margin:6px 0"
+    colour = f"color:{COLOURS['failed']};margin:6px 0"
     parts = [element("div", element("b", shorten(first, 500)), style=colour)]
     if rest.strip():
         fold = element("summary", "traceback")
@@ -327,7 +327,7 @@ def _plot(name: str, points: Sequence[Point]) -> list[Markup]:
         parts.append(charts.saved_chart(points, alt=alt))
     note = not_finite_note(reduce(lambda found, point: found.and_then(*point), points, NotFinite()))
     if note:
-        style = f"font-size:11px;color:{_COLOURS['stopped']}"
+        style = f"font-size:11px;color:{COLOURS['stopped']}"
         parts.append(element("div", note, style=style))
     return parts
 

@@ -83,6 +83,19 @@ def comes():
             if step > 10:
                 accelerator.log({"loss": 1 / step, "rate": 3e-4}, step)
 """
+SWEEP = """
+from notebook_accel import sweep
+space = {"lr": [0.3, 0.1, 0.2]}
+def trains(lr):
+    import time
+    from notebook_accel import Accelerator
+    accelerator = Accelerator(cpu=True)
+    for step in range(10_000):
+        accelerator.log({"loss": lr + 1 / (step + 1)}, step)
+        time.sleep(0.05)
+        if accelerator.should_stop:
+            break
+"""
 HANG = """
 def hang():
     import time, torch, torch.distributed as dist
@@ -176,6 +189,41 @@ def test_the_output_grows_twice_and_nothing_shrinks_it_while_the_run_goes_on(
     assert heights == sorted(heights), heights
     assert len(heights) <= 3, f"{heights}: nothing, a line, the panel"
     assert heights[-1] > 300, "it was seen"
+
+
+def test_a_sweep_opens_stops_and_clones_trials_by_mouse_and_keeps_table_and_chart(
+    notebook: Notebook,
+) -> None:
+    notebook.add(SWEEP)
+    number = notebook.insert("s = sweep(trains, space, metric='loss', concurrent=3, devices='cpu')")
+    notebook.run(number)
+    output = notebook.output(number)
+    row = lambda trial: output.locator(f".na-trials tr[data-n='{trial}']")  # noqa: E731
+    expect(row(2)).to_contain_text("█", timeout=90_000)
+    expect(output.locator(".na-trials tbody tr").first).to_contain_text("0.1")
+    expect(output.locator(".na-together path")).to_have_count(2)
+    named = output.locator(".na-grid i").filter(has_text="trial")
+    named.nth(3).hover()
+    expect(named.nth(3).locator("span")).to_be_visible()
+    expect(named.nth(3).locator("span")).to_contain_text(re.compile(r"trial \d \(lr=.*\): "))
+    row(0).click()
+    panel = output.locator(".na-panel:not(.na-sweep)")
+    expect(panel).to_contain_text("lr=0.3", timeout=30_000)
+    panel.locator(".na-charts path").first.wait_for()
+    output.get_by_label("Changes of the clone").fill("rate=2")
+    output.get_by_role("button", name="Clone").click()
+    expect(output.locator(".na-sweep")).to_contain_text("takes no argument 'rate'")
+    output.get_by_label("Changes of the clone").fill("lr=0.05")
+    output.get_by_role("button", name="Clone").click()
+    expect(output.locator(".na-sweep")).to_contain_text("trial 3 is added")
+    output.get_by_role("button", name="Stop trial").click()
+    expect(row(0)).to_contain_text("■ stopped")
+    expect(row(3)).to_contain_text("0.05", timeout=60_000)
+    output.get_by_role("button", name="Stop", exact=True).first.click()
+    expect(output).to_contain_text("sweep of trains: 4 of 4 trials ended", timeout=60_000)
+    expect(output.locator("img")).not_to_have_count(0)
+    expect(output.locator("table").first.locator("tr")).to_have_count(5)
+    expect(output.locator(".na-panel")).to_have_count(0)
 
 
 def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, Sweep, WorkerError, sweep
 from notebook_accel.launch import run_list
+from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.sweeps import table
+from notebook_accel.notebook.sweeps.trial import Trial
 from tests.kernel.notebooks import open_notebook
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 SOON = 60.0
@@ -183,11 +190,60 @@ def test_distributions_need_a_number_and_optuna(monkeypatch: pytest.MonkeyPatch)
         on_cpu(train, space, metric="loss", num_trials=2)
 
 
+@dataclass(kw_only=True)
+class Seen(Trial):
+    """A trial that has logged, without a process."""
+
+    state: str = "running"
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def status(self) -> str:
+        return self.state
+
+
+def seen(number: int, values: Sequence[float], **arguments: object) -> Seen:
+    state = SimpleNamespace(
+        started=0.0, now=lambda: 90.0, ended=None, has_ended=False, failure=None
+    )
+    run: Any = SimpleNamespace(state=state, status="running")
+    trial = Seen(number=number, arguments=arguments, run=run, asked=None)
+    for step, value in enumerate(values):
+        trial._add(value, step, "min")
+    return trial
+
+
 def test_text_of_trials_is_escaped() -> None:
-    cells = [["trial", "<b>"], ["0", "<script>&"]]
-    html = table.as_bundle("<i>", cells, ["<u>"])["text/html"]
-    assert "<td>&lt;script&gt;&amp;</td>" in html
-    assert not [tag for tag in ("<i>", "<u>", "<script>") if tag in html]
+    trials = [seen(0, [1.0, 2.0], **{"<q>": "<script>&"})]
+    for html in (
+        table.as_bundle("<u>", trials, "<u>", ["<u>"])["text/html"],
+        str(table.render_live(trials, "<u>", ["<u>"], None)),
+    ):
+        assert "&lt;script&gt;&amp;" in html
+        assert not [tag for tag in ("<q>", "<u>", "<script>") if tag in html]
+
+
+def test_200_trials_are_an_update_of_20_kb_with_all_curves_and_one_that_diverges() -> None:
+    trials = [
+        seen(
+            number, [math.exp(-step / (9 + number)) + number / 99 for step in range(300)], lr=number
+        )
+        for number in range(200)
+    ]
+    trials.append(seen(200, [1e30 * step for step in range(300)], lr=1e9))
+    html = table.render_live(table.in_order(trials, "min"), "loss", [], 3)
+    assert message_bytes(html) < 20_000
+    assert html.count("<tr data-n=") > 20
+    assert "data-n='3' aria-selected='true'" in html
+    pale, best = re.findall("<path d='([^']*)'", html)
+    assert (pale.count("M"), best.count("M")) == (199, 1)
+    assert re.search(r"<span>trial \d+ \(lr=\d+\): 0.\d", html), "on hover"
+    assert "e+" not in "".join(re.findall("na-tick-[a-z]*'>([^<]*)", html)), "it flattens no other"
+    saved = table.as_bundle("sweep", trials, "loss", [])
+    assert saved["text/html"].count("<img") == 2
+    assert saved["text/html"].count("<tr>") == 201 == len(saved["text/plain"].splitlines()) - 2
 
 
 def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
@@ -206,7 +262,8 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
                         return
             """
         )
-        cell = notebook.start('s = sweep(train, {"lr": [0.5, 0.1]}, metric="loss", concurrent=1)')
+        notebook.run('text = {"view": "text", "concurrent": 1}')
+        cell = notebook.start('s = sweep(train, {"lr": [0.5, 0.1]}, metric="loss", **text)')
         (output,) = notebook.finish(cell).outputs
         assert (
             "<b>sweep of train: 2 of 2 trials ended, best loss 0.05" in output["data"]["text/html"]
@@ -216,7 +273,7 @@ def test_a_notebook_shows_one_table_and_an_interrupt_stops_all_trials() -> None:
             ["1", "✓", "succeeded", "0.1", "0.05"],
             ["0", "✓", "succeeded", "0.5", "0.25"],
         ]
-        long = 's = sweep(train, {"lr": [1, 2, 3]}, kwargs={"steps": 9999}, concurrent=1)'
+        long = 's = sweep(train, {"lr": [1, 2, 3]}, kwargs={"steps": 9999}, **text)'
         cell = notebook.start(f"before = len(runs())\n{long}")
         time.sleep(3)
         notebook.interrupt()

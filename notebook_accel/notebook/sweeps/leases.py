@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from notebook_accel.config.checks import check_enough
@@ -12,9 +11,6 @@ from notebook_accel.launch.machine import look_at_machine
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
-
-# Held from the choice of accelerators until the run that uses them is in the list of runs.
-choosing = threading.Lock()
 
 
 class Leases:
@@ -58,11 +54,8 @@ class Leases:
     def take(self) -> tuple[int, ...] | None:
         """Return the accelerators of a trial; () if it needs no choice; None if none are free.
 
-        The caller holds ``choosing`` until the trial is launched; its end frees them.
+        The caller holds ``run_list.choosing`` until the trial is launched; its end frees them.
         """
-        users = run_list.users_of_devices()
-        by_use = sorted(self._devices, key=lambda device: len(users.get(device, ())))
-        taken = tuple(sorted(by_use[: self._ranks]))
-        used_by = {run.name: None for device in taken for run in users.get(device, ())}
-        self.awaited = "" if self._shares else ", ".join(used_by)
+        taken, users = run_list.least_used(self._devices, self._ranks)
+        self.awaited = "" if self._shares else ", ".join(dict.fromkeys(run.name for run in users))
         return None if self.awaited else taken

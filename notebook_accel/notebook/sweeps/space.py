@@ -7,6 +7,7 @@ is told how each trial ended. A pruner needs a study as well, whatever the space
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
@@ -49,6 +50,8 @@ class Arguments:
         self.study: Any = None
         self._points: list[dict[str, Any]] | None = None
         self._distributions: dict[str, Any] = {}
+        self._num_asked = 0
+        self._added: deque[dict[str, Any]] = deque()
         if isinstance(space, Mapping) and any(map(_is_distribution, space.values())):
             self._distributions = _checked_distributions(space)
             if num_trials is None:
@@ -65,6 +68,7 @@ class Arguments:
             self._points = _points(space)
             self.num_trials = len(self._points)
             self.samples = [*{frozenset(point): point for point in self._points}.values()]
+        self._unused = iter(self._points or ())
         if self._points is not None and pruner is None:
             return
         if metric is None:
@@ -81,10 +85,26 @@ class Arguments:
             pruner=optuna.pruners.NopPruner() if pruner is None else pruner,
         )
 
-    def ask(self, number: int) -> tuple[dict[str, Any], Any]:
-        """Return the arguments of trial ``number``, and its Optuna trial (None without a study)."""
+    @property
+    def has_more(self) -> bool:
+        """Whether another trial is to be started."""
+        return self._num_asked < self.num_trials
+
+    def add(self, point: dict[str, Any]) -> int:
+        """Add a trial with these arguments, of which the study knows nothing; return its number."""
+        self._added.append(point)
+        self.num_trials += 1
+        return self._num_asked + len(self._added) - 1
+
+    def ask(self) -> tuple[dict[str, Any], Any]:
+        """Return the arguments of the next trial, and its Optuna trial (None without a study)."""
+        self._num_asked += 1
+        if self._added:
+            return self._added.popleft(), None
         asked: Any = None if self.study is None else self.study.ask(self._distributions)
-        return (asked.params if self._points is None else self._points[number]), asked
+        if self._points is None:
+            return asked.params, asked
+        return next(self._unused), asked
 
     def tell(self, asked: Any, value: float | None, *, pruned: bool, failed: bool) -> None:
         """Tell the study how a trial ended; a value that is not finite is a failure there."""

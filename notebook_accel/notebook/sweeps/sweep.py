@@ -19,15 +19,18 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config import resolve
 from notebook_accel.config.checks import as_choice, as_count, as_flag, as_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.launch import run_list
 from notebook_accel.launch.preflight import check_call
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.notebook import clicks
+from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot, start_thread
 from notebook_accel.notebook.launcher import notebook_launcher, settings_of
 from notebook_accel.notebook.sweeps import table
-from notebook_accel.notebook.sweeps.leases import Leases, choosing
+from notebook_accel.notebook.sweeps.leases import Leases
+from notebook_accel.notebook.sweeps.panel import SweepPanel
 from notebook_accel.notebook.sweeps.space import Arguments
 from notebook_accel.notebook.sweeps.trial import Trial
 from notebook_accel.notebook.tracebacks import show_in_short
@@ -75,11 +78,13 @@ class Sweep:
         metric: str | None,
         mode: str,
         max_failures: int,
-        is_shown: bool,
+        check: Callable[[Mapping[str, Any]], None],
+        view: str,
     ) -> None:
         self.study = arguments.study
         self._name = name
         self._arguments, self._leases, self._launch = arguments, leases, launch
+        self._check = check
         self._metric, self._mode, self._max_failures = metric, mode, max_failures
         self._trials: list[Trial] = []
         self._running: list[Trial] = []
@@ -87,10 +92,21 @@ class Sweep:
         self._first_error: dict[tuple[Any, ...], BaseException] = {}
         self._error: BaseException | None = None
         self._stop_asked, self._ended = threading.Event(), threading.Event()
-        self._kernel, self._is_shown = clicks.find_kernel(), is_shown
+        self._kernel, self._is_shown = clicks.find_kernel(), view != "none"
         self._slot = DisplaySlot()
+        self._panel: SweepPanel | None = None
         self._drawn = 0.0
-        if is_shown and self._kernel is not None:
+        if isinstance(choose_view(view), Dashboard):
+            self._panel = SweepPanel(
+                self._kernel,
+                self._slot,
+                stop=self.stop,
+                clone=self._add_clone,
+                hasten=self._hasten,
+            )
+            self._panel.draw(self._title(), [], metric, [])
+            self._panel.show(f"sweep of {self._title()}")
+        elif self._kernel is not None and self._is_shown:
             self._slot.show(self._bundle())
         start_thread(self._conduct, name=f"notebook-accel sweep of {name}")
 
@@ -161,7 +177,7 @@ class Sweep:
         """
         if timeout is not None:
             as_seconds("timeout", timeout)
-        if not self._ended.wait(timeout):
+        if not self._wait_in_cell(timeout):
             raise self._about_this(
                 TimeoutError(f"the sweep has not ended within {timeout} s; it goes on")
             )
@@ -169,13 +185,33 @@ class Sweep:
             raise self._about_this(self._error)
         return self
 
+    def _wait_in_cell(self, timeout: float | None) -> bool:
+        """Wait for the end, and let clicks through meanwhile; return whether it has come."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        pump = None if self._panel is None else self._panel.clicks
+        try:
+            while not self._ended.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    return False
+                if pump is not None:
+                    pump.pump()
+        finally:
+            if pump is not None:
+                pump.stop_pumping()
+        if self._panel is not None and not clicks.draws_updates(self._kernel):
+            self._slot.place_anew()
+        return True
+
     def show(self) -> None:
         """Show the table of trials in the current cell; while they run it is live there."""
         if self._kernel is None:
             sys.stdout.write(f"{self._bundle()['text/plain']}\n")
             return
-        self._slot.show(self._bundle(), is_to_place=False)
+        if self._panel is None or self._ended.is_set():
+            self._slot.show(self._bundle(), is_to_place=False)
         self._slot.place()
+        if self._panel is not None and not self._ended.is_set():
+            self._panel.place()
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with a row for each trial, in their order.
@@ -237,12 +273,12 @@ class Sweep:
     def _start_trials(self) -> None:
         while len(self._running) < self._leases.at_a_time:
             number = len(self._trials)
-            if number == self._arguments.num_trials or self._stop_asked.is_set():
+            if not self._arguments.has_more or self._stop_asked.is_set():
                 return
-            with choosing:
+            with run_list.choosing:
                 devices = self._leases.take()
                 if devices is not None:
-                    arguments, asked = self._arguments.ask(number)
+                    arguments, asked = self._arguments.ask()
                     run = self._launch(arguments, devices)
             if devices is None:  # of another run meanwhile
                 if not self._running:
@@ -317,22 +353,44 @@ class Sweep:
             parts.append(f"best {self._metric} {value} (trial {best.number})")
         return f"{self._name}: {', '.join(parts)}"
 
-    def _bundle(self) -> dict[str, str]:
-        cells = table.rows([*self._trials], self._metric, self._mode)
-        hidden = len(self._trials) - len(cells) + 1
-        notes = [f"{hidden} more trials are in .to_pandas()"] if self._trials and hidden > 0 else []
+    def _notes(self) -> list[str]:
+        notes = []
         if self._leases.awaited:
             notes.append(f"waits for devices of {one_line(self._leases.awaited, 200)}")
         if self._error is not None:
             last = str(self._error).strip().rpartition("\n")[2]
             notes.append(f"ended early: {one_line(last, 200)}")
-        return table.as_bundle(f"sweep of {self._title()}", cells, notes)
+        return notes
+
+    def _bundle(self) -> dict[str, str]:
+        trials = table.in_order([*self._trials], self._mode)
+        return table.as_bundle(f"sweep of {self._title()}", trials, self._metric, self._notes())
 
     def _draw(self, *, is_last: bool = False) -> None:
-        is_due = time.monotonic() - self._drawn > _DRAW_SECONDS
-        if self._slot.is_placed and (is_due or is_last):
+        panel = self._panel
+        if panel is not None:
+            panel.follow()
+        is_due = time.monotonic() - self._drawn > _DRAW_SECONDS or is_last
+        if not self._slot.is_placed or not (is_due or (panel is not None and panel.was_clicked)):
+            return
+        if panel is None:
             self._slot.show(self._bundle())
-            self._drawn = time.monotonic()
+        elif is_last:
+            panel.finish(self._bundle())
+        else:
+            trials = table.in_order([*self._trials], self._mode)
+            panel.draw(self._title(), trials, self._metric, self._notes())
+        self._drawn = time.monotonic()
+
+    # ---- clicks on the panel ---------------------------------------------------------------
+
+    def _add_clone(self, trial: Trial, changes: Mapping[str, Any]) -> int:
+        """Add a trial with the arguments of another one, and changes; return its number."""
+        self._check({**trial.arguments, **changes})
+        return self._arguments.add({**trial.arguments, **changes})
+
+    def _hasten(self, trial: Trial) -> None:
+        trial.is_next = True
 
     def _end_now(self) -> None:
         """Stop, and wait for the end; a further interrupt kills the trials that still run."""
@@ -430,11 +488,15 @@ def sweep(
         arguments = Arguments(
             space, mode=mode, metric=metric, num_trials=num_trials, sampler=sampler, pruner=pruner
         )
+
+        def check(chosen: Mapping[str, Any]) -> None:
+            _check_names(function, chosen)
+            check_call(function, args, {**kwargs, **chosen})
+
         for sample in arguments.samples:
             if twice := [name for name in sample if name in kwargs]:
                 raise ConfigError(f"{', '.join(twice)}: both in space and in kwargs; leave one out")
-            _check_names(function, sample)
-            check_call(function, args, {**kwargs, **sample})
+            check(sample)
         view = launch.pop("view", "auto")
         choose_view(view)  # for its check alone
         settings = {**launch, "num_processes": num_processes, "engine": engine}
@@ -469,7 +531,8 @@ def sweep(
                     metric=metric,
                     mode=mode,
                     max_failures=max_failures,
-                    is_shown=view != "none",
+                    check=check,
+                    view=view,
                 )
             return found.wait() if block else found
         except KeyboardInterrupt as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import WorkerError
+from notebook_accel.launch.control.curves import Curve
 from notebook_accel.launch.control.metrics_file import MetricTail
 from notebook_accel.launch.run import call_of, raise_error
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Optuna copies all earlier ones at each, in memory.
 _MAX_REPORTS = 10_000
+# Of a curve; a chart has those of all trials.
+_STRETCHES = 32
 
 
 @dataclass(kw_only=True)
@@ -29,6 +32,9 @@ class Trial:
         asked: Optuna's trial; None without a study.
         newest, best: the last and the best value that it logged; None before the first.
         pruned: whether the pruner has ended it.
+        is_next: whether it goes on before all others, once it is paused.
+        logged: the names of all that it logged.
+        curve: the values that it logged.
     """
 
     number: int
@@ -38,7 +44,9 @@ class Trial:
     newest: float | None = None
     best: float | None = None
     pruned: bool = False
+    is_next: bool = False
     logged: dict[str, None] = field(default_factory=dict)
+    curve: Curve = field(default_factory=lambda: Curve(_STRETCHES))
     _tail: MetricTail = field(init=False)
     _step: int = -1
     _num_reports: int = 0
@@ -69,6 +77,7 @@ class Trial:
 
     def _add(self, value: float, step: int | None, mode: str) -> bool:
         self.newest = value
+        self.curve.add(step, value)
         is_better = self.best is None or (value < self.best if mode == "min" else value > self.best)
         if math.isfinite(value) and is_better:
             self.best = value

@@ -1,0 +1,224 @@
+"""The widgets of a live sweep, and below them the panel of the trial that a person has picked.
+
+    title | picker, Stop all | chart and rows (one HTML widget) | the picked trial's buttons
+    a slot of its own: the panel of that trial
+
+The sweep's thread draws; clicks, which may come from any thread, leave a note for it.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.run import Run, call_of
+from notebook_accel.launch.text import wording
+from notebook_accel.notebook.clicks import clicks_for
+from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.live_panel import PanelBox
+from notebook_accel.notebook.markup import element, shorten, style_element
+from notebook_accel.notebook.sweeps import table
+from notebook_accel.notebook.views import dashboard_in
+from notebook_accel.notebook.widgets import PanelWidgets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.notebook.dashboard import Dashboard
+    from notebook_accel.notebook.sweeps.trial import Trial
+
+
+class SweepPanel:
+    """The live panel of a sweep.
+
+    Args:
+        kernel: that of the notebook.
+        slot: where the panel is shown, and in the end what replaces it.
+        stop: ends the sweep.
+        clone: adds a trial like the given one, with changed arguments; ConfigError for bad ones.
+        hasten: lets a paused trial go on as soon as it can.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        slot: DisplaySlot,
+        *,
+        stop: Callable[[], None],
+        clone: Callable[[Trial, Mapping[str, Any]], int],
+        hasten: Callable[[Trial], None],
+    ) -> None:
+        self.clicks = clicks_for(kernel)
+        self.was_clicked = False
+        self._kernel = kernel
+        self._below = DisplaySlot()
+        self._box = PanelBox(slot)
+        self._clone = clone
+        self._trials: Sequence[Trial] = ()
+        self._opened: tuple[Trial, Dashboard] | None = None
+        self._drawn: RunState | None = None
+        self._said = ""
+        self._widgets = widgets = PanelWidgets()
+        self._title, self._about, self._notice = (
+            widgets.make(ipywidgets.HTML, classes=classes)
+            for classes in ("na-head", "na-trial-name", "")
+        )
+        self._picker = widgets.make(
+            ipywidgets.Dropdown,
+            options=[("open a trial", None)],
+            description="Trial",
+            tooltip="Open the panel of a trial; a click on its row does the same",
+            classes="na-filter na-trial-filter",
+        )
+        self._changes = widgets.make(
+            ipywidgets.Text,
+            description="Changes of the clone",
+            placeholder="lr=0.01, width=64",
+            continuous_update=False,
+            classes="na-search",
+        )
+        stop_all, self._stop, self._hasten, cloned, close = buttons = [
+            widgets.make(ipywidgets.Button, description=name, tooltip=about, classes=classes)
+            for name, about, classes in (
+                ("Stop", "Start no further trial, and stop those that run", "na-stop"),
+                ("Stop trial", "Stop this trial at its next batch", "na-small-button"),
+                ("Next", "Let this trial have the next free devices", "na-small-button"),
+                (
+                    "Clone",
+                    "Add a trial with these arguments and the changes typed before",
+                    "na-small-button",
+                ),
+                ("Close", "Show no trial", "na-small-button"),
+            )
+        ]
+        acts: tuple[Callable[[Trial], object], ...] = (
+            lambda trial: trial.end(),
+            hasten,
+            self._add_clone,
+        )
+        stop_all.on_click(lambda _: stop())
+        for button, act in zip(buttons[1:4], acts, strict=True):
+            button.on_click(lambda _, act=act: self._on_trial(act))
+        close.on_click(lambda _: setattr(self._picker, "value", None))
+        self._picker.observe(self._on_pick, names="value")
+        for widget in (self._picker, self._changes, *buttons):
+            self.clicks.let_through(widget)
+        parts = [self._about, self._stop, self._hasten, self._changes, cloned, close]
+        self._bar = widgets.make(ipywidgets.HBox, parts, classes="na-log-bar na-trial-bar")
+        self._parts = (
+            widgets.make(ipywidgets.HTML, str(style_element()), classes="na-gone"),
+            widgets.make(ipywidgets.HBox, [self._picker, stop_all], classes="na-buttons"),
+            self._title,
+            self._box.body,
+            self._bar,
+            self._notice,
+        )
+
+    def show(self, text: str) -> None:
+        """Display the panel in the cell that runs now; ``text`` is what a saved notebook has."""
+        self._box.box.add_class("na-panel")
+        self._box.box.add_class("na-sweep")
+        self._box.box.children = self._parts
+        self._box.show(text)
+        self._below.show({"text/plain": "", "text/html": ""})
+
+    def place(self) -> None:
+        """Show the panel of the picked trial in the cell that runs now, too."""
+        self._below.place()
+
+    def draw(
+        self, title: str, trials: Sequence[Trial], metric: str | None, notes: Sequence[str]
+    ) -> None:
+        """Draw how the trials, in their order of values, stand."""
+        self.was_clicked = False
+        self._trials = trials
+        self._offer(len(trials))
+        self._show_picked()
+        self._title.value = str(
+            element("div", element("div", element("b", title)), class_="na na-title")
+        )
+        self._box.body.value = str(table.render_live(trials, metric, notes, self._picker.value))
+        picked = self._picked()
+        (self._bar.add_class if picked is None else self._bar.remove_class)("na-hidden")
+        if picked is not None:
+            called = f"trial {picked.number}: {wording.arguments((), picked.arguments)}"
+            self._about.value = str(element("div", shorten(called, 120), class_="na"))
+            self._stop.disabled = picked.has_ended
+            is_paused = picked.run.status == "paused"
+            (self._hasten.remove_class if is_paused else self._hasten.add_class)("na-hidden")
+        said = element("div", self._said, role="status", class_="na na-muted na-said")
+        self._notice.value = str(said) if self._said else ""
+
+    def follow(self) -> None:
+        """Pass the state of the picked trial on to its panel."""
+        if self._opened is None:
+            return
+        trial, view = self._opened
+        state = trial.run.state
+        if state is self._drawn:
+            return
+        self._drawn = state
+        (view.close if trial.has_ended else view.update)(state)
+
+    def finish(self, bundle: Mapping[str, str]) -> None:
+        """Replace the panel by what the saved notebook keeps."""
+        self.follow()
+        self._box.finish(bundle, "show() of the sweep")
+        self._widgets.close()
+
+    def _offer(self, number: int) -> None:
+        if len(self._picker.options) != number + 1:
+            picked = self._picker.value
+            trials = [(f"trial {each}", each) for each in range(number)]
+            # Setting the options chooses the first one.
+            self._picker.options = [("open a trial", None), *trials]
+            self._picker.value = picked
+
+    def _picked(self) -> Trial | None:
+        number = self._picker.value
+        return next((trial for trial in self._trials if trial.number == number), None)
+
+    def _show_picked(self) -> None:
+        picked = self._picked()
+        before = None if self._opened is None else self._opened[0]
+        if picked is before:
+            return
+        if self._opened is not None:
+            self._opened[1].give_up()
+            self._opened = None
+        if picked is not None:
+            view = dashboard_in(self._kernel, waits=False, slot=self._below)
+            view.open(Run(call_of(picked.run)))
+            self._opened, self._drawn = (picked, view), None
+
+    # ---- clicks ----------------------------------------------------------------------------
+
+    def _on_pick(self, _change: Any) -> None:
+        self._said, self.was_clicked = "", True
+
+    def _on_trial(self, act: Callable[[Trial], object]) -> None:
+        trial = self._picked()
+        if trial is not None:
+            try:
+                act(trial)
+            except Exception as error:  # of a handler it would go to the cell that ran last
+                self._said = shorten(str(error), 300)
+        self.was_clicked = True
+
+    def _add_clone(self, trial: Trial) -> None:
+        self._said = f"trial {self._clone(trial, _parsed(self._changes.value))} is added"
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return arguments that a person has typed, such as ``lr=0.01, width=64``."""
+    try:
+        call: Any = ast.parse(f"f({text})", mode="eval").body
+        if call.args:
+            raise ValueError
+        return {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AttributeError):
+        raise ConfigError(f"{text}: expected changes such as lr=0.01, width=64") from None
